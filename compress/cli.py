@@ -1,0 +1,226 @@
+"""The command line. No logic here; everything else is imported inside the command that needs it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+try:
+    import typer
+except ModuleNotFoundError as error:  # a machine that only runs bundles
+    raise SystemExit(
+        f"{error}; pip install 'compress[build]' for this command, `python -m runtime` runs bundles"
+    ) from error
+
+from compress import __version__
+from compress.endings import DEBUG, ending, print_json, quiet_stdout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from compress.schema import Recipe
+
+app = typer.Typer(
+    name="compress",
+    help="Make a trained model smaller and faster, and know that it is.",
+    epilog="Exit codes: 0 all gates hold, 1 a run failed, 2 the recipe or the call is wrong, 3 a gate fell short.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+BundleFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The bundle's folder.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="PATH=VALUE", help="As in passes.0.bits=4 or vars.x=y; repeat it.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
+
+
+def main() -> None:
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"compress {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks; so does {DEBUG}=1.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"
+
+
+@app.command()
+def apply(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the bundle goes.")],
+    overrides: Overrides = [],  # noqa: B006  (typer copies it)
+    as_json: AsJson = False,
+    cache: Annotated[Path | None, typer.Option("--cache", metavar="DIR", help="Where finished steps are kept.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+) -> None:
+    """Do what a recipe says, write the bundle and judge it."""
+    with ending(as_json):
+        loaded = _load(recipe, overrides)
+        with quiet_stdout(as_json):
+            from compress.apply import apply_recipe
+
+            report = apply_recipe(loaded, out, cache, quiet or as_json)
+        _show_report(report, as_json)
+
+
+@app.command()
+def plan(recipe: RecipeFile, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
+    """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
+    with ending(as_json):
+        loaded = _load(recipe, overrides)
+        with quiet_stdout(as_json):
+            from compress.plan import make_plan
+
+            made = make_plan(loaded)
+        if as_json:
+            print_json(made.to_dict())
+        else:
+            made.render(_console())
+
+
+@app.command()
+def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
+    """Read a recipe strictly and print it with everything resolved and every default written out."""
+    with ending():
+        from compress.recipe import recipe_to_yaml
+
+        typer.echo(recipe_to_yaml(_load(recipe, overrides)), nl=False)
+
+
+@app.command()
+def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
+    """Show what a bundle holds: models, inputs, samples, gates, what was done to which layer."""
+    with ending(as_json):
+        from compress.inspect import describe_bundle, inspect_bundle
+
+        if as_json:
+            print_json(describe_bundle(bundle))
+        else:
+            inspect_bundle(bundle, _console())
+
+
+@app.command()
+def verify(bundle: BundleFolder, as_json: AsJson = False) -> None:
+    """Check that every file of a bundle is the one its manifest names."""
+    with ending(as_json):
+        from runtime.bundle import verify as verify_bundle
+
+        manifest = verify_bundle(bundle)
+        if as_json:
+            print_json({"verdict": "pass", "files": len(manifest.files), "digest": manifest.digest})
+        else:
+            typer.echo(f"{bundle}: all {len(manifest.files)} files are as the manifest says (digest {manifest.digest})")
+
+
+@app.command()
+def validate(bundle: BundleFolder, as_json: AsJson = False) -> None:
+    """Run a bundle on this machine, judge it by its gates and write its report."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from runtime.validate import validate as validate_bundle
+
+            report = validate_bundle(bundle)
+        _show_report(report, as_json)
+
+
+@app.command()
+def compare(
+    bundles: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Bundles that have been validated.")],
+    as_json: AsJson = False,
+) -> None:
+    """Put the reports of several bundles side by side."""
+    with ending(as_json):
+        from compress.compare import compare_bundles, read_reports
+
+        if as_json:
+            print_json(read_reports(bundles))
+        else:
+            compare_bundles(bundles, _console())
+
+
+@app.command()
+def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: stdout.")] = None) -> None:
+    """Print the recipe's JSON Schema, with which editors complete and check recipes."""
+    with ending():
+        import json
+
+        from compress.schema_json import editor_schema
+        from compress.templates import write_new
+
+        text = json.dumps(editor_schema(), indent=2) + "\n"
+        if out is None:
+            typer.echo(text, nl=False)
+        else:
+            write_new(out, text, replace=True)
+
+
+@app.command()
+def new(
+    task: Annotated[str, typer.Option("--task", help="What the model does.")] = "image-classification",
+    source: Annotated[str | None, typer.Option("--source", help="hf:..., dir:..., python:...:... or onnx:...")] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe to write.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe to start from, with comments."""
+    with ending():
+        from compress.templates import starter, write_new
+
+        write_new(out, starter(task, source))
+        typer.echo(
+            f"{out}: written; see what it says with `compress check {out}`, what it does with `compress plan {out}`"
+        )
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed and works here, and how to mend what does not."""
+    with ending(as_json):
+        from compress.doctor import diagnose, examine
+
+        if as_json:
+            print_json(examine())
+        else:
+            diagnose(_console())
+
+
+def _load(recipe: Path, overrides: list[str]) -> Recipe:
+    from compress.network import restrict_network
+    from compress.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    restrict_network(loaded)
+    return loaded
+
+
+def _show_report(report: Any, as_json: bool) -> None:
+    from runtime.report import render_text, to_dict
+
+    if as_json:
+        print_json(to_dict(report))
+    else:
+        typer.echo(render_text(report))
+    raise typer.Exit(report.exit_code)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""parquet, image folders and hub data sets as tables, through `datasets`; only hub data stays in its cache."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.data.table import Table, file_digest
+from compress.errors import SourceError
+from runtime.columns import Array
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def open_parquet(path: Path) -> Table:
+    """A parquet file; columns that `datasets` has marked as images are decoded."""
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+
+    try:
+        data = Dataset(pq.read_table(path))
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise SourceError(f"{path}: cannot be read as parquet: {error}") from error
+    return _table(str(path), data, (path,), file_digest(path))
+
+
+def open_imagefolder(folder: Path, split: str | None) -> Table:
+    """Images in FOLDER/CLASS/* or FOLDER/SPLIT/CLASS/*: columns image and label (class names in alphabetical order)."""
+    from datasets import Image, load_dataset
+
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            data = load_dataset(
+                "imagefolder", data_dir=str(folder), split=split or "train", cache_dir=cache, keep_in_memory=True
+            )
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{folder}: cannot be read as a folder of images: {error}") from error
+    files = tuple(sorted(file for file in folder.rglob("*") if file.is_file()))
+    digests = "".join(f"{file_digest(file)} {file.relative_to(folder).as_posix()}\n" for file in files)
+    paths = data.cast_column("image", Image(decode=False))
+
+    def read(column: str, rows: Array) -> list[Any]:
+        values = list(paths.select_columns([column]).select(rows)[column])
+        return [value["path"] for value in values] if column == "image" else values
+
+    lengths = dict.fromkeys(data.column_names, data.num_rows)
+    digest = hashlib.sha256(digests.encode()).hexdigest()
+    return Table(str(folder), lengths, read, files, digest, _label_names(data))
+
+
+def open_hub(name: str, split: str | None) -> Table:
+    """NAME or NAME:CONFIG on the Hugging Face hub, or a local copy of such a data set; honours HF_HUB_OFFLINE."""
+    from datasets import load_dataset
+
+    if split is None:
+        raise SourceError(f"hf:{name}: name the split, such as `split: validation`")
+    dataset, _, config = name.partition(":")
+    try:
+        data = load_dataset(dataset, config or None, split=split)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"hf:{name}: split '{split}' cannot be loaded: {error}") from error
+    return _table(f"hf:{name}[{split}]", data, (), hashlib.sha256(data._fingerprint.encode()).hexdigest())
+
+
+def _table(where: str, data: Dataset, files: tuple[Path, ...], digest: str) -> Table:
+    def read(column: str, rows: Array) -> list[Any]:
+        only = data.select_columns([column])
+        return [_cell(where, only, column, int(row)) for row in rows]
+
+    return Table(where, dict.fromkeys(data.column_names, data.num_rows), read, files, digest, _label_names(data))
+
+
+def _cell(where: str, data: Dataset, column: str, row: int) -> Any:
+    try:
+        return data[row][column]
+    except OSError as error:  # what Pillow raises on a broken image
+        raise SourceError(f"{where}: column '{column}', row {row}: cannot be decoded: {error}") from error
+
+
+def _label_names(data: Dataset) -> dict[str, tuple[str, ...]]:
+    from datasets import ClassLabel
+
+    return {name: tuple(kind.names) for name, kind in data.features.items() if isinstance(kind, ClassLabel)}

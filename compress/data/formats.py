@@ -1,0 +1,153 @@
+"""npz, csv/tsv, jsonl and plain text as tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.data.table import Table, file_digest
+from compress.errors import SourceError
+from compress.schema import DataSpec
+from runtime.columns import Array
+
+NPZ_ERRORS = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError)
+"""What numpy and zipfile raise on a damaged archive or an array of Python objects."""
+
+
+def open_npz(path: Path) -> Table:
+    """One column for each array; pickled objects are refused."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = [name for name in archive.namelist() if name.endswith(".npy")]
+            shapes = {name.removesuffix(".npy"): _npy_shape(archive, name) for name in entries}
+    except NPZ_ERRORS as error:
+        raise SourceError(f"{path}: cannot be read as an npz of arrays: {error}") from error
+
+    def read(column: str, rows: Array) -> Array:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return np.asarray(arrays[column][rows])
+        except NPZ_ERRORS as error:
+            raise SourceError(
+                f"{path}: array '{column}' cannot be read: {error}; save it with a numeric dtype"
+            ) from error
+
+    lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
+    return Table(str(path), lengths, read, (path,), file_digest(path))
+
+
+def open_csv(path: Path, spec: DataSpec, separator: str) -> Table:
+    """A header line gives the names, unless the spec has `names` or an index among its `columns`.
+
+    Without a header, names are the spec's or "0", "1", ..., and further fields at a row's end are passed over. With a
+    header, a row with more fields than names is refused: a separator inside a text would shift the columns unseen.
+    """
+    separator = spec.separator or separator
+    rows, lines = _csv_rows(path, separator, csv.QUOTE_MINIMAL if spec.quoting else csv.QUOTE_NONE)
+    header = spec.names is None and not any(isinstance(column, int) for column in spec.columns.values())
+    names = spec.names or tuple(rows[0] if header else map(str, range(len(rows[0]))))
+    rows, lines = (rows[1:], lines[1:]) if header else (rows, lines)
+    if len(set(names)) != len(names):
+        raise SourceError(f"{path}: column names are not distinct: {', '.join(names)}; give `names:` or column numbers")
+
+    def place(row: int) -> str:
+        return f"line {lines[row]}"
+
+    def field(row: int, index: int) -> str:
+        n = len(rows[row])
+        if n <= index or (header and n > len(names)):
+            raise SourceError(
+                f"{path}: {place(row)} has {n} fields, but column '{names[index]}' needs {index + 1} of {len(names)}; "
+                "mend the line, or set `separator:` or `quoting:`"
+            )
+        return rows[row][index]
+
+    def read(column: str, chosen: Array) -> list[str]:
+        index = names.index(column)
+        return [field(int(row), index) for row in chosen]
+
+    hint = "; if the file has no header line, give `names:`, or column numbers in `columns:`" if header else ""
+    return Table(str(path), dict.fromkeys(names, len(rows)), read, (path,), file_digest(path), place=place, hint=hint)
+
+
+def open_jsonl(path: Path) -> Table:
+    """One JSON object a line; the first one's keys are the columns."""
+    lines = [(number, line) for number, line in enumerate(_text_lines(path), 1) if line.strip()]
+    objects = [_json_object(path, number, line) for number, line in lines]
+
+    def place(row: int) -> str:
+        return f"line {lines[row][0]}"
+
+    def value(row: int, column: str) -> Any:
+        if column not in objects[row]:
+            raise SourceError(f"{path}: {place(row)} has no '{column}'; it has: {', '.join(objects[row])}")
+        return objects[row][column]
+
+    def read(column: str, rows: Array) -> list[Any]:
+        return [value(int(row), column) for row in rows]
+
+    lengths = dict.fromkeys(objects[0], len(objects)) if objects else {}
+    return Table(str(path), lengths, read, (path,), file_digest(path), place=place)
+
+
+def open_text(path: Path) -> Table:
+    """One sample a line, in the column "text"; blank lines are passed over."""
+    lines = [(number, line) for number, line in enumerate(_text_lines(path), 1) if line.strip()]
+
+    def read(column: str, rows: Array) -> list[str]:
+        return [lines[row][1] for row in rows]
+
+    def place(row: int) -> str:
+        return f"line {lines[row][0]}"
+
+    return Table(str(path), {"text": len(lines)}, read, (path,), file_digest(path), place=place)
+
+
+def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
+    with archive.open(name) as file:
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return header(file)[0]
+
+
+def _csv_rows(path: Path, separator: str, quoting: Any) -> tuple[list[list[str]], list[int]]:
+    """Rows that are not blank, and the line on which each ends."""
+    rows, lines = [], []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
+            for row in reader:
+                if row:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not UTF-8 text: {error}") from error
+    except csv.Error as error:
+        raise SourceError(f"{path}: line {reader.line_num}: {error}; check `separator:` and `quoting:`") from error
+    if not rows:
+        raise SourceError(f"{path}: holds only blank lines")
+    return rows, lines
+
+
+def _text_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: is not UTF-8 text: {error}") from error
+
+
+def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise SourceError(f"{path}: line {number}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SourceError(
+            f"{path}: line {number}: is {type(value).__name__}; each line must be an object {{column: value}}"
+        )
+    return value

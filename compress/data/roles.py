@@ -1,0 +1,80 @@
+"""Which column of a file plays which role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compress.data.table import Table, nearest
+from compress.errors import SourceError
+from compress.schema import DataSpec
+
+USUAL_NAMES: dict[str, tuple[str, ...]] = {
+    "image": ("image", "img", "pixel_values"),
+    "text": ("text", "sentence", "sentence1"),
+    "text_pair": ("text_pair", "sentence2"),
+    "label": ("label", "labels", "score", "target"),
+}
+"""Role -> the column names it is found under when the recipe gives no `columns`."""
+TASK_ROLES: dict[str, tuple[str, ...]] = {
+    "image-classification": ("image",),
+    "text-classification": ("text", "text_pair"),
+    "feature-extraction": ("text", "text_pair"),
+    "generic": (),
+}
+"""Task -> the roles of its inputs, the first of them required; a generic model's roles are its input names."""
+
+
+def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
+    """Role -> column name. SourceError, all problems at once: an unknown role, a missing column, a missing input."""
+    found = _declared(spec, table, task, input_names) if spec.columns else _by_usual_names(table, task, input_names)
+    required = TASK_ROLES[task][:1] or tuple(input_names) or tuple(role for role in found if role != "label")[:1]
+    missing = [role for role in required if role not in found]
+    as_tensors = bool(input_names) and set(input_names) <= found.keys()
+    if (missing and not as_tensors) or not found.keys() - {"label"}:
+        roles = ", ".join(missing) or "an input"
+        raise SourceError(
+            f"{table.where}: no column for {roles}; the file has: {', '.join(table.names) or 'no columns'}; name them "
+            f"in the recipe, such as `columns: {{{missing[0] if missing else 'x'}: ...}}`{table.hint}"
+        )
+    lengths = {column: table.lengths[column] for column in found.values()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{column} {n}" for column, n in lengths.items())
+        raise SourceError(f"{table.where}: columns differ in length: {shown}")
+    return found
+
+
+def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
+    allowed = (*TASK_ROLES[task], *input_names, "label")
+    any_role = task == "generic" and not input_names
+    unknown = [role for role in spec.columns if role not in allowed and not any_role]
+    problems = [
+        f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{nearest(role, allowed)}" for role in unknown
+    ]
+    found = {}
+    for role, column in spec.columns.items():
+        if isinstance(column, int):
+            if not 0 <= column < len(table.names):
+                problems.append(
+                    f"{table.where}: there is no column {column} (for {role}): the file has {len(table.names)}, from 0"
+                )
+                continue
+            column = table.names[column]
+        if column not in table.lengths:
+            shown = nearest(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
+            problems.append(f"{table.where}: there is no column '{column}' (for {role}){shown}{table.hint}")
+        found[role] = column
+    if problems:
+        raise SourceError(problems)
+    return found
+
+
+def _by_usual_names(table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for role in (*TASK_ROLES[task], "label"):
+        names = [name for name in USUAL_NAMES[role] if name in table.lengths]
+        if names:
+            found[role] = names[0]
+    if task == "generic":
+        wanted = input_names or [name for name in table.names if name not in USUAL_NAMES["label"]]
+        found |= {name: name for name in wanted if name in table.lengths}
+    return found

@@ -1,0 +1,104 @@
+"""Samples in memory: which rows are drawn, their contents checked, and digests that identify them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.data.roles import resolve_roles
+from compress.data.table import Table, open_table
+from compress.data.values import ColumnReader
+from compress.errors import SourceError
+from compress.schema import DataSpec
+from runtime.columns import Array
+from runtime.samples import digest_columns
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`columns` by role, all of length `n`.
+
+    "image": uint8 [N, H, W(, C)], or a list of such images where sizes differ; "text", "text_pair": list[str]; model
+    inputs: [N, ...]; "label": int64 [N] classes or float64 [N] scores. `digest`: sha256 over all columns in order, as
+    the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only.
+    """
+
+    columns: dict[str, Any]
+    n: int
+    digest: str
+    row_digests: tuple[str, ...]
+
+
+def load_samples(
+    spec: DataSpec,
+    root: Path,
+    task: str,
+    input_names: Sequence[str],
+    seed: int,
+    n_classes: int | None = None,
+    class_names: Sequence[str] = (),
+) -> Samples:
+    """The samples of `spec`, checked. Labels that are names are mapped through `class_names`.
+
+    With `shuffle`, rows come in the order drawn by the spec's seed (or else `seed`); two specs on one file with one
+    seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
+    Raises SourceError naming file, column, row and rule.
+    """
+    table = open_table(spec, root)
+    roles = resolve_roles(spec, table, task, input_names)
+    rows = drawn_rows(spec, table, n_rows(table, roles), seed)
+    reader = ColumnReader(table, rows, task, n_classes, tuple(class_names))
+    columns = {role: reader.values(role, column) for role, column in roles.items()}
+    return Samples(columns, len(rows), digest_columns(columns), _row_digests(columns, len(rows)))
+
+
+def overlap(a: Samples, b: Samples) -> int:
+    """How many samples of `b` stand in `a` too, by the contents of their inputs."""
+    known = set(a.row_digests)
+    return sum(digest in known for digest in b.row_digests)
+
+
+def n_rows(table: Table, roles: dict[str, str]) -> int:
+    """Rows of the columns in use; SourceError if there are none."""
+    n = min(table.lengths[column] for column in roles.values())
+    if n == 0:
+        raise SourceError(f"{table.where}: holds no samples")
+    return n
+
+
+def drawn_rows(spec: DataSpec, table: Table, n: int, seed: int) -> Array:
+    """Row numbers int64 [samples] out of `n`; SourceError if the spec asks for more than there are."""
+    available = n - spec.skip
+    if available <= 0:
+        raise SourceError(f"{table.where}: skip: {spec.skip} passes over all {n} rows; skip fewer")
+    n_samples = available if spec.samples is None else spec.samples
+    if n_samples > available:
+        after = f" after skip: {spec.skip}" if spec.skip else ""
+        raise SourceError(
+            f"{table.where}: samples: {n_samples} wanted, but there are {available} of {n} rows{after}; ask for fewer"
+        )
+    if spec.shuffle and n_samples < n:
+        order = np.random.default_rng(seed if spec.seed is None else spec.seed).permutation(n)
+    else:
+        order = np.arange(n)
+    return order[spec.skip : spec.skip + n_samples]
+
+
+def _row_digests(columns: dict[str, Any], n: int) -> tuple[str, ...]:
+    roles = sorted(role for role in columns if role != "label")
+    return tuple(_digest_row([(role, columns[role][i]) for role in roles]) for i in range(n))
+
+
+def _digest_row(cells: list[tuple[str, Any]]) -> str:
+    sha = hashlib.sha256()
+    for role, value in cells:
+        array = np.asarray(value)
+        content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else array.tobytes()
+        kind = "text" if isinstance(value, str) else f"{array.dtype.str}{array.shape}"
+        sha.update(f"{role}:{kind}:{len(content)}:".encode() + content)
+    return sha.hexdigest()

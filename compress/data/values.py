@@ -1,0 +1,147 @@
+"""A column's raw values, checked and in the form its role asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from compress.data.table import Table
+from compress.errors import SourceError
+from runtime.columns import Array
+from runtime.errors import UsageError
+from runtime.images import load_pixels
+
+CLASSIFICATION = ("image-classification", "text-classification")
+
+
+@dataclass(frozen=True)
+class ColumnReader:
+    """Reads columns of `table` at the row numbers `rows`; every error names file, column and row."""
+
+    table: Table
+    rows: Array
+    task: str
+    n_classes: int | None = None
+    class_names: tuple[str, ...] = ()
+
+    def values(self, role: str, column: str) -> Any:
+        """As `Samples.columns` describes it. SourceError for the first value that the role cannot have."""
+        raw = self.table.read(column, self.rows)
+        if role == "image":
+            return self._images(column, raw)
+        if role in ("text", "text_pair"):
+            return self._texts(column, raw)
+        if role == "label":
+            return self._labels(column, raw)
+        return self._finite(column, self._numbers(column, raw))
+
+    def _fail(self, column: str, i: int, problem: str) -> SourceError:
+        return SourceError(f"{self.table.where}: column '{column}', {self.table.place(int(self.rows[i]))}: {problem}")
+
+    def _images(self, column: str, raw: Any) -> Any:
+        images = []
+        for i, item in enumerate(raw):
+            try:
+                images.append(load_pixels(item))
+            except UsageError as error:
+                raise self._fail(column, i, str(error)) from error
+        same_size = len({image.shape for image in images}) == 1
+        return np.stack(images) if same_size else images
+
+    def _texts(self, column: str, raw: Any) -> list[str]:
+        for i, item in enumerate(raw):
+            if not isinstance(item, str):
+                raise self._fail(column, i, f"expected a text, found {type(item).__name__}")
+        return [str(item) for item in raw]
+
+    def _numbers(self, column: str, raw: Any) -> Array:
+        """[N, ...] of numbers; texts that are numbers (csv) are converted."""
+        try:
+            array = np.asarray(raw)
+            array = array.astype(np.float64) if array.dtype.kind in "US" else array
+        except ValueError as error:
+            raise SourceError(f"{self.table.where}: column '{column}' is not numbers of one shape: {error}") from error
+        if array.dtype.kind not in "biuf":
+            raise SourceError(f"{self.table.where}: column '{column}' holds {array.dtype} values, not numbers")
+        return array
+
+    def _finite(self, column: str, array: Array) -> Array:
+        if array.dtype.kind == "f":
+            bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))
+            if len(bad):
+                raise self._fail(column, int(bad[0]), f"holds NaN or infinity ({len(bad)} such rows)")
+        return array
+
+    def _labels(self, column: str, raw: Any) -> Array:
+        named = self._named(column, raw)
+        labels = self._finite(column, self._numbers(column, self._parsed(column, raw) if named is None else named))
+        if labels.ndim != 1:
+            raise SourceError(
+                f"{self.table.where}: column '{column}': labels have shape {labels.shape}, one number a row is needed"
+            )
+        if self.task == "feature-extraction":
+            return labels.astype(np.float64)
+        whole = labels.dtype.kind in "biu" or bool((labels == np.floor(labels)).all())
+        if not whole and self.task in CLASSIFICATION:
+            i = int(np.flatnonzero(labels != np.floor(labels))[0])
+            raise self._fail(column, i, f"label {labels[i]} is not a class number")
+        if not whole:
+            return labels.astype(np.float64)
+        return self._in_range(column, labels.astype(np.int64))
+
+    def _in_range(self, column: str, labels: Array) -> Array:
+        n_classes = self.n_classes or len(self.class_names) or None
+        if n_classes is None and self.task not in CLASSIFICATION:
+            return labels
+        bad = np.flatnonzero((labels < 0) | (labels >= (n_classes or np.inf)))
+        if len(bad):
+            limit = f"0..{n_classes - 1}, the model's classes" if n_classes else "0 or above"
+            raise self._fail(column, int(bad[0]), f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)")
+        return labels
+
+    def _named(self, column: str, raw: Any) -> Sequence[int] | None:
+        """Class numbers by the model's `class_names`, where the labels are names or the file names its class ids."""
+        index = {name.casefold(): i for i, name in enumerate(self.class_names)}
+        stated = self.table.label_names.get(column)
+        if stated is not None and index:
+            return self._restated(column, raw, [index.get(name.casefold()) for name in stated])
+        if index and all(isinstance(label, str) and label.casefold() in index for label in raw):
+            return [index[label.casefold()] for label in raw]
+        return None
+
+    def _restated(self, column: str, raw: Any, mapped: list[int | None]) -> list[int]:
+        """The file's class ids as the model's: both name their classes, and the orders need not agree."""
+        if None in mapped:
+            raise SourceError(
+                f"{self.table.where}: column '{column}': the file's classes "
+                f"{', '.join(self.table.label_names[column])} are not all among the model's, "
+                f"{', '.join(self.class_names)}; set `class_names` in the recipe's model, in the model's order and "
+                "with the data's names"
+            )
+        return [-1 if label is None or label < 0 else mapped[label] for label in raw]  # type: ignore[misc]
+
+    def _parsed(self, column: str, raw: Any) -> Any:
+        """Texts as numbers: int where all are written so, else float."""
+        if not any(isinstance(label, str) for label in raw):
+            return raw
+        for i, label in enumerate(raw):
+            if not _is_number(str(label)):
+                known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
+                raise self._fail(column, i, f"label '{label}' is neither a number nor one of the class names ({known})")
+        texts = [str(label).strip() for label in raw]
+        return (
+            [int(text) for text in texts]
+            if all(text.lstrip("+-").isdecimal() for text in texts)
+            else [float(t) for t in texts]
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,18 @@
+"""`export: {kind: onnx}`: what a recipe may say about the ONNX file. The exporter itself is `compress.export.onnx`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from compress.passes.base import Record
+from compress.targets import TargetName
+
+
+class OnnxExport(Record):
+    """An ONNX graph in the flavour that `target` is fast on (default: the recipe's target)."""
+
+    kind: Literal["onnx"] = "onnx"
+    target: TargetName | None = None
+    opset: Annotated[int, Field(ge=17, le=23)] = 20

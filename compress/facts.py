@@ -1,0 +1,123 @@
+"""What is known of a model before any of its weights are read: names, shapes, sizes, work. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from runtime.bundle import TensorSpec
+
+DTYPE_BITS = {"float32": 32, "float64": 64, "float16": 16, "bfloat16": 16, "int8": 8, "uint8": 8, "int4": 4, "int64": 64}
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One layer that holds a weight.
+
+    `name` is the module path (torch) or the node name (ONNX); `type` the class name a user would write in `targets:` or
+    `ignore:` (Linear, Conv2d, Embedding); `op` the ONNX operator it becomes. `shape` is [out, in / groups, *kernel] for
+    Linear and Conv, [rows, width] for Embedding. `macs` counts multiply-accumulates for one sample.
+    `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
+    """
+
+    name: str
+    type: str
+    op: str
+    weight: str
+    shape: tuple[int, ...]
+    macs: int = 0
+    bits: float = 32
+
+    @property
+    def n_weights(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return math.ceil(self.n_weights * self.bits / 8)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as the plan sees it. `other_bytes` is everything outside `layers` (norms, biases, buffers)."""
+
+    source: Literal["torch", "onnx"]
+    architecture: str
+    task: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    layers: tuple[LayerFacts, ...]
+    other_bytes: int = 0
+    peak_activation_bytes: int = 0
+    operators: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def n_parameters_in_layers(self) -> int:
+        return sum(layer.n_weights for layer in self.distinct_layers())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the weights, tied ones once."""
+        return self.other_bytes + sum(layer.n_bytes for layer in self.distinct_layers())
+
+    @property
+    def macs(self) -> int:
+        return sum(layer.macs for layer in self.layers)
+
+    def distinct_layers(self) -> tuple[LayerFacts, ...]:
+        """Layers with tied weights counted once."""
+        return tuple({layer.weight: layer for layer in self.layers}.values())
+
+    def with_bits(self, bits: dict[str, float]) -> ModelFacts:
+        """The same model with the named layers' weights stored in that many bits."""
+        return replace(self, layers=tuple(replace(la, bits=bits.get(la.name, la.bits)) for la in self.layers))
+
+
+@dataclass(frozen=True)
+class LayerDecision:
+    """What a pass will do, or did, to one layer: `action` is 'int8', 'float16', 'kept', ...; `reason` says why."""
+
+    layer: str
+    type: str
+    action: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the user should know before the work starts. `level`: info, slow (slower than float), warning."""
+
+    level: Literal["info", "slow", "warning"]
+    text: str
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """What `Pass.check` promises: the model afterwards, a decision for each layer, and what is worth saying."""
+
+    facts: ModelFacts
+    decisions: tuple[LayerDecision, ...] = ()
+    notes: tuple[Note, ...] = ()
+    problems: tuple[str, ...] = field(default=())
+
+
+def matches(pattern: str, name: str, *types: str) -> bool:
+    """True if `pattern` selects a layer: an exact name, a type (Linear, Conv, ...), or `re:` and a regex searched from the start of the name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return pattern == name or pattern in types
+
+
+def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, str]:
+    """Layer name -> the first pattern that selects it."""
+    chosen: dict[str, str] = {}
+    for layer in layers:
+        for pattern in patterns:
+            if matches(pattern, layer.name, layer.type, layer.op):
+                chosen[layer.name] = pattern
+                break
+    return chosen

@@ -1,0 +1,78 @@
+"""Small edits of an ONNX graph: constants, nodes, and what nothing reads any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+
+def initializer(model: ir.Model, name: str, array: np.ndarray | ir.TensorProtocol) -> ir.Value:
+    """A named constant of the graph; an existing one of that name is replaced in value."""
+    tensor = ir.tensor(array, name=name) if isinstance(array, np.ndarray) else array
+    value = model.graph.initializers.get(name)
+    if value is None:
+        value = ir.Value(name=name)
+        value.const_value = tensor
+        model.graph.register_initializer(value)
+    value.const_value = tensor
+    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+    return value
+
+
+def append(
+    model: ir.Model,
+    op: str,
+    inputs: Sequence[ir.Value | None],
+    output: str,
+    attributes: Mapping[str, Any] | None = None,
+    domain: str = "",
+) -> ir.Value:
+    """A new node at the end of the graph (sort afterwards), named like its one output, which is returned."""
+    node = ir.node(op, inputs, attributes=dict(attributes or {}), name=output, domain=domain)
+    node.outputs[0].name = output
+    model.graph.append(node)
+    return node.outputs[0]
+
+
+def reroute(uses: Sequence[tuple[ir.Node, int]], value: ir.Value) -> None:
+    """Let these (node, input index) pairs read `value`."""
+    for node, index in uses:
+        node.replace_input_with(index, value)
+
+
+def uses_of(value: ir.Value) -> list[tuple[ir.Node, int]]:
+    return [(use.node, use.idx) for use in value.uses()]
+
+
+def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+    """The graph's inputs and every node's outputs."""
+    found = {value.name: value for value in model.graph.inputs if value.name}
+    return found | {value.name: value for node in model.graph for value in node.outputs if value.name}
+
+
+def tidy(model: ir.Model) -> None:
+    """Sort the graph; remove the nodes and initializers that nothing reads."""
+    model.graph.sort()
+    RemoveUnusedNodesPass()(model)
+    for name in [n for n, v in model.graph.initializers.items() if not list(v.uses()) and not v.is_graph_output()]:
+        del model.graph.initializers[name]
+
+
+def strip_metadata(model: ir.Model) -> None:
+    """Remove stack traces, module paths and doc strings: they name the machine and cost a small model a tenth of its size."""
+    model.doc_string = None
+    model.metadata_props.clear()
+    model.graph.doc_string = None
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        node.doc_string = None
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.doc_string = None
+            value.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()

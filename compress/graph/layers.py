@@ -1,0 +1,166 @@
+"""The layers of an ONNX graph: the nodes that multiply by, or look up in, a constant weight."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.facts import LayerFacts
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Node metadata in which torch.onnx.export keeps the module path."""
+WRAPPER = "wrapped."
+"""Prefix that the loader's wrapper module adds to a Hugging Face model's names."""
+CONV_TYPES = {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"}
+
+
+@dataclass(frozen=True, eq=False)
+class GraphLayer:
+    """A node with a constant weight. `axis` is the weight's output-channel axis; `bias` its constant bias, if any."""
+
+    name: str
+    type: str
+    node: ir.Node
+    weight: ir.Value
+    weight_input: int
+    axis: int
+    bias: ir.Value | None
+    bias_add: ir.Node | None
+    """The Add node that holds a MatMul's bias."""
+
+    @property
+    def op(self) -> str:
+        return self.node.op_type
+
+    @property
+    def data_input(self) -> ir.Value:
+        """The activation that the layer reads (the indices, for an Embedding)."""
+        value = self.node.inputs[1 - self.weight_input]
+        if value is None:
+            raise ValueError(f"{self.name}: the node has no data input")
+        return value
+
+    @property
+    def output(self) -> ir.Value:
+        """What the layer gives, bias included."""
+        return self.bias_add.outputs[0] if self.bias_add is not None else self.node.outputs[0]
+
+    def matrix(self) -> np.ndarray:
+        """The weight as [out, in / groups, *kernel] (Embedding: [rows, width]), in its own dtype."""
+        weight = constant(self.weight)
+        return weight.T if self.axis == 1 and self.op != "Gather" else weight
+
+
+def constant(value: ir.Value | None) -> np.ndarray:
+    """The array of an initializer or Constant. Raises ValueError when it is neither."""
+    array = value.const_value.numpy() if value is not None and value.const_value is not None else None
+    if array is None:
+        raise ValueError(f"{value.name if value is not None else 'an absent input'} is not a constant")
+    return array
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    return value is not None and value.const_value is not None
+
+
+def find_layers(model: ir.Model) -> list[GraphLayer]:
+    """Every layer, in graph order. Names are module paths where the exporter left them, node names otherwise; unique."""
+    layers: list[GraphLayer] = []
+    taken: dict[str, int] = {}
+    for node in model.graph:
+        found = as_layer(node)
+        if found is None:
+            continue
+        count = taken.get(found.name, 0)
+        taken[found.name] = count + 1
+        layers.append(found if count == 0 else _renamed(found, f"{found.name}#{count + 1}"))
+    return layers
+
+
+def as_layer(node: ir.Node) -> GraphLayer | None:
+    """The layer that `node` is, or None."""
+    if node.op_type == "Conv" and is_constant(node.inputs[1]):
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        return _layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
+    if node.op_type == "Gemm" and is_constant(node.inputs[1]) and not _attribute(node, "transA", 0):
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        return _layer(node, "Linear", 1, 0 if _attribute(node, "transB", 0) else 1, bias, None)
+    if node.op_type == "MatMul" and is_constant(node.inputs[1]) and constant(node.inputs[1]).ndim == 2:
+        add, bias = _matmul_bias(node)
+        return _layer(node, "Linear", 1, 1, bias, add)
+    if node.op_type == "Gather" and _is_embedding(node):
+        return _layer(node, "Embedding", 0, 1, None, None)
+    return None
+
+
+def node_scope(node: ir.Node) -> str:
+    """The module path that the exporter recorded for a node; '' when it recorded none."""
+    text = node.metadata_props.get(SCOPES)
+    if not text:
+        return ""
+    scopes = [scope for scope in ast.literal_eval(text)[:-1] if scope]
+    return scopes[-1].removeprefix(WRAPPER) if scopes else ""
+
+
+def _layer(node: ir.Node, kind: str, weight: int, axis: int, bias: ir.Value | None, add: ir.Node | None) -> GraphLayer:
+    value = node.inputs[weight]
+    assert value is not None
+    name = _parameter_module(value) or node_scope(node) or node.name or value.name or node.op_type
+    return GraphLayer(name, kind, node, value, weight, axis, bias if is_constant(bias) else None, add)
+
+
+def _parameter_module(weight: ir.Value) -> str:
+    """`layer1.0.conv1` for an initializer that the exporter named `layer1.0.conv1.weight`."""
+    name = weight.name or ""
+    return name.removeprefix(WRAPPER).removesuffix(".weight") if name.endswith(".weight") else ""
+
+
+def _renamed(layer: GraphLayer, name: str) -> GraphLayer:
+    return GraphLayer(
+        name, layer.type, layer.node, layer.weight, layer.weight_input, layer.axis, layer.bias, layer.bias_add
+    )
+
+
+def _matmul_bias(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
+    """The Add of a constant vector that alone reads a MatMul's output."""
+    uses = list(node.outputs[0].uses())
+    if len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None, None
+    add = uses[0].node
+    other = add.inputs[1 - uses[0].idx]
+    if is_constant(other) and constant(other).ndim == 1:
+        return add, other
+    return None, None
+
+
+def _is_embedding(node: ir.Node) -> bool:
+    table = node.inputs[0]
+    return (
+        is_constant(table)
+        and constant(table).ndim == 2
+        and constant(table).dtype.kind == "f"
+        and _attribute(node, "axis", 0) == 0
+    )
+
+
+def _attribute(node: ir.Node, name: str, default: int) -> int:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_int()
+
+
+def layer_facts(model: ir.Model, bits: dict[str, float] | None = None) -> tuple[LayerFacts, ...]:
+    """The graph's layers as the plan knows them; `bits`: what decided layers' weights are stored in."""
+    return tuple(
+        LayerFacts(
+            name=layer.name,
+            type=layer.type,
+            op=layer.op,
+            weight=layer.weight.name or layer.name,
+            shape=tuple(layer.matrix().shape),
+            bits=(bits or {}).get(layer.name, 32),
+        )
+        for layer in find_layers(model)
+    )

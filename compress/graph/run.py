@@ -1,0 +1,65 @@
+"""Running a graph over batches of feeds in ONNX Runtime, with any of its inner tensors as extra outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+Feeds = dict[str, np.ndarray]
+TAPPED = "/tapped"
+"""Suffix of the output that a tapped graph input gets."""
+
+
+def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True) -> ort.InferenceSession:
+    """A CPU session. `threads` 0 means all cores; `optimize` False keeps every node as it is written.
+
+    Raises whatever ONNX Runtime raises on a graph that it cannot load.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = str(model) if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """A copy of `model` whose outputs are the named tensors (those it has), instead of its own."""
+    copy = clone(model)
+    values = {value.name: value for node in copy.graph for value in node.outputs}
+    values |= {value.name: value for value in copy.graph.inputs}
+    copy.graph.outputs.clear()
+    for name in dict.fromkeys(names):
+        value = values[name]
+        if value.is_graph_input():
+            value = _identity(copy, value)
+        if value.type is None:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        copy.graph.outputs.append(value)
+    return copy
+
+
+def clone(model: ir.Model) -> ir.Model:
+    """An independent copy; weights are shared until replaced."""
+    return model.clone()
+
+
+def run_batches(session: ort.InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
+    """The outputs by name, batch by batch."""
+    names = [output.name for output in session.get_outputs()]
+    for feeds in batches:
+        yield dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def _identity(model: ir.Model, value: ir.Value) -> ir.Value:
+    node = ir.node("Identity", [value])
+    model.graph.append(node)
+    out = node.outputs[0]
+    out.name = f"{value.name}{TAPPED}"
+    out.type, out.shape = value.type, value.shape
+    return out

@@ -1,0 +1,73 @@
+"""Option-A residual shortcuts (subsample, zero-pad channels) as the 1x1 convolution that they are.
+
+Written as Slice, Slice, Pad they leave the integer domain: each int8 kernel around them stops for a copy in float. The
+convolution with a 0/1 selection weight computes the same values, stays int8, and its weight is exact in eight bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.graph.layers import constant, is_constant
+
+
+def shortcuts_to_convolutions(model: ir.Model) -> list[str]:
+    """Replace every such Slice/Pad chain on an [N, C, H, W] float tensor; returns the names of the new nodes."""
+    made = []
+    for pad in [node for node in model.graph if node.op_type == "Pad"]:
+        strides, source = _strided_source(pad.inputs[0])
+        channels = _channel_padding(pad, source)
+        if strides is None or channels is None:
+            continue
+        made.append(_replace(model, pad, source, strides, channels))
+    return made
+
+
+def _strided_source(value: ir.Value | None) -> tuple[dict[int, int] | None, ir.Value | None]:
+    """Follow whole-range strided Slices of axes 2 and 3 upwards: (axis -> stride, where they start)."""
+    strides: dict[int, int] = {}
+    while value is not None and (node := value.producer()) is not None and node.op_type == "Slice":
+        if len(node.inputs) != 5 or not all(is_constant(v) for v in node.inputs[1:]) or len(list(value.uses())) != 1:
+            return None, None
+        starts, ends, axes, steps = (constant(v).ravel() for v in node.inputs[1:])
+        if any(s != 0 for s in starts) or any(e < 2**31 - 1 for e in ends) or any(a not in (2, 3) for a in axes):
+            return None, None
+        strides |= {int(a): strides.get(int(a), 1) * int(s) for a, s in zip(axes, steps, strict=True)}
+        value = node.inputs[0]
+    return (strides or None), value
+
+
+def _channel_padding(pad: ir.Node, source: ir.Value | None) -> tuple[int, int, int] | None:
+    """(before, channels, after) if `pad` only adds zero channels to a tensor whose channel count is known."""
+    if source is None or source.shape is None or len(source.shape) != 4 or not isinstance(source.shape[1], int):
+        return None
+    if "mode" in pad.attributes and pad.attributes["mode"].as_string() != "constant":
+        return None
+    if len(pad.inputs) > 2 and pad.inputs[2] is not None:
+        if not is_constant(pad.inputs[2]) or constant(pad.inputs[2]).any():
+            return None
+    if not is_constant(pad.inputs[1]) or (len(pad.inputs) > 3 and pad.inputs[3] is not None):
+        return None
+    pads = [int(p) for p in constant(pad.inputs[1])]
+    if len(pads) != 8 or any(p for i, p in enumerate(pads) if i not in (1, 5)) or min(pads) < 0:
+        return None
+    return pads[1], source.shape[1], pads[5]
+
+
+def _replace(
+    model: ir.Model, pad: ir.Node, source: ir.Value, strides: dict[int, int], channels: tuple[int, int, int]
+) -> str:
+    before, count, after = channels
+    weight = np.zeros((before + count + after, count, 1, 1), np.float32)
+    weight[np.arange(count) + before, np.arange(count)] = 1.0
+    out = pad.outputs[0]
+    name = f"{out.name}/select"
+    value = ir.Value(name=f"{name}.weight", const_value=ir.tensor(weight, name=f"{name}.weight"))
+    model.graph.register_initializer(value)
+    conv = ir.node("Conv", [source, value], name=name, attributes={"strides": [strides.get(2, 1), strides.get(3, 1)]})
+    conv.outputs[0].shape, conv.outputs[0].type = out.shape, out.type
+    conv.outputs[0].name = f"{name}/output"
+    model.graph.insert_before(pad, conv)
+    out.replace_all_uses_with(conv.outputs[0])
+    return name

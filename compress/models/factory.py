@@ -1,0 +1,87 @@
+"""python: sources: a module from a user's factory function."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from compress.errors import SourceError
+from compress.models.source import factory_file
+from compress.schema import ModelSpec
+
+USER_ERRORS = (
+    ImportError,
+    SyntaxError,
+    NameError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    OSError,
+)
+"""What a user's code may raise when it is wrong; all but memory, interrupts and assertions."""
+
+
+def build(spec: ModelSpec, code: tuple[str, str], root: Path) -> nn.Module:
+    """Call the factory with the recipe's `args`. SourceError if it cannot be found, called, or gives no module."""
+    factory = load_factory(code, root)
+    try:
+        inspect.signature(factory).bind(**spec.args)
+    except TypeError as error:
+        raise SourceError(
+            f"{spec.source}: model.args: {error}; the factory is {code[1]}{inspect.signature(factory)}"
+        ) from error
+    try:
+        module = factory(**spec.args)
+    except USER_ERRORS as error:
+        raise SourceError(f"{spec.source}: the factory failed: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise SourceError(f"{spec.source}: the factory gave {type(module).__name__}, not a torch.nn.Module")
+    return module.eval()
+
+
+def load_factory(code: tuple[str, str], root: Path) -> Callable[..., Any]:
+    """The function named by a python: source. A file needs not be on sys.path."""
+    module = _import_file(factory_file(code, root)) if code[0].endswith(".py") else _import_module(code, root)
+    factory = getattr(module, code[1], None)
+    if not callable(factory):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise SourceError(f"python:{code[0]}:{code[1]}: there is no such function; the module has: {', '.join(names)}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _import_module(code: tuple[str, str], root: Path) -> ModuleType:
+    factory_file(code, root)
+    try:
+        return importlib.import_module(code[0])
+    except USER_ERRORS as error:
+        raise SourceError(f"python:{code[0]}:{code[1]}: importing failed: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """A module named by its path and contents, so that an edited file is a new module."""
+    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
+    name = f"_compress_model_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise SourceError(f"{path}: cannot be imported as Python")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickles look their module up there
+    try:
+        found.loader.exec_module(module)
+    except USER_ERRORS as error:
+        del sys.modules[name]
+        raise SourceError(f"{path}: importing failed: {type(error).__name__}: {error}") from error
+    return module

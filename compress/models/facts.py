@@ -1,0 +1,155 @@
+"""What is known of a recipe's model before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import SourceError
+from compress.facts import LayerFacts, ModelFacts
+from compress.models import factory, huggingface
+from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
+from compress.models.meta import module_on_meta
+from compress.models.onnx_facts import onnx_facts
+from compress.models.source import Source, locate
+from compress.models.trace import TRANSPOSED, Trace, is_hf_conv1d, is_layer, trace
+from compress.schema import ModelSpec
+
+Feeds = Mapping[str, tuple[tuple[int, ...], str]]
+Traced = tuple[Trace, list[str]]
+
+
+def model_facts(spec: ModelSpec, root: Path, feeds_shapes: Feeds) -> ModelFacts:
+    """Layers, shapes, work and memory for one sample. `feeds_shapes`: input name -> (shape without batch, dtype).
+
+    Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
+    run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
+    `peak_activation_bytes` is that of torch's eager order; `operators` are aten's for torch, ONNX's for ONNX.
+    Raises SourceError.
+    """
+    source = locate(spec, root)
+    if source.onnx is not None:
+        return onnx_facts(source.onnx, spec.task, feeds_shapes)
+    module, notes = module_on_meta(spec, source, root)
+    names = parameters(spec, source, module)
+    check_feeds(spec, names, feeds_shapes)
+    traced, more = _traced(spec, source, root, module, {names[name]: feeds_shapes[name] for name in names})
+    layers = _layers(module, traced)
+    outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
+    return ModelFacts(
+        source="torch",
+        architecture=architecture(module),
+        task=spec.task,
+        inputs=input_specs(spec, names, feeds_shapes),
+        outputs=output_specs(spec, outputs),
+        layers=layers,
+        other_bytes=_other_bytes(module, layers),
+        peak_activation_bytes=traced.peak_activation_bytes,
+        operators=traced.operators,
+        notes=(*notes, *more, *_layer_notes(layers, traced)),
+    )
+
+
+def architecture(module: nn.Module) -> str:
+    """The class name of the module, or of what it wraps."""
+    return type(getattr(module, "wrapped", module)).__name__
+
+
+def zeros(feeds: Feeds, device: str) -> dict[str, Tensor]:
+    """One sample of zeros, [1, ...], for each input."""
+    return {
+        name: torch.zeros((1, *shape), dtype=getattr(torch, dtype), device=device)
+        for name, (shape, dtype) in feeds.items()
+    }
+
+
+def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: Feeds) -> Traced:
+    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    try:
+        return trace(module, zeros(feeds, device)), []
+    except factory.USER_ERRORS as error:
+        first = str(error).partition("\n")[0]
+    try:
+        real = _untrained(spec, source, root)
+        return trace(real, zeros(feeds, "cpu"), compute=True), [
+            f"the forward pass needs values ({first}); it was run on the CPU"
+        ]
+    except factory.USER_ERRORS as error:
+        shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
+        raise SourceError(f"{spec.source}: forward fails on {shapes}: {type(error).__name__}: {error}") from error
+
+
+def _untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+    if source.kind == "huggingface":
+        return huggingface.build_untrained(spec, source)
+    assert source.code is not None
+    with torch.random.fork_rng(devices=[]):
+        return factory.build(spec, source.code, root)
+
+
+def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
+    """In the module's order; tied weights share the name of the first parameter that holds them."""
+    owners: dict[int, str] = {}
+    layers = []
+    for name, layer in module.named_modules():
+        if is_layer(layer):
+            weight = owners.setdefault(id(layer.weight), plain_name(f"{name}.weight"))
+            macs, op = traced.macs.get(name, 0), traced.ops.get(name, _OPS[layer_type(layer)])
+            layers.append(LayerFacts(plain_name(name), layer_type(layer), op, weight, weight_shape(layer), macs))
+    return tuple(layers)
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without the wrapper around a Hugging Face model."""
+    return name.removeprefix("wrapped.")
+
+
+def layer_type(layer: nn.Module) -> str:
+    """The name to write in `targets:`; a subclass counts as the torch class that it is."""
+    return next(kind.__name__ for kind in type(layer).__mro__ if kind.__name__ in _OPS)
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """[out, in / groups, *kernel], or [rows, width] for Embedding."""
+    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[union-attr,arg-type]
+    if is_hf_conv1d(layer):
+        return shape[::-1]
+    if isinstance(layer, TRANSPOSED):  # torch has [in, out / groups, *kernel]
+        return (shape[1] * layer.groups, shape[0] // layer.groups, *shape[2:])
+    return shape
+
+
+_OPS = {
+    "Linear": "MatMul",
+    "Conv1d": "Conv",
+    "Conv2d": "Conv",
+    "Conv3d": "Conv",
+    "ConvTranspose1d": "ConvTranspose",
+    "ConvTranspose2d": "ConvTranspose",
+    "ConvTranspose3d": "ConvTranspose",
+    "Embedding": "Gather",
+    "Conv1D": "Gemm",
+}
+"""Layer type -> ONNX operator, where the forward pass did not tell."""
+
+
+def _other_bytes(module: nn.Module, layers: tuple[LayerFacts, ...]) -> int:
+    """Float32 bytes of parameters and stored buffers outside the layers."""
+    tensors = {id(tensor): tensor for tensor in module.state_dict(keep_vars=True).values()}
+    total = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    in_layers = sum({layer.weight: layer.n_weights for layer in layers}.values())
+    return 4 * (total - in_layers)
+
+
+def _layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:
+    """Tied weights, and layers that the forward pass does not call."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.weight, []).append(layer.name)
+    notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
+    called = {plain_name(name) for name in traced.ops}
+    idle = [layer.name for layer in layers if layer.name not in called]
+    return [*notes, *([f"the forward pass does not call {', '.join(idle)} as a module"] if idle else [])]

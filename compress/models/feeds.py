@@ -1,0 +1,136 @@
+"""What a model takes: the names of its inputs, and one sample's shapes after preprocessing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from compress.errors import SourceError
+from compress.models import huggingface
+from compress.models.meta import module_on_meta
+from compress.models.onnx_facts import onnx_io
+from compress.models.source import Source, locate, read_onnx
+from compress.schema import ModelSpec
+from runtime.bundle import TensorSpec
+from runtime.images import resized
+from runtime.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
+
+Feeds = dict[str, tuple[tuple[int, ...], str]]
+"""Input name -> (shape without the batch dimension, dtype)."""
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
+    """Names of the model's inputs, as the ONNX file will have them. No weights are read."""
+    source = locate(spec, root)
+    if source.onnx is not None:
+        return tuple(value.name for value in onnx_io(read_onnx(source.onnx), spec.task)[0])
+    module, _ = module_on_meta(spec, source, root)
+    return tuple(parameters(spec, source, module))
+
+
+def feeds_shapes(
+    spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: Mapping[str, tuple[tuple[int, ...], str]]
+) -> Feeds:
+    """Shape and dtype of each input for one sample. `samples` has (shape, dtype) by role, as `DataFacts.shapes` does.
+
+    Texts are taken at `max_length`. SourceError if an image's size is told neither by `preprocess` nor by `samples`.
+    """
+    names = model_inputs(spec, root)
+    if isinstance(preprocess, TextPreprocess):
+        return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
+    if isinstance(preprocess, ImagePreprocess):
+        size = _image_size(preprocess, samples)
+        shape = (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
+        return {name: (shape, _image_dtype(spec, root)) for name in names}
+    missing = [name for name in names if name not in samples]
+    if missing:
+        raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
+    return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
+
+
+def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, str]:
+    """Input name -> the parameter of the module's forward that takes it, in forward's order.
+
+    An image model's input is always "pixel_values". Parameters with a default are not fed, but for a text model's own.
+    """
+    if source.kind == "huggingface":
+        names = huggingface.input_names(spec, module.wrapped, huggingface.load_config(spec, source))  # type: ignore[arg-type]
+        return {name: name for name in names}
+    taken = inspect.signature(module.forward).parameters
+    positional = [p for p in taken.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if spec.task in ("text-classification", "feature-extraction"):
+        positional = [p for p in positional if p.name in TEXT_INPUTS]
+    else:
+        positional = [p for p in positional if p.default is p.empty]
+    if not positional or (spec.task == "image-classification" and len(positional) != 1):
+        wanted = "one input" if spec.task == "image-classification" else "named inputs"
+        raise SourceError(
+            f"{spec.source}: task {spec.task} needs {wanted}, but forward is {inspect.signature(module.forward)}"
+        )
+    if spec.task == "image-classification":
+        return {"pixel_values": positional[0].name}
+    return {p.name: p.name for p in positional}
+
+
+def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, object]) -> None:
+    """SourceError if an input is not fed."""
+    missing = [name for name in names if name not in feeds]
+    if missing:
+        raise SourceError(f"{spec.source}: input {', '.join(missing)} is not fed; the feeds are: {', '.join(feeds)}")
+
+
+def input_specs(
+    spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, tuple[tuple[int, ...], str]]
+) -> tuple[TensorSpec, ...]:
+    """The inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
+    text = spec.task in ("text-classification", "feature-extraction")
+    return tuple(
+        TensorSpec(
+            name, feeds[name][1], ("batch", *(("sequence",) if text and len(feeds[name][0]) == 1 else feeds[name][0]))
+        )
+        for name in names
+    )
+
+
+def output_specs(spec: ModelSpec, outputs: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[TensorSpec, ...]:
+    """The outputs ([1, ...] shapes) by their final names: "logits", "last_hidden_state", for generic forward's own."""
+    if spec.task == "generic":
+        return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
+    name = huggingface.OUTPUTS[spec.task]
+    shape, dtype = next(iter(outputs.values()))
+    rank = 3 if name == "last_hidden_state" else 2
+    if len(outputs) != 1 or len(shape) != rank:
+        found = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
+        wanted = "[batch, sequence, width]" if rank == 3 else "[batch, classes]"
+        raise SourceError(f"{spec.source}: task {spec.task} needs one output {wanted}, but forward gives {found}")
+    _check_class_names(spec, shape[-1])
+    return (TensorSpec(name, dtype, ("batch", "sequence", shape[2]) if rank == 3 else ("batch", shape[1])),)
+
+
+def _check_class_names(spec: ModelSpec, n: int) -> None:
+    if spec.class_names and spec.task != "feature-extraction" and len(spec.class_names) != n:
+        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {n} classes")
+
+
+def _image_size(preprocess: ImagePreprocess, samples: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[int, int]:
+    if preprocess.crop is not None:
+        return preprocess.crop
+    if isinstance(preprocess.resize, tuple):
+        return preprocess.resize
+    if "image" not in samples:
+        raise SourceError("preprocess: the size of the images is not known; set resize [h, w] or crop, or give data")
+    height, width = samples["image"][0][:2]
+    return resized(height, width, preprocess.resize)
+
+
+def _image_dtype(spec: ModelSpec, root: Path) -> str:
+    source = locate(spec, root)
+    return onnx_io(read_onnx(source.onnx), spec.task)[0][0].dtype if source.onnx is not None else "float32"
+
+
+def _tensor_dtype(dtype: str) -> str:
+    return "float32" if dtype.startswith("float") else dtype

@@ -1,0 +1,125 @@
+"""The model itself, with its weights, checked and ready to export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from compress.errors import SourceError
+from compress.models import factory, huggingface
+from compress.models.facts import Feeds, architecture, zeros
+from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
+from compress.models.onnx_facts import onnx_io
+from compress.models.source import Source, locate, onnx_external_files, read_onnx
+from compress.models.trace import run
+from compress.models.weights import check_finite, load_state
+from compress.schema import ModelSpec
+from runtime.bundle import TensorSpec
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model to compress: `module` (eval mode, float32, CPU) for torch, `onnx_path` for ONNX.
+
+    `inputs` and `outputs` name dynamic dimensions "batch" and "sequence". `parameters`: input name -> the parameter of
+    `module.forward` that takes it. `folder` holds the config and tokenizer files that travel into the bundle.
+    """
+
+    kind: Literal["torch", "onnx"]
+    architecture: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    module: nn.Module | None = None
+    onnx_path: Path | None = None
+    parameters: Mapping[str, str] | None = None
+    folder: Path | None = None
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.inputs)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.outputs)
+
+
+def load_model(spec: ModelSpec, root: Path, feeds_shapes: Feeds) -> LoadedModel:
+    """Read the weights. `feeds_shapes`: input name -> (shape without batch, dtype), as for `model_facts`.
+
+    Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
+    Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
+    """
+    source = locate(spec, root)
+    if source.onnx is not None:
+        return _load_onnx(spec, source, source.onnx)
+    module = _trained(spec, source, root).float().eval().requires_grad_(False)
+    check_finite(module, spec.source)
+    names = parameters(spec, source, module)
+    check_feeds(spec, names, feeds_shapes)
+    outputs = run(module, zeros({names[name]: feeds_shapes[name] for name in names}, "cpu"))
+    shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
+    return LoadedModel(
+        kind="torch",
+        architecture=architecture(module),
+        inputs=input_specs(spec, names, feeds_shapes),
+        outputs=output_specs(spec, shapes),
+        module=module,
+        parameters=names,
+        folder=source.folder,
+        class_names=spec.class_names or _class_names(spec, source),
+    )
+
+
+def _trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+    if source.kind == "huggingface":
+        return huggingface.load_trained(spec, source)
+    assert source.code is not None
+    with torch.random.fork_rng(devices=[]):
+        module = factory.build(spec, source.code, root)
+    if source.weights:
+        load_state(module, source.weights[0])
+    return module
+
+
+def _class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
+    if source.kind != "huggingface" or spec.task == "feature-extraction":
+        return ()
+    return huggingface.class_names(huggingface.load_config(spec, source))
+
+
+def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> LoadedModel:
+    onnx_external_files(path)
+    proto = read_onnx(path)
+    _check_finite_onnx(proto, path)
+    inputs, outputs = onnx_io(proto, spec.task)
+    return LoadedModel(
+        kind="onnx",
+        architecture=proto.graph.name or path.stem,
+        inputs=inputs,
+        outputs=outputs,
+        onnx_path=path,
+        folder=source.folder,
+        class_names=spec.class_names,
+    )
+
+
+def _check_finite_onnx(proto: Any, path: Path) -> None:
+    from onnx import numpy_helper
+
+    bad = []
+    for tensor in proto.graph.initializer:
+        try:
+            array = numpy_helper.to_array(tensor, base_dir=str(path.parent))
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{path}: weight '{tensor.name}' cannot be read: {error}") from error
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad.append(tensor.name)
+    if bad:
+        raise SourceError(f"{path}: NaN or infinity in {', '.join(bad)}; the weights are not usable")

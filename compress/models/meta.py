@@ -1,0 +1,42 @@
+"""A torch model without its weights: built on the meta device, its weight files' headers checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.errors import SourceError
+from compress.models import factory, huggingface
+from compress.models.source import Source
+from compress.models.weights import check_shapes, read_shapes
+from compress.schema import ModelSpec
+
+
+def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
+    """The module in eval mode, and notes.
+
+    A factory that cannot build on the meta device builds on the CPU, and a note says so. SourceError if the weight
+    files do not fit the module.
+    """
+    if source.kind == "huggingface":
+        return huggingface.build_on_meta(spec, source)
+    module, notes = _from_factory(spec, source, root)
+    if source.weights:
+        check_shapes(module, read_shapes(source.weights[0]), str(source.weights[0]))
+    else:
+        notes.append("no `weights` are given: the factory itself must return the trained model")
+    return module, notes
+
+
+def _from_factory(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
+    assert source.code is not None
+    try:
+        with torch.device("meta"):
+            return factory.build(spec, source.code, root), []
+    except SourceError as error:
+        first = error
+    with torch.random.fork_rng(devices=[]):
+        module = factory.build(spec, source.code, root)  # a factory that is simply wrong fails here again
+    return module, [f"the factory cannot build on the meta device ({first}); it was built on the CPU to look at it"]

@@ -1,0 +1,138 @@
+"""Facts about an ONNX model from its graph, without its weights' values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from compress.errors import SourceError
+from compress.facts import LayerFacts, ModelFacts
+from compress.graph.layers import GraphLayer, find_layers
+from compress.models.onnx_shapes import Shapes, fixed_batch, sample_shapes
+from compress.models.source import onnx_external_files, read_onnx
+from runtime.bundle import TensorSpec
+
+DTYPES = {
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.DOUBLE: "float64",
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+    onnx.TensorProto.INT64: "int64",
+    onnx.TensorProto.INT32: "int32",
+    onnx.TensorProto.UINT8: "uint8",
+    onnx.TensorProto.INT8: "int8",
+    onnx.TensorProto.BOOL: "bool",
+}
+Feeds = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def onnx_facts(path: Path, task: str, feeds: Feeds) -> ModelFacts:
+    """Layers, work and memory of the graph in `path` for one sample of the shapes in `feeds` (no batch dimension)."""
+    onnx_external_files(path)
+    proto = read_onnx(path)
+    inputs, outputs = onnx_io(proto, task)
+    _check_feeds(path, inputs, feeds)
+    model = ir.load(path)
+    shapes, batch = sample_shapes(proto, feeds, path.parent), fixed_batch(proto)
+    found = find_layers(model)
+    layers = tuple(_layer(layer, shapes, batch) for layer in found)
+    unknown = [
+        layer.name for layer, facts in zip(found, layers, strict=True) if not facts.macs and layer.op != "Gather"
+    ]
+    notes = (f"work is not known (the graph does not tell its shape): {', '.join(unknown)}",) if unknown else ()
+    in_layers = sum(facts.n_bytes for facts in {facts.weight: facts for facts in layers}.values())
+    total = sum(
+        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
+    )
+    return ModelFacts(
+        source="onnx",
+        architecture=proto.graph.name or path.stem,
+        task=task,
+        inputs=inputs,
+        outputs=outputs,
+        layers=layers,
+        other_bytes=max(0, total - in_layers),
+        peak_activation_bytes=_peak_bytes(proto, shapes) // batch,
+        operators=tuple(sorted({node.op_type for node in proto.graph.node})),
+        notes=notes,
+    )
+
+
+def onnx_io(proto: onnx.ModelProto, task: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs. Dynamic dimensions are named: the first "batch", the second of a text model "sequence"."""
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    inputs = tuple(_tensor_spec(value, task) for value in proto.graph.input if value.name not in constants)
+    return inputs, tuple(_tensor_spec(value, task) for value in proto.graph.output)
+
+
+def _tensor_spec(value: Any, task: str) -> TensorSpec:
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in DTYPES or not tensor.HasField("shape"):
+        raise SourceError(f"onnx: '{value.name}' has no shape or a dtype that cannot be fed from numpy")
+    dims = tuple(_dim(dim, axis, task) for axis, dim in enumerate(tensor.shape.dim))
+    return TensorSpec(value.name, DTYPES[tensor.elem_type], dims)
+
+
+def _dim(dim: Any, axis: int, task: str) -> int | str:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value)
+    if axis == 0:
+        return "batch"
+    if axis == 1 and task in ("text-classification", "feature-extraction"):
+        return "sequence"
+    return str(dim.dim_param or f"dim_{axis}")
+
+
+def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: Feeds) -> None:
+    problems = []
+    for spec in inputs:
+        if spec.name not in feeds:
+            problems.append(
+                f"{path}: input '{spec.name}' {list(spec.shape)} is not fed; the feeds are: {', '.join(feeds)}"
+            )
+            continue
+        shape = feeds[spec.name][0]
+        fits = len(shape) == len(spec.shape) - 1 and all(
+            isinstance(want, str) or want == have for want, have in zip(spec.shape[1:], shape, strict=True)
+        )
+        if not fits:
+            problems.append(
+                f"{path}: input '{spec.name}' takes {list(spec.shape)}, a sample is {list(shape)} (without batch)"
+            )
+    if problems:
+        raise SourceError(problems)
+
+
+def _layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:
+    weight = layer.weight.const_value
+    assert weight is not None  # find_layers gives only constant weights
+    shape = tuple(int(size) for size in weight.shape.numpy())
+    if layer.axis == 1 and layer.op != "Gather":
+        shape = shape[::-1]  # [in, out] -> [out, in]
+    out = shapes.get(layer.node.outputs[0].name or "")
+    macs = math.prod(out[0]) * math.prod(shape[1:]) // batch if out is not None and layer.op != "Gather" else 0
+    bits = weight.dtype.bitwidth
+    return LayerFacts(layer.name, layer.type, layer.op, layer.weight.name or layer.name, shape, macs, bits)
+
+
+def _peak_bytes(proto: Any, shapes: Shapes) -> int:
+    """Largest sum of tensors alive at once, in the graph's order; those of unknown shape count nothing."""
+    nodes = proto.graph.node
+    keep = {value.name for value in proto.graph.output}
+    last = {name: i for i, node in enumerate(nodes) for name in node.input}
+    alive = {value.name: _bytes(shapes, value.name) for value in proto.graph.input}
+    peak = sum(alive.values())
+    for i, node in enumerate(nodes):
+        alive |= {name: _bytes(shapes, name) for name in node.output}
+        peak = max(peak, sum(alive.values()))
+        alive = {name: size for name, size in alive.items() if name in keep or last.get(name, -1) > i}
+    return peak
+
+
+def _bytes(shapes: Shapes, name: str) -> int:
+    return math.prod(shapes[name][0]) * shapes[name][1] if name in shapes else 0

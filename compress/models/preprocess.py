@@ -1,0 +1,176 @@
+"""How samples become the model's inputs, read from the model's own files. No torch here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compress.errors import SourceError
+from compress.models.source import Source, locate
+from compress.schema import ModelSpec
+from runtime.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
+
+TEXT_TASKS = ("text-classification", "feature-extraction")
+RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""Pillow's filter numbers, as preprocessor_config.json has them."""
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
+"""Model types whose position table starts after the padding index, so that fewer positions are usable."""
+
+
+def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: Path) -> PreprocessSpec:
+    """`declared`, checked against the task and the model's folder; or, if None, what the folder's files say.
+
+    Raises SourceError: no statement to be found, one that cannot be expressed here, or one that contradicts the model.
+    """
+    source = locate(spec, root)
+    if declared is not None:
+        return _checked(spec, source, declared)
+    if spec.task == "generic":
+        return TensorPreprocess()
+    if source.folder is None:
+        raise SourceError(
+            f"preprocess: a {spec.task} model from {spec.source} does not say how its inputs are made; add "
+            f"`preprocess: {{kind: {'text' if spec.task in TEXT_TASKS else 'image'}, ...}}` as in its training, or "
+            "`{kind: tensor}` if the data holds its inputs ready"
+        )
+    return _checked(spec, source, _text(source.folder) if spec.task in TEXT_TASKS else _image(source.folder))
+
+
+def _checked(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
+    if isinstance(preprocess, TextPreprocess):
+        _check_text(spec, source, preprocess)
+    if isinstance(preprocess, ImagePreprocess) and spec.task != "image-classification":
+        raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
+    if spec.task in TEXT_TASKS and isinstance(preprocess, TensorPreprocess) and spec.task == "feature-extraction":
+        raise SourceError("preprocess: feature-extraction pools over tokens, so it needs kind: text")
+    return preprocess
+
+
+def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess) -> None:
+    if spec.task not in TEXT_TASKS:
+        raise SourceError(f"preprocess: kind: text does not fit the task {spec.task}")
+    if source.folder is None:
+        raise SourceError(
+            f"preprocess: kind: text needs {preprocess.tokenizer} beside the model's weights; copy it there"
+        )
+    if not (source.folder / preprocess.tokenizer).is_file():
+        raise SourceError(
+            f"preprocess: {source.folder} has no {preprocess.tokenizer}; write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    positions = _n_positions(_json(source.folder / "config.json"))
+    if positions is not None and preprocess.max_length > positions:
+        raise SourceError(
+            f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
+        )
+
+
+def _text(folder: Path) -> TextPreprocess:
+    pooling, normalize = _pooling(folder)
+    return TextPreprocess(max_length=_max_length(folder), pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
+
+
+def _max_length(folder: Path) -> int:
+    """sentence_bert_config.json, else tokenizer_config.json, but never more than the model's positions."""
+    stated = _json(folder / "sentence_bert_config.json").get("max_seq_length")
+    stated = stated or _json(folder / "tokenizer_config.json").get("model_max_length")
+    positions = _n_positions(_json(folder / "config.json"))
+    known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]  # 1e30 means unknown
+    return min(known, default=TextPreprocess.max_length)
+
+
+def _n_positions(config: dict[str, Any]) -> int | None:
+    n = config.get("max_position_embeddings")
+    if n is not None and config.get("model_type") in OFFSET_POSITIONS:
+        return int(n) - int(config.get("pad_token_id") or 0) - 1
+    return n
+
+
+def _pooling(folder: Path) -> tuple[str, bool]:
+    """(pooling, normalize) of a sentence-transformers folder; mean and normalised where the folder does not say."""
+    modules = _json_list(folder / "modules.json")
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if other or any(module.get("path") for module, kind in zip(modules, kinds, strict=True) if kind == "Transformer"):
+        named = ", ".join(other) or "a Transformer in a subfolder"
+        raise SourceError(
+            f"{folder / 'modules.json'}: {named} cannot be taken along; give a model without, or as python:"
+        )
+    paths = [module["path"] for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"]
+    config = _json(folder / (paths[0] if paths else "1_Pooling") / "config.json")
+    modes = [
+        name.removeprefix("pooling_mode_") for name, on in config.items() if name.startswith("pooling_mode_") and on
+    ]
+    modes = modes or [str(config[name]) for name in ("pooling_mode",) if name in config]
+    known = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "mean": "mean", "cls": "cls", "max": "max"}
+    if len(modes) > 1 or any(mode not in known for mode in modes):
+        raise SourceError(f"{folder}: pooling {' + '.join(modes)} is not one of mean, cls, max; declare `preprocess:`")
+    return known[modes[0]] if modes else "mean", not kinds or "Normalize" in kinds
+
+
+def _image(folder: Path) -> ImagePreprocess:
+    path = folder / "preprocessor_config.json"
+    config = _json(path)
+    if not config:
+        raise SourceError(
+            f"preprocess: {folder} has no preprocessor_config.json; add `preprocess: {{kind: image, ...}}`"
+        )
+    resize, crop = _resize_and_crop(config, path)
+    normalize = config.get("do_normalize", True)
+    return ImagePreprocess(
+        resize=resize,
+        crop=crop,
+        channels="L" if _json(folder / "config.json").get("num_channels") == 1 else "RGB",
+        scale=float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
+        mean=tuple(map(float, config["image_mean"])) if normalize else (0.0,),
+        std=tuple(map(float, config["image_std"])) if normalize else (1.0,),
+        resample=RESAMPLE.get(config.get("resample", 2), "bilinear"),  # type: ignore[arg-type]
+    )
+
+
+def _resize_and_crop(config: dict[str, Any], path: Path) -> tuple[int | tuple[int, int] | None, tuple[int, int] | None]:
+    resize = _size(config.get("size"), path) if config.get("do_resize", True) else None
+    crop_size = _size(config.get("crop_size"), path) if config.get("do_center_crop", False) else None
+    crop = (crop_size, crop_size) if isinstance(crop_size, int) else crop_size
+    fraction = config.get("crop_pct")
+    if fraction is not None and isinstance(
+        resize, int
+    ):  # ConvNeXt: resize to size / crop_pct, then cut; whole above 384
+        return (int(resize / fraction), (resize, resize)) if resize < 384 else ((resize, resize), None)
+    return resize, crop
+
+
+def _size(size: Any, path: Path) -> int | tuple[int, int] | None:
+    """An int (shorter side) or (height, width). A bare number is both sides, as image processors have it."""
+    if size is None or isinstance(size, int):
+        return None if size is None else (size, size)
+    if "height" in size and "width" in size:
+        return int(size["height"]), int(size["width"])
+    if set(size) == {"shortest_edge"}:
+        return int(size["shortest_edge"])
+    raise SourceError(f"{path}: size {size} is neither height and width nor shortest_edge; declare `preprocess:`")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is no such file."""
+    value = _read_json(path)
+    if value is not None and not isinstance(value, dict):
+        raise SourceError(f"{path}: is not a JSON object")
+    return value or {}
+
+
+def _json_list(path: Path) -> list[dict[str, Any]]:
+    value = _read_json(path)
+    if value is not None and not isinstance(value, list):
+        raise SourceError(f"{path}: is not a JSON list")
+    return value or []
+
+
+def _read_json(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(f"{path}: is not JSON: {error}") from error

@@ -1,0 +1,196 @@
+"""Where a model's files are, and a digest of everything that decides what it computes. No torch here."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from compress.errors import SourceError
+from compress.paths import resolve_path
+from compress.schema import ModelSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "1_Pooling/*")
+"""Files of a hub repository that hold no weights and may be needed."""
+PICKLES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A located model. `folder`: where its config and tokenizer files lie, if it has any. `weights`: its weight files.
+
+    `code`: (module or file.py, factory) of a python: source. `onnx`: the graph of an onnx: source.
+    """
+
+    kind: Literal["huggingface", "python", "onnx"]
+    folder: Path | None
+    weights: tuple[Path, ...]
+    code: tuple[str, str] | None = None
+    onnx: Path | None = None
+
+
+def locate(spec: ModelSpec, root: Path) -> Source:
+    """Find the model's files; an hf: source is downloaded (or taken from the cache, see HF_HUB_OFFLINE).
+
+    A relative path is tried against the working directory, then against `root`. SourceError if something is missing.
+    """
+    kind, _, rest = spec.source.partition(":")
+    if kind in ("hf", "dir"):
+        folder = _snapshot(rest, spec.revision) if kind == "hf" else resolve_path(root, rest)
+        return _huggingface(spec, folder)
+    if kind == "onnx":
+        return _onnx(spec, resolve_path(root, rest))
+    return _python(spec, rest, root)
+
+
+def model_digest(spec: ModelSpec, root: Path) -> str:
+    """sha256 (hex) over the model's weight files, configuration or factory source, and factory arguments.
+
+    Of a factory, only the file that defines it counts, not what that file imports.
+    """
+    source = locate(spec, root)
+    sha = hashlib.sha256(json.dumps({"task": spec.task, "args": spec.args}, sort_keys=True).encode())
+    for path in _deciding_files(source, root):
+        with path.open("rb") as file:
+            sha.update(f"\n{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+    if source.code is not None:
+        sha.update(f"\n{source.code[1]}".encode())
+    return sha.hexdigest()
+
+
+def factory_file(code: tuple[str, str], root: Path) -> Path:
+    """The file that defines a python: source's factory. Imports a module's parent packages, not the module."""
+    module = code[0]
+    if module.endswith(".py"):
+        path = resolve_path(root, module)
+        if not path.is_file():
+            raise SourceError(f"python:{module}:{code[1]}: {path} is a folder; give a file that ends in .py")
+        return path
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise SourceError(_not_importable(code, str(error))) from error
+    if found is None or found.origin is None:
+        raise SourceError(_not_importable(code, "no such module"))
+    return Path(found.origin)
+
+
+def onnx_external_files(path: Path) -> tuple[Path, ...]:
+    """The files beside an ONNX graph in which it keeps weights; SourceError if one is missing or outside its folder."""
+    from onnx import TensorProto
+
+    external = [t for t in read_onnx(path).graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    names = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+    for name in sorted(names):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise SourceError(
+                f"{path}: its weights file '{name}' lies outside its folder; save it anew beside the graph"
+            )
+        if not (path.parent / name).is_file():
+            raise SourceError(f"{path}: its weights file {path.parent / name} is missing; copy it beside the graph")
+    return tuple(path.parent / name for name in sorted(names))
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """The graph without its external weights; SourceError if the file is not ONNX."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError) as error:
+        raise SourceError(f"{path}: cannot be read as ONNX: {error}") from error
+    if not model.graph.node:
+        raise SourceError(f"{path}: cannot be read as ONNX: it holds no operators")
+    return model
+
+
+def _deciding_files(source: Source, root: Path) -> list[Path]:
+    files = [*source.weights]
+    if source.kind == "huggingface" and source.folder is not None:
+        files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
+    if source.onnx is not None:
+        files += [source.onnx, *onnx_external_files(source.onnx)]
+    if source.code is not None:
+        files.append(factory_file(source.code, root))
+    return files
+
+
+def _huggingface(spec: ModelSpec, folder: Path) -> Source:
+    _no_weights_key(spec)
+    if not folder.is_dir():
+        raise SourceError(f"{spec.source}: {folder} is a file; give the model's folder")
+    if not (folder / "config.json").is_file():
+        raise SourceError(f"{spec.source}: {folder} has no config.json, so it is not a Hugging Face model folder")
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not weights:
+        raise SourceError(f"{spec.source}: {folder} has no *.safetensors (nor pytorch_model*.bin)")
+    return Source("huggingface", folder, tuple(weights))
+
+
+def _onnx(spec: ModelSpec, path: Path) -> Source:
+    _no_weights_key(spec)
+    if not path.is_file():
+        raise SourceError(f"{spec.source}: {path} is a folder; give the .onnx file")
+    return Source("onnx", _with_processor_files(path.parent), (), onnx=path)
+
+
+def _python(spec: ModelSpec, rest: str, root: Path) -> Source:
+    module, _, factory = rest.rpartition(":")
+    if not module or not factory.isidentifier():
+        raise SourceError(f"{spec.source}: write python:package.module:factory or python:path/to/file.py:factory")
+    weights: tuple[Path, ...] = ()
+    if spec.weights is not None:
+        path = resolve_path(root, spec.weights)
+        if not path.is_file():
+            raise SourceError(f"model.weights: {path} is a folder; give the file")
+        if path.suffix not in (".safetensors", *PICKLES):
+            raise SourceError(
+                f"model.weights: {path}: give a .safetensors file, or a .pt, .pth or .bin of plain tensors"
+            )
+        weights = (path,)
+    folder = _with_processor_files(weights[0].parent) if weights else None
+    return Source("python", folder, weights, code=(module, factory))
+
+
+def _with_processor_files(folder: Path) -> Path | None:
+    return folder if any((folder / name).is_file() for name in ("tokenizer.json", "preprocessor_config.json")) else None
+
+
+def _no_weights_key(spec: ModelSpec) -> None:
+    if spec.weights is not None or spec.args:
+        raise SourceError(
+            f"{spec.source}: `weights` and `args` belong to python: sources; this one has its own weights"
+        )
+
+
+@functools.cache
+def _snapshot(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=[*CONFIG_PATTERNS, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            patterns = [*CONFIG_PATTERNS, "pytorch_model*.bin"]
+            folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"hf:{repo_id}: cannot be fetched: {error}; check the name, the network and HF_HUB_OFFLINE, or give a "
+            "local copy as dir:FOLDER"
+        ) from error
+    return folder
+
+
+def _not_importable(code: tuple[str, str], reason: str) -> str:
+    as_path = code[0].replace(".", "/")
+    return (
+        f"python:{code[0]}:{code[1]}: module '{code[0]}' cannot be imported ({reason}); install it, or give its file: "
+        f"python:{as_path}.py:{code[1]}"
+    )

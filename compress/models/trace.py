@@ -1,0 +1,142 @@
+"""One forward pass without weights: what every layer multiplies, what lives in memory, which shapes come out."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compress.errors import SourceError
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass
+class Trace:
+    """What one sample's forward pass shows. `macs` and `ops` (the ONNX operator) are by module name."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    macs: dict[str, int] = field(default_factory=dict)
+    ops: dict[str, str] = field(default_factory=dict)
+    operators: tuple[str, ...] = ()
+    peak_activation_bytes: int = 0
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the tensors alive at once, those of `known` storages (weights) left out."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.alive: dict[int, Any] = {}
+        self.n_bytes = self.peak = 0
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operators.add(str(func.overloadpacket))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.alive and key not in self.known:
+            self.alive[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+            self.n_bytes += size
+            self.peak = max(self.peak, self.n_bytes)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.alive.pop(key, None)
+        self.n_bytes -= size
+
+
+def is_layer(module: nn.Module) -> bool:
+    """True for a module whose weight is a matrix, a kernel or a table."""
+    return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)) or is_hf_conv1d(module)
+
+
+def is_hf_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D: a Linear with a transposed weight (GPT-2)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Trace:
+    """Run `module` once on one sample ([1, ...] by parameter name, on the module's device) and note what happens.
+
+    Unless `compute`, shapes alone are worked out: a forward that looks at values then fails with RuntimeError. Raises
+    whatever else the forward raises.
+    """
+    found = Trace()
+    handles = [m.register_forward_hook(_count(found, name)) for name, m in module.named_modules() if is_layer(m)]
+    try:
+        with (
+            torch.no_grad(),
+            contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        ):
+            prepare = fake.from_tensor if fake is not None else torch.Tensor.detach
+            state = {name: prepare(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+            inputs = {name: prepare(tensor) for name, tensor in feeds.items()}
+            live = _Live([*state.values()])
+            with live:
+                out = torch.func.functional_call(module, state, kwargs=inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found.outputs, found.operators, found.peak_activation_bytes = (
+        named_outputs(out),
+        tuple(sorted(live.operators)),
+        live.peak,
+    )
+    return found
+
+
+def run(module: nn.Module, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The real forward pass; outputs by name."""
+    with torch.inference_mode():
+        return named_outputs(module(**feeds))
+
+
+def named_outputs(out: Any) -> dict[str, Tensor]:
+    """A tensor is "output", the k-th of several "output_k"; a dict keeps its names. SourceError for anything else."""
+    if isinstance(out, Tensor):
+        return {"output": out}
+    if isinstance(out, (tuple, list)):
+        out = {f"output_{k}": item for k, item in enumerate(out)}
+    if not isinstance(out, Mapping) or not all(isinstance(item, Tensor) for item in out.values()):
+        raise SourceError(
+            f"model: forward gives {type(out).__name__}; a tensor, or tensors in a tuple or dict, can be exported"
+        )
+    return {str(name): item for name, item in out.items()}
+
+
+def _count(found: Trace, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        macs, op = _macs(module, args, out)
+        found.macs[name] = found.macs.get(name, 0) + macs
+        found.ops[name] = op
+
+    return hook
+
+
+def _macs(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> tuple[int, str]:
+    """(multiply-accumulates, ONNX operator) of one call."""
+    weight: Any = module.weight
+    if isinstance(module, nn.Embedding):
+        return 0, "Gather"
+    if isinstance(module, CONVOLUTIONS):
+        return out.numel() * weight[0].numel(), "Conv"
+    if isinstance(module, TRANSPOSED):
+        return args[0].numel() * weight[0].numel(), "ConvTranspose"
+    n_in = weight.shape[0] if is_hf_conv1d(module) else weight.shape[1]
+    return out.numel() * n_in, "Gemm" if out.dim() == 2 else "MatMul"

@@ -1,0 +1,117 @@
+"""Weight files of python: sources: read without pickles, compared with the module, checked for NaN."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import SourceError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Tensor names and shapes of a weight file, from its header alone where it is safetensors."""
+    if path.suffix == ".safetensors":
+        return safetensors_shapes(path)
+    return {name: tuple(tensor.shape) for name, tensor in _unpickled(path, "meta").items()}
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a weight file, on the CPU."""
+    if path.suffix != ".safetensors":
+        return _unpickled(path, "cpu")
+    from safetensors.torch import load_file
+
+    safetensors_shapes(path)  # a damaged file is named here
+    return load_file(path)
+
+
+def safetensors_shapes(path: Path) -> Shapes:
+    """Names and shapes in a safetensors header; SourceError if the file is damaged or cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise SourceError(f"{path}: is not a whole safetensors file: {error}; copy or download it again") from error
+
+
+def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """SourceError naming every tensor of the module that the file lacks, has in another shape, or has too many.
+
+    A tensor that is tied to one in the file may be absent; so may batch norm's counter, which counts in training only.
+    """
+    wanted = module.state_dict(keep_vars=True)
+    present = {id(tensor) for name, tensor in wanted.items() if name in shapes}
+    optional = {
+        name for name, tensor in wanted.items() if id(tensor) in present or name.endswith("num_batches_tracked")
+    }
+    missing = [name for name in wanted if name not in shapes and name not in optional]
+    unexpected = [name for name in shapes if name not in wanted]
+    misshaped = [
+        f"'{name}' is {list(shapes[name])} in the file, {list(tensor.shape)} in the model"
+        for name, tensor in wanted.items()
+        if name in shapes and shapes[name] != tuple(tensor.shape)
+    ]
+    problems = [f"{where}: missing: {_listed(missing)}"] if missing else []
+    problems += (
+        [f"{where}: not in the model: {_listed(unexpected)}{_prefix_hint(unexpected, wanted)}"] if unexpected else []
+    )
+    problems += [f"{where}: {problem}" for problem in misshaped]
+    if problems:
+        raise SourceError(problems)
+
+
+def load_state(module: nn.Module, path: Path) -> None:
+    """Put a weight file's tensors into `module` (changed in place). SourceError if they do not fit exactly."""
+    state = read_state(path)
+    check_shapes(module, {name: tuple(tensor.shape) for name, tensor in state.items()}, str(path))
+    module.load_state_dict(state, strict=False)  # strictness is check_shapes'; tied tensors may be absent
+
+
+def check_finite(module: nn.Module, where: str) -> None:
+    """SourceError naming every weight or buffer that holds NaN or infinity."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    bad = [name for name, tensor in tensors if tensor.is_floating_point() and not _all_finite(tensor)]
+    if bad:
+        raise SourceError(f"{where}: NaN or infinity in {_listed(bad)}; the weights are not usable")
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())
+
+
+def _unpickled(path: Path, device: str) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise SourceError(
+            f"{path}: holds Python objects beside tensors, which could run code, so it is refused; where you trust it, "
+            "convert it once: safetensors.torch.save_file(torch.load(FILE, weights_only=False).state_dict(), "
+            "'weights.safetensors')"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise SourceError(f"{path}: cannot be read as torch weights: {error}") from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise SourceError(f"{path}: is not a state dict (name -> tensor); save model.state_dict() alone")
+    return state
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more
+
+
+def _prefix_hint(unexpected: list[str], wanted: Mapping[str, Tensor]) -> str:
+    prefixes = {name.partition(".")[0] for name in unexpected}
+    if len(prefixes) == 1 and all(name.partition(".")[2] in wanted for name in unexpected):
+        return f"; save the file without the prefix '{prefixes.pop()}.'"
+    return ""

@@ -1,0 +1,23 @@
+"""No network unless the recipe asks for it. For use before transformers, datasets or huggingface_hub are imported."""
+
+from __future__ import annotations
+
+import os
+
+from compress.schema import Recipe
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+NO_TELEMETRY = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+
+
+def needs_hub(recipe: Recipe) -> bool:
+    """True if the model or a data set comes from the Hugging Face hub."""
+    sets = (recipe.data.calibration, recipe.data.train, recipe.data.evaluation)
+    sources = [recipe.model.source, *(s.source for s in sets if s is not None)]
+    return any(source.startswith("hf:") for source in sources)
+
+
+def restrict_network(recipe: Recipe) -> None:
+    """Telemetry off, and the hub out of reach of a recipe that does not name it. What the user has set stays."""
+    for name, value in (NO_TELEMETRY if needs_hub(recipe) else {**NO_TELEMETRY, **OFFLINE}).items():
+        os.environ.setdefault(name, value)

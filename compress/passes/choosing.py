@@ -1,0 +1,57 @@
+"""What the quantizing passes share at plan time: which layers they take, and what the target says of the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from compress.facts import LayerDecision, LayerFacts, Note, select
+from compress.targets import Format, Target
+
+
+def choose_layers(
+    layers: Sequence[LayerFacts],
+    targets: Sequence[str],
+    ignore: Sequence[str],
+    unfit: Callable[[LayerFacts], str | None],
+) -> tuple[list[LayerFacts], list[LayerDecision]]:
+    """The layers to take, and a decision with its reason for each of the others.
+
+    `unfit` says why a layer cannot be taken, or None. Layers already in fewer than 16 bits are left to the pass that made them so.
+    """
+    ignored, wanted = select(layers, ignore), select(layers, targets)
+    taken, kept = [], []
+    for layer in layers:
+        reason = None
+        if layer.name in ignored:
+            reason = f"ignore: {ignored[layer.name]}"
+        elif targets and layer.name not in wanted:
+            reason = "not among targets"
+        elif layer.bits < 16:
+            reason = f"already in {layer.bits:g} bits"
+        else:
+            reason = unfit(layer)
+        if reason is None:
+            taken.append(layer)
+        else:
+            kept.append(LayerDecision(layer.name, layer.type, "kept", reason))
+    return taken, kept
+
+
+def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: dict[str, Sequence[str]]) -> list[str]:
+    """One sentence for each pattern that selects nothing: a misspelt layer name is never ignored silently."""
+    problems = []
+    for field, patterns in fields.items():
+        for pattern in patterns:
+            if not select(layers, [pattern]):
+                some = ", ".join(layer.name for layer in layers[:3])
+                problems.append(f"{kind}: {field}: {pattern!r} matches no layer (this model has {some}, ...)")
+    return problems
+
+
+def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[Note], list[str]]:
+    """(notes, problems) that follow from what the target does with a format."""
+    fact = target.fact(format_name)
+    if fact.verdict == "refused":
+        return [], [f"{kind}: target {target.name} {fact.text}"]
+    level = "slow" if fact.verdict == "slow" else "info"
+    return [Note(level, f"{target.name}: {format_name}: {fact.text}")], []

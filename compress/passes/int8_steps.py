@@ -1,0 +1,161 @@
+"""The steps of the `int8` pass in their order, each a call into `compress.quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note, matches
+from compress.graph.layers import find_layers, layer_facts
+from compress.passes.context import PassContext, PassResult
+from compress.passes.int8 import Int8
+from compress.quantize.int8 import (
+    Setting,
+    choose_ranges,
+    corrected_biases,
+    observe_state,
+    tensors_of,
+    with_integer_layers,
+)
+from compress.quantize.measure import (
+    COLLAPSE,
+    blame,
+    layer_sqnr_db,
+    output_cosine,
+    outputs_of,
+    sensitivities,
+    spread,
+)
+from compress.quantize.observers import Observer
+from compress.quantize.placement import decide_kind
+from compress.quantize.qdq import write_state
+from compress.quantize.restore import restore_until_held
+from compress.quantize.state import GraphState
+
+MEASURE_BATCHES = 16
+"""Calibration batches on which errors are measured (not observed: that is all of them)."""
+
+
+def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResult:
+    bits = {name: float(weight.bits) for name, weight in state.weights.items()}
+    taken, kept = knobs.choose(layer_facts(state.model, bits))
+    layers = {layer.name: layer for layer in find_layers(state.model)}
+    kind = knobs.placement if knobs.placement != "auto" else decide_kind([layers[la.name] for la in taken])
+    dynamic = knobs.mode == "dynamic"
+    try:
+        state = with_integer_layers(state, [la.name for la in taken], kind, knobs.attention, dynamic)
+        seen = observe_state(state, context.progress(context.batches, "int8: observing"))
+    except ValueError as error:
+        raise PassError(f"int8: {error}") from error
+    if not dynamic:
+        state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _settings(knobs, state))})
+    if knobs.bias_correction:
+        state = replace(state, biases={**state.biases, **corrected_biases(state, seen)})
+    sample = list(context.batches)[:MEASURE_BATCHES]
+    state, notes = _heal_collapse(knobs, state, seen, sample, context)
+    state, sensitivity, more = _restore(knobs, state, context)
+    measured = _measure(state, seen, sensitivity, sample, context)
+    decisions = [_decision(layer.name, layer.type, state, dynamic) for layer in taken]
+    return PassResult(state, (*decisions, *kept), (*notes, *more), measured)
+
+
+def _settings(knobs: Int8, state: GraphState):
+    """tensor name -> (method, percentile), with the overrides of the layers that touch it."""
+    special: dict[str, Setting] = {}
+    layers = find_layers(state.model)
+    for override in knobs.overrides:
+        chosen = [la.name for la in layers if any(matches(p, la.name, la.type, la.op) for p in override.targets)]
+        setting = (override.calibration or knobs.calibration, override.percentile or knobs.percentile)
+        special |= dict.fromkeys(tensors_of(state.model, chosen), setting)
+    return lambda name: special.get(name, (knobs.calibration, knobs.percentile))
+
+
+def _heal_collapse(
+    knobs: Int8, state: GraphState, seen: dict[str, Observer], sample: list, context: PassContext
+) -> tuple[GraphState, list[Note]]:
+    """Compare outputs with float; where they collapsed, find the operator kind to blame, name its tensors, leave it float.
+
+    The kind is left out only with placement: auto; with an explicit placement the finding is reported.
+    """
+    flavour = context.target.flavour
+    exact = outputs_of(state.model, sample)
+    cosine = output_cosine(exact, outputs_of(write_state(state, flavour), sample))
+    context.log(f"int8: mean cosine of the outputs to float {cosine:.5f}")
+    notes: list[Note] = []
+    while cosine < COLLAPSE and not state.dynamic and state.placement == "all":
+        suspects = [s for s in blame(state, seen, exact, sample, flavour) if s.cosine > cosine]
+        if not suspects:
+            break
+        worst = suspects[0]
+        tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
+        found = (
+            f"int8: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
+            f"without them {worst.cosine:.3f}; tensors: {tensors}"
+        )
+        context.log(found)
+        if knobs.placement != "auto":
+            notes.append(Note("warning", f"{found}. Use placement: auto or inputs"))
+            break
+        notes.append(Note("warning", f"{found}. They stay float"))
+        state, cosine = replace(state, leave_out=[*state.leave_out, worst.operator]), worst.cosine
+    return state, notes
+
+
+def _restore(
+    knobs: Int8, state: GraphState, context: PassContext
+) -> tuple[GraphState, dict[str, float], list[Note]]:
+    if context.shortfalls is None or knobs.restore.max_layers == 0:
+        return state, {}, []
+    flavour = context.target.flavour
+    short = context.shortfalls(write_state(state, flavour))
+    if not short:
+        return state, {}, []
+    context.log(f"int8: measuring each layer's sensitivity, because {'; '.join(short)}")
+    some = _first_samples(context.batches, knobs.restore.samples)
+    sensitivity = sensitivities(state, some, flavour, lambda names: context.progress(names, "int8: sensitivity"))
+    result = restore_until_held(
+        state, sensitivity, flavour, context.shortfalls, knobs.restore.max_layers, knobs.restore.max_minutes, context.log
+    )
+    notes = []
+    if result.layers:
+        notes.append(Note("warning", f"int8: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})"))
+    if result.shortfalls:
+        notes.append(Note("warning", f"int8: gates still short ({result.ended}): {'; '.join(result.shortfalls)}"))
+    return result.state, sensitivity, notes
+
+
+def _first_samples(batches, samples: int) -> list:
+    taken, count = [], 0
+    for feeds in batches:
+        taken.append(feeds)
+        count += len(next(iter(feeds.values())))
+        if count >= samples:
+            break
+    return taken
+
+
+def _measure(
+    state: GraphState, seen: dict[str, Observer], sensitivity: dict[str, float], sample: list, context: PassContext
+) -> dict[str, dict[str, float]]:
+    names = [*state.integer, *state.weight_only]
+    noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)
+    measured = {name: {"sqnr_db": round(value, 3)} for name, value in noise.items()}
+    for layer in find_layers(state.model):
+        observer = seen.get(layer.data_input.name or "")
+        if observer is not None and layer.name in measured:
+            measured[layer.name] |= {
+                "input_low": round(observer.low, 5),
+                "input_high": round(observer.high, 5),
+                "input_spread": round(spread(observer), 2),
+            }
+    for name, value in sensitivity.items():
+        measured.setdefault(name, {})["sensitivity"] = round(value, 8)
+    return measured
+
+
+def _decision(name: str, kind: str, state: GraphState, dynamic: bool) -> LayerDecision:
+    if name in state.weight_only:
+        return LayerDecision(name, kind, "int8", "W8, looked up as integers")
+    if name in state.integer:
+        return LayerDecision(name, kind, "int8", "W8A8 dynamic" if dynamic else "W8A8")
+    return LayerDecision(name, kind, "float32", "restored: among the most sensitive, and a gate did not hold")

@@ -1,0 +1,121 @@
+"""`rtn`: weights only, rounded to the nearest of 2^bits levels; activations stay float (W8A16, W4A16)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan, matches
+from compress.passes.base import Pass, Record
+from compress.passes.choosing import choose_layers, pattern_problems, target_word
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+PRESETS = {"W4A16": (4, True), "W4A16_ASYM": (4, False), "W8A16": (8, True)}
+
+
+class RtnOverride(Record):
+    """Other bits or groups for the layers that `targets` selects."""
+
+    targets: tuple[str, ...]
+    """Layer names, `re:` patterns or types."""
+    bits: Literal[4, 8] | None = None
+    """Bits for each weight."""
+    group_size: Annotated[int, Field(ge=-1)] | None = None
+    """Inputs that share one scale; -1 for one scale for each output channel."""
+
+
+class Rtn(Pass):
+    """Round-to-nearest weight-only quantization of the matrix products."""
+
+    kind: Literal["rtn"] = "rtn"
+    scheme: Literal["W4A16", "W4A16_ASYM", "W8A16"] | None = None
+    """Preset that stands for `bits` and `symmetric`."""
+    bits: Literal[4, 8] = 4
+    """Bits for each weight."""
+    group_size: Annotated[int, Field(ge=-1)] = 32
+    """Inputs that share one scale; -1 for one scale for each output channel."""
+    symmetric: bool = True
+    """False: unsigned weights with a zero point for each group."""
+    targets: tuple[str, ...] = ()
+    """Layers to round, by name, `re:` pattern or type; empty: every matrix product."""
+    ignore: tuple[str, ...] = ()
+    """Layers that stay float."""
+    overrides: tuple[RtnOverride, ...] = ()
+    """Exceptions for some of the layers."""
+
+    def unfit(self, layer: LayerFacts) -> str | None:
+        """Why this layer cannot be taken, or None."""
+        return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
+
+    def setting(self, layer: LayerFacts) -> tuple[int, int, bool]:
+        """(bits, group_size, symmetric) for one layer; group_size as written (-1: the whole row)."""
+        bits, symmetric = PRESETS.get(self.scheme or "", (self.bits, self.symmetric))
+        size = self.group_size
+        for override in self.overrides:
+            if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
+                bits, size = override.bits or bits, override.group_size or size
+        return bits, size, symmetric
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        taken, kept = choose_layers(facts.layers, self.targets, self.ignore, self.unfit)
+        patterns = {"targets": self.targets, "ignore": self.ignore}
+        patterns |= {f"overrides.{i}.targets": o.targets for i, o in enumerate(self.overrides)}
+        problems = pattern_problems(facts.layers, self.kind, patterns)
+        if not taken:
+            problems.append("rtn: no matrix product is left to round")
+        formats = {self._format(la) for la in taken}
+        notes = []
+        for name in sorted(formats):
+            some, more = target_word(target, name, self.kind)
+            notes += some
+            problems += more
+        problems += [text for la in taken if (text := self._problem(la, target))]
+        decisions, bits_after = [], {}
+        for layer in taken:
+            bits, size, symmetric = self.setting(layer)
+            groups = layer.shape[1] // size if size > 0 else 1
+            word = f"W{bits}A16{'' if symmetric else '_ASYM'}, " + (f"group {size}" if size > 0 else "per channel")
+            decisions.append(LayerDecision(layer.name, layer.type, f"w{bits}", word))
+            bits_after[layer.name] = bits + 32 * groups / layer.shape[1]
+        return PassPlan(facts.with_bits(bits_after), (*decisions, *kept), tuple(notes), tuple(problems))
+
+    def _format(self, layer: LayerFacts) -> Any:
+        bits, _, symmetric = self.setting(layer)
+        return "w8" if bits == 8 else "w4" if symmetric else "w4-asym"
+
+    def _problem(self, layer: LayerFacts, target: Target) -> str | None:
+        """Why this layer's group size cannot work, with the way out."""
+        bits, size, _ = self.setting(layer)
+        inputs = layer.shape[1]
+        if size == 0 or (size > 0 and inputs % size):
+            fitting = [g for g in range(1, inputs + 1) if inputs % g == 0 and g <= 256]
+            nearest = sorted(fitting, key=lambda g: abs(g - max(size, 1)))[:2]
+            ways = " or ".join(str(g) for g in sorted(nearest))
+            return f"rtn: {layer.name} has {inputs} inputs, which group_size {size} does not divide; use group_size: {ways}, or ignore it"
+        kernels = target.group_sizes if bits == 4 else target.group_sizes_8bit
+        if kernels and size not in kernels:
+            some = ", ".join(str(k) for k in kernels)
+            return f"rtn: {layer.name}: target {target.name} has {bits}-bit kernels for group_size {some}, not {size}; it would run slower than float32"
+        return None
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a GraphState; each layer's weights are rounded with a searched scale for each group."""
+        from compress.graph.layers import find_layers, layer_facts  # numpy, onnx-ir
+        from compress.passes.context import PassResult
+        from compress.quantize.rounding import round_to_nearest
+
+        bits_now = {name: float(weight.bits) for name, weight in model.weights.items()}
+        taken, kept = choose_layers(layer_facts(model.model, bits_now), self.targets, self.ignore, self.unfit)
+        layers = {layer.name: layer for layer in find_layers(model.model)}
+        weights, decisions = {}, []
+        for facts in context.progress(taken, "rtn: rounding"):
+            bits, size, symmetric = self.setting(facts)
+            weights[facts.name] = round_to_nearest(layers[facts.name].matrix(), bits, size, symmetric)
+            decisions.append(LayerDecision(facts.name, facts.type, f"w{bits}", f"group {size}"))
+        state = replace(model, weight_only=[*model.weight_only, *weights], weights={**model.weights, **weights})
+        return PassResult(state, (*decisions, *kept))

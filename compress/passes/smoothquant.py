@@ -1,0 +1,50 @@
+"""`smoothquant`: move activation outliers into the weights before int8 (Xiao et al., 2022, arXiv:2211.10438)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
+from compress.passes.base import Pass
+from compress.passes.choosing import choose_layers, pattern_problems
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+
+class SmoothQuant(Pass):
+    """Per-channel scaling of what matrix products read, folded into the normalisation before them where that is exact."""
+
+    needs_calibration: ClassVar[bool] = True
+
+    kind: Literal["smoothquant"] = "smoothquant"
+    alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    """How much of the difficulty moves from activations to weights. Not given: searched for each group of layers, which
+    may also be left alone; a fixed 0.5 ruins layers whose inputs have a few huge channels."""
+    rows: Annotated[int, Field(ge=64)] = 1024
+    """Calibration rows on which the search measures the error of the int8 product."""
+    ignore: tuple[str, ...] = ()
+    """Layers whose input is left as it is (a whole group that reads one tensor is left if one of its layers is)."""
+
+    def unfit(self, layer: LayerFacts) -> str | None:
+        """Why this layer cannot be taken, or None."""
+        return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        taken, kept = choose_layers(facts.layers, (), self.ignore, self.unfit)
+        problems = pattern_problems(facts.layers, self.kind, {"ignore": self.ignore})
+        if not taken:
+            problems.append("smoothquant: the model has no float matrix product to smooth")
+        how = "alpha searched" if self.alpha is None else f"alpha {self.alpha:g}"
+        decisions = [LayerDecision(layer.name, layer.type, "smoothed", how) for layer in taken]
+        note = Note("info", "smoothquant: a smoothing that cannot be folded costs one multiplication at run time")
+        return PassPlan(facts, (*decisions, *kept), (note,), tuple(problems))
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a GraphState whose float graph is rewritten."""
+        from compress.passes.smoothquant_steps import apply_smoothquant  # numpy, onnx-ir, onnxruntime
+
+        return apply_smoothquant(self, model, context)

@@ -1,0 +1,44 @@
+"""The steps of the `smoothquant` pass: observe, search each group's strength, rewrite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compress.errors import PassError
+from compress.facts import LayerDecision
+from compress.graph.layers import find_layers, layer_facts
+from compress.graph.run import clone
+from compress.passes.choosing import choose_layers
+from compress.passes.context import PassContext, PassResult
+from compress.passes.smoothquant import SmoothQuant
+from compress.quantize.calibrate import collect_rows, observe
+from compress.quantize.smooth import ALPHAS, search_smoothing
+from compress.quantize.smooth_graph import apply_smoothing, input_groups
+from compress.quantize.state import GraphState
+
+
+def apply_smoothquant(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult:
+    model = clone(state.model)
+    taken, kept = choose_layers(layer_facts(model), (), knobs.ignore, knobs.unfit)
+    wanted = {layer.name for layer in taken}
+    groups = {
+        name: group for name, group in input_groups(find_layers(model)).items() if all(la.name in wanted for la in group)
+    }
+    try:
+        seen = observe(model, dict.fromkeys(groups, -1), context.progress(context.batches, "smoothquant: observing"))
+    except ValueError as error:
+        raise PassError(f"smoothquant: {error}") from error
+    rows = collect_rows(model, groups, context.batches, knobs.rows, context.seed)
+    alphas, gain = (ALPHAS, 0.9) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
+    decisions, measured = [], {}
+    for name in context.progress(list(groups), "smoothquant: searching"):
+        group, peak = groups[name], seen[name].channel_peak
+        assert peak is not None
+        found = search_smoothing(rows[name], peak, [layer.matrix() for layer in group], alphas, gain)
+        how = "left alone: no strength lowers the error"
+        if found.scales is not None:
+            how = f"alpha {found.alpha:g}, {apply_smoothing(model, group, found.scales)}"
+        for layer in group:
+            decisions.append(LayerDecision(layer.name, layer.type, "smoothed" if found.scales is not None else "kept", how))
+            measured[layer.name] = {"error_before": found.error_before, "error_after": found.error_after}
+    return PassResult(replace(state, model=model), (*decisions, *kept), (), measured)

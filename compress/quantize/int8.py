@@ -1,0 +1,101 @@
+"""Building an int8 state: ranges from observations, integer weights, corrected biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.graph.layers import GraphLayer, constant, find_layers
+from compress.graph.run import Feeds
+from compress.quantize.bias import mean_shift
+from compress.quantize.calibrate import observe
+from compress.quantize.observers import Method, Observer, choose_range
+from compress.quantize.placement import Kind
+from compress.quantize.qdq import placement_of
+from compress.quantize.rounding import QuantizedWeight, round_to_nearest
+from compress.quantize.state import GraphState, Range
+
+Setting = tuple[Method, float]
+"""How a range is chosen: (method, percentile)."""
+
+
+def with_integer_layers(
+    state: GraphState, names: Sequence[str], placement: Kind, attention: bool, dynamic: bool
+) -> GraphState:
+    """The state with these layers' weights rounded to int8, per output channel (embeddings: per column)."""
+    layers = {layer.name: layer for layer in find_layers(state.model)}
+    weights = {name: round_layer(layers[name]) for name in names}
+    return replace(
+        state,
+        integer=[*state.integer, *(name for name in names if layers[name].op != "Gather")],
+        weight_only=[*state.weight_only, *(name for name in names if layers[name].op == "Gather")],
+        weights={**state.weights, **weights},
+        placement=placement,
+        attention=attention,
+        dynamic=dynamic,
+    )
+
+
+def round_layer(layer: GraphLayer) -> QuantizedWeight:
+    """int8, symmetric, range searched for the least squared error. Raises ValueError naming the layer on NaN or Inf."""
+    matrix = np.ascontiguousarray(layer.matrix().T) if layer.op == "Gather" else layer.matrix()
+    try:
+        return round_to_nearest(matrix, 8)
+    except ValueError as error:
+        raise ValueError(f"{layer.name}: {error}") from error
+
+
+def observe_state(state: GraphState, batches: Iterable[Feeds]) -> dict[str, Observer]:
+    """Watch every tensor that the state's placement quantizes and every input of its layers (with channel means)."""
+    axes: dict[str, int | None] = {placement: None for placement in _sources(state)} if not state.dynamic else {}
+    for layer in _integer_layers(state):
+        axes[layer.data_input.name or ""] = 1 if layer.op == "Conv" else -1
+    return observe(state.model, axes, batches)
+
+
+def choose_ranges(seen: Mapping[str, Observer], setting: Callable[[str], Setting]) -> dict[str, Range]:
+    """A range for each observed tensor; `setting` gives its method and percentile."""
+    ranges = {}
+    for name, observer in seen.items():
+        method, percentile = setting(name)
+        low, high = choose_range(observer, method, percentile)
+        peak = choose_range(observer, method, percentile, symmetric=True)[1]
+        ranges[name] = Range(low, high, peak)
+    return ranges
+
+
+def corrected_biases(state: GraphState, seen: Mapping[str, Observer]) -> dict[str, np.ndarray]:
+    """Each integer layer's bias less the mean shift of its rounding; layers without a bias are left as they are."""
+    biases = {}
+    for layer in _integer_layers(state):
+        if layer.bias is None:
+            continue
+        groups = layer.node.attributes.get("group")
+        mean = seen[layer.data_input.name or ""].channel_mean
+        rounded = state.weights[layer.name].dequantize()
+        shift = mean_shift(layer.matrix(), rounded, mean, groups.as_int() if groups is not None else 1)
+        biases[layer.name] = (constant(layer.bias).astype(np.float64) - shift).astype(np.float32)
+    return biases
+
+
+def tensors_of(model: ir.Model, layers: Iterable[str]) -> set[str]:
+    """The tensors that these layers read and write: what a per-layer override applies to."""
+    chosen = set(layers)
+    found: set[str] = set()
+    for layer in find_layers(model):
+        if layer.name in chosen:
+            found |= {layer.data_input.name or "", layer.output.name or ""}
+    return found
+
+
+def _sources(state: GraphState) -> list[str]:
+    placement = placement_of(state)
+    return list(dict.fromkeys(placement.source(name) for name in placement.consumers))
+
+
+def _integer_layers(state: GraphState) -> list[GraphLayer]:
+    chosen = set(state.integer)
+    return [layer for layer in find_layers(state.model) if layer.name in chosen]

@@ -1,0 +1,103 @@
+"""How far a quantized graph is from its float one: at its outputs, layer by layer, and which decision is to blame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.graph.layers import find_layers
+from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
+from compress.quantize.observers import Observer
+from compress.quantize.qdq import placement_of, write_state
+from compress.quantize.state import Flavour, GraphState
+
+COLLAPSE = 0.95
+"""Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """An operator kind whose quantized outputs were left out, and the mean output cosine that gave."""
+
+    operator: str
+    cosine: float
+    tensors: tuple[str, ...]
+
+
+def output_cosine(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    """Mean over samples of the cosine between two sets of first outputs, flattened to [n, features]."""
+    total, n = 0.0, 0
+    for left, right in zip(a, b, strict=True):
+        x, y = left.reshape(len(left), -1).astype(np.float64), right.reshape(len(right), -1).astype(np.float64)
+        norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+        total += float(np.sum(np.sum(x * y, axis=1) / np.maximum(norms, 1e-30)))
+        n += len(x)
+    return total / max(n, 1)
+
+
+def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
+    """The first output for each batch."""
+    session = open_session(model, threads)
+    return [next(iter(outputs.values())) for outputs in run_batches(session, batches)]
+
+
+def layer_sqnr_db(
+    model: ir.Model, quantized: ir.Model, layers: Sequence[str], batches: Iterable[Feeds], threads: int = 0
+) -> dict[str, float]:
+    """Signal to quantization noise at each layer's output, in dB, with the error of all layers before it in it."""
+    tensors = {la.name: la.output.name or "" for la in find_layers(model) if la.name in set(layers)}
+    plain = open_session(tap(model, list(tensors.values())), threads)
+    other = open_session(tap(quantized, list(tensors.values())), threads)
+    signal, noise = dict.fromkeys(tensors.values(), 0.0), dict.fromkeys(tensors.values(), 0.0)
+    for feeds in batches:
+        exact, rounded = next(run_batches(plain, [feeds])), next(run_batches(other, [feeds]))
+        for name, values in exact.items():
+            key = name.removesuffix(TAPPED)
+            signal[key] += float(np.square(values, dtype=np.float64).sum())
+            noise[key] += float(np.square(values.astype(np.float64) - rounded[name]).sum())
+    return {layer: decibel(signal[tensor], noise[tensor]) for layer, tensor in tensors.items()}
+
+
+def decibel(signal: float, noise: float) -> float:
+    """10 log10(signal / noise), capped at 200."""
+    return 200.0 if noise <= signal * 1e-20 else 10 * math.log10(max(signal, 1e-300) / noise)
+
+
+def sensitivities(
+    state: GraphState, batches: Sequence[Feeds], flavour: Flavour, progress: Callable[[Sequence[str]], Iterable[str]]
+) -> dict[str, float]:
+    """How much each layer alone hurts: 1 - mean output cosine with only that layer quantized. One run for each layer."""
+    exact = outputs_of(state.model, batches)
+    found = {}
+    for name in progress([*state.integer, *state.weight_only]):
+        alone = replace(
+            state,
+            integer=[name] if name in state.integer else [],
+            weight_only=[name] if name in state.weight_only else [],
+            attention=False,
+        )
+        found[name] = 1 - output_cosine(exact, outputs_of(write_state(alone, flavour), batches))
+    return found
+
+
+def blame(
+    state: GraphState, seen: dict[str, Observer], exact: Sequence[np.ndarray], batches: Sequence[Feeds], flavour: Flavour
+) -> list[Suspect]:
+    """Leave the quantized outputs of one operator kind after another out and see what heals; worst offender first."""
+    placement = placement_of(state)
+    suspects = []
+    for operator in sorted(set(placement.writers.values()) - set(state.leave_out)):
+        without = replace(state, leave_out=[*state.leave_out, operator])
+        cosine = output_cosine(exact, outputs_of(write_state(without, flavour), batches))
+        tensors = [name for name, op in placement.writers.items() if op == operator]
+        suspects.append(Suspect(operator, cosine, tuple(sorted(tensors, key=lambda t: -spread(seen.get(t)))[:5])))
+    return sorted(suspects, key=lambda suspect: -suspect.cosine)
+
+
+def spread(seen: Observer | None) -> float:
+    """Largest magnitude over median magnitude: what one scale has to span."""
+    return 0.0 if seen is None else max(-seen.low, seen.high) / max(seen.absolute_median(), 1e-9)

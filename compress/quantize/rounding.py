@@ -1,0 +1,90 @@
+"""Scales and rounding of weights: symmetric or asymmetric, per output channel or per group of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """Integer weights and what turns them back: `dequantize()` = (values - zero_points) * scales.
+
+    `values` has the weight's shape, int8 whatever the bits (uint8 when asymmetric). `scales` and `zero_points` are
+    [out, groups]; groups is 1 for per-channel weights.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray | None
+    bits: int
+    group_size: int
+
+    def dequantize(self) -> np.ndarray:
+        """float32, the weight's own shape."""
+        rows = self.values.shape[0]
+        grouped = self.values.reshape(rows, self.scales.shape[1], -1).astype(np.float32)  # [out, groups, group]
+        if self.zero_points is not None:
+            grouped = grouped - self.zero_points[:, :, None].astype(np.float32)
+        return (grouped * self.scales[:, :, None]).reshape(self.values.shape)
+
+
+def round_to_nearest(
+    weight: np.ndarray, bits: int, group_size: int = -1, symmetric: bool = True, search: bool = True
+) -> QuantizedWeight:
+    """Quantize `weight` [out, in, ...] with one scale for each output channel, or each `group_size` of its inputs.
+
+    `search` picks, for each scale, the shrinkage of the range that minimises the squared error (48 candidates).
+    Symmetric integers lie in [-(2^(b-1) - 1), 2^(b-1) - 1], so that every kernel may negate them.
+    Raises ValueError when `group_size` does not divide the inputs, or a weight is not finite.
+    """
+    rows = weight.shape[0]
+    n_inputs = weight.size // rows
+    size = n_inputs if group_size == -1 else group_size
+    if n_inputs % size:
+        raise ValueError(f"group_size {size} does not divide {n_inputs} inputs")
+    if not np.isfinite(weight).all():
+        raise ValueError("the weight holds NaN or Inf")
+    grouped = weight.astype(np.float32).reshape(rows, -1, size)  # [out, groups, group]
+    shrinkages = np.linspace(1.0, 0.5, 48) if search else np.ones(1)
+    fit = _fit_symmetric if symmetric else _fit_asymmetric
+    values, scales, zero_points = _best(grouped, bits, shrinkages, fit)
+    return QuantizedWeight(values.reshape(weight.shape), scales, zero_points, bits, group_size)
+
+
+def _best(grouped, bits, shrinkages, fit):
+    best_error = best = None
+    for shrinkage in shrinkages:
+        values, scales, zero_points = fit(grouped, bits, np.float32(shrinkage))
+        offset = 0 if zero_points is None else zero_points[:, :, None].astype(np.float32)
+        error = np.square((values.astype(np.float32) - offset) * scales[:, :, None] - grouped).sum(axis=2)
+        if best is None:
+            best_error, best = error, (values, scales, zero_points)
+            continue
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best = (
+            np.where(better[:, :, None], values, best[0]),
+            np.where(better, scales, best[1]),
+            None if zero_points is None else np.where(better, zero_points, best[2]),
+        )
+    return best
+
+
+def _fit_symmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32):
+    top = 2 ** (bits - 1) - 1
+    peak = np.abs(grouped).max(axis=2)  # [out, groups]
+    scales = (np.where(peak > 0, peak, 1.0) * shrinkage / top).astype(np.float32)
+    values = np.clip(np.round(grouped / scales[:, :, None]), -top, top).astype(np.int8)
+    return values, scales, None
+
+
+def _fit_asymmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32):
+    top = 2**bits - 1
+    low, high = np.minimum(grouped.min(axis=2), 0), np.maximum(grouped.max(axis=2), 0)
+    span = np.where(high > low, high - low, 1.0) * shrinkage
+    scales = (span / top).astype(np.float32)
+    zero_points = np.clip(np.round(-low * shrinkage / scales), 0, top).astype(np.uint8)
+    values = np.round(grouped / scales[:, :, None]) + zero_points[:, :, None]
+    return np.clip(values, 0, top).astype(np.uint8), scales, zero_points

@@ -1,0 +1,111 @@
+"""What the graph passes have decided about a model, kept beside its float graph until an exporter writes it down.
+
+Passes decide, exporters write: one state gives every flavour, and a layer goes back to float by leaving the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.quantize.placement import Kind
+from compress.quantize.rounding import QuantizedWeight
+
+Flavour = Literal["u8s8", "s8s8"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The real interval that 256 levels cover: [low, high] as uint8, [-peak, peak] as symmetric int8."""
+
+    low: float
+    high: float
+    peak: float
+
+    def parameters(self, flavour: Flavour) -> tuple[np.ndarray, np.ndarray]:
+        """(scale float32 [], zero point uint8 or int8 [])."""
+        if flavour == "s8s8":
+            return np.asarray(np.float32(max(self.peak, 1e-12) / 127)), np.zeros((), np.int8)
+        scale = np.float32(max(self.high - self.low, 1e-12) / 255)
+        return np.asarray(scale), np.asarray(np.clip(np.round(-self.low / scale), 0, 255), np.uint8)
+
+
+@dataclass
+class GraphState:
+    """A float graph and the decisions about it.
+
+    `integer`: layers computed in int8 (weights and activations). `weight_only`: layers whose weights alone are rounded.
+    Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8 only).
+    `biases`: layer -> corrected bias. `half`: the float type that the rest is computed in, and the nodes kept in float32.
+    """
+
+    model: ir.Model
+    integer: list[str] = field(default_factory=list)
+    weight_only: list[str] = field(default_factory=list)
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    biases: dict[str, np.ndarray] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)
+    placement: Kind = "inputs"
+    attention: bool = False
+    leave_out: list[str] = field(default_factory=list)
+    dynamic: bool = False
+    half: str | None = None
+    half_kept: list[str] = field(default_factory=list)
+
+    def to_float(self, layer: str) -> None:
+        """Return one layer to float."""
+        self.integer = [name for name in self.integer if name != layer]
+        self.weight_only = [name for name in self.weight_only if name != layer]
+        self.weights.pop(layer, None)
+        self.biases.pop(layer, None)
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the graph and the arrays, as JSON values."""
+        return {
+            "integer": self.integer,
+            "weight_only": self.weight_only,
+            "bits": {name: [w.bits, w.group_size] for name, w in self.weights.items()},
+            "ranges": {name: [r.low, r.high, r.peak] for name, r in self.ranges.items()},
+            "placement": self.placement,
+            "attention": self.attention,
+            "leave_out": self.leave_out,
+            "dynamic": self.dynamic,
+            "half": self.half,
+            "half_kept": self.half_kept,
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The integer weights, scales, zero points and biases by name."""
+        found = {f"{name}|bias": bias for name, bias in self.biases.items()}
+        for name, weight in self.weights.items():
+            found |= {f"{name}|values": weight.values, f"{name}|scales": weight.scales}
+            if weight.zero_points is not None:
+                found[f"{name}|zero_points"] = weight.zero_points
+        return found
+
+
+def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.ndarray]) -> GraphState:
+    """The inverse of `record()` and `arrays()`."""
+    weights = {
+        name: QuantizedWeight(
+            arrays[f"{name}|values"], arrays[f"{name}|scales"], arrays.get(f"{name}|zero_points"), bits, group
+        )
+        for name, (bits, group) in record["bits"].items()
+    }
+    return GraphState(
+        model,
+        record["integer"],
+        record["weight_only"],
+        weights,
+        {key.removesuffix("|bias"): value for key, value in arrays.items() if key.endswith("|bias")},
+        {name: Range(*span) for name, span in record["ranges"].items()},
+        record["placement"],
+        record["attention"],
+        record["leave_out"],
+        record["dynamic"],
+        record["half"],
+        record["half_kept"],
+    )

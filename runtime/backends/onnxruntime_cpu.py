@@ -1,0 +1,120 @@
+"""ONNX Runtime on the CPU: the default, and the only backend that a bundle needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open
+from runtime.errors import BundleError, MissingDependency, UsageError
+from runtime.files import model_files
+from runtime.manifest import TensorSpec
+
+_DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
+_ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
+
+
+@dataclass
+class OnnxRuntimeSession:
+    """An `onnxruntime.InferenceSession` with names and dtypes as the bundle has them."""
+
+    path: Path
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    handle: Any
+
+    def run(self, feeds: Feeds) -> Feeds:
+        check_open(self.path, self.handle)
+        check_feeds(self.inputs, feeds)
+        try:
+            results = self.handle.run(None, feeds)
+        except _invalid_argument() as error:
+            raise UsageError(f"{self.path}: the inputs do not fit the model: {error}") from error
+        except _failures() as error:
+            raise BundleError(f"{self.path}: ONNX Runtime could not run the model: {error}") from error
+        return dict(zip((spec.name for spec in self.outputs), results, strict=True))
+
+    def close(self) -> None:
+        self.handle = None
+
+
+def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
+    """Load with every graph optimisation, `threads` inside an operator, one operator at a time. No options."""
+    check_call("onnxruntime-cpu", threads, options)
+    ort = _onnxruntime()
+    model_files(path)
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    settings.log_severity_level = _ERROR
+    try:
+        handle = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except (*_failures(), _invalid_argument()) as error:
+        raise BundleError(
+            f"{path}: ONNX Runtime {ort.__version__} cannot load the model: {error}; "
+            "upgrade onnxruntime, or build the bundle again for this version"
+        ) from error
+    return OnnxRuntimeSession(path, _specs(handle.get_inputs()), _specs(handle.get_outputs()), handle)
+
+
+def why_unavailable() -> str | None:
+    """None, or that onnxruntime is not installed."""
+    try:
+        _onnxruntime()
+    except MissingDependency as error:
+        return str(error)
+    return None
+
+
+def _onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependency("onnxruntime", "the backend onnxruntime-cpu") from error
+    return onnxruntime
+
+
+def _specs(arguments: list[Any]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(arg.name, _dtype(arg.type), _shape(arg.shape)) for arg in arguments)
+
+
+def _dtype(type_name: str) -> str:
+    """tensor(float) -> float32."""
+    element = type_name.removeprefix("tensor(").removesuffix(")")
+    return _DTYPES.get(element, element)
+
+
+def _shape(shape: list[int | str | None]) -> tuple[int | str, ...]:
+    return tuple(f"dim{i}" if size is None else size for i, size in enumerate(shape))
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises; its classes have no base of their own."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    names = (
+        "Fail",
+        "NoSuchFile",
+        "NoModel",
+        "EngineError",
+        "RuntimeException",
+        "InvalidProtobuf",
+        "NotImplemented",
+        "InvalidGraph",
+        "EPFail",
+    )
+    return tuple(getattr(state, name) for name in names)
+
+
+def _invalid_argument() -> type[Exception]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    invalid: type[Exception] = state.InvalidArgument
+    return invalid
+
+
+BACKEND = Backend("onnxruntime-cpu", why_unavailable, open_session)

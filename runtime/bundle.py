@@ -1,0 +1,288 @@
+"""The bundle's format: the one module that writes it and reads it.
+
+```
+manifest.json          what everything is, the sha256 and size of every other file, and a digest of itself
+model/model.onnx ...   the candidate, with the config and tokenizer that it needs
+baseline/model.onnx    what it is judged against
+evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz
+report.* compress.log  what validation measured: in no manifest, because it is written afterwards
+```
+
+A bundle may come from anyone. Nothing in it is executed, no path in it leaves its folder, and one wrong byte stops the
+load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime.columns import Array, Columns, count
+from runtime.errors import BundleError, UsageError
+from runtime.files import inside, model_files, model_size, regular_files, sha256_of
+from runtime.manifest import (
+    FORMAT_VERSION,
+    TASKS,
+    Artifact,
+    Benchmark,
+    EvaluationSet,
+    FileRecord,
+    Gate,
+    Judgement,
+    Manifest,
+    TensorSpec,
+)
+from runtime.preprocess import spec_from_dict
+from runtime.records import Mismatch, from_json, to_json
+from runtime.samples import digest_columns, read_jsonl, read_npz, split_columns, write_jsonl, write_npz
+
+__all__ = [
+    "FORMAT_VERSION",
+    "TASKS",
+    "Artifact",
+    "Benchmark",
+    "EvaluationSet",
+    "FileRecord",
+    "Gate",
+    "Judgement",
+    "Manifest",
+    "TensorSpec",
+    "canonical_json",
+    "inside",
+    "model_files",
+    "model_size",
+    "read_manifest",
+    "read_outputs",
+    "read_samples",
+    "verify",
+    "write_bundle",
+    "write_outputs",
+    "write_samples",
+]
+
+MANIFEST = "manifest.json"
+ARRAYS, TEXTS, BASELINE_OUTPUTS = (
+    "evaluation/samples.npz",
+    "evaluation/samples.jsonl",
+    "evaluation/baseline_outputs.npz",
+)
+MAX_MANIFEST_BYTES = 64 * 2**20
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one way a value is written: sorted keys, two spaces, ASCII, final newline; ValueError for NaN, infinity."""
+    return json.dumps(to_json(value), sort_keys=True, indent=2, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
+    """Hash every file under `staging`, write manifest.json there, and give it back with its files and digest.
+
+    Same files and manifest, same bytes. BundleError if the folder holds what a bundle may not (links), or the result
+    would not be read again.
+    """
+    files, problems = regular_files(staging)
+    if problems:
+        raise BundleError(problems)
+    records = {
+        name: FileRecord(sha256_of(path), path.stat().st_size) for name, path in files.items() if _is_hashed(name)
+    }
+    manifest = replace(manifest, files=records, digest="")
+    manifest = replace(manifest, digest=_digest(to_json(manifest)))
+    (staging / MANIFEST).write_bytes(canonical_json(manifest))
+    return read_manifest(staging)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the bundle in the folder `path`, checked by itself.
+
+    BundleError for another format version, a wrong type, a digest or bytes that are not its content's, and a path that
+    leaves the folder. The other files are not looked at; `verify` does that.
+    """
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{file}: larger than {MAX_MANIFEST_BYTES} bytes, not a manifest")
+        raw = file.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{file}: {error.strerror}; is this a bundle's folder?") from error
+    try:
+        data = json.loads(raw, object_pairs_hook=_no_duplicates)
+        manifest = _parse(data)
+        intact = raw == canonical_json(data) and manifest.digest == _digest(data)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{file}: {error}") from error
+    if not intact:
+        raise BundleError(f"{file}: its digest is not that of its content; it was changed after it was written")
+    problems = list(_path_problems(path, manifest))
+    if problems:
+        raise BundleError(problems)
+    return manifest
+
+
+def verify(path: Path) -> Manifest:
+    """`read_manifest`; every file has its size and sha256, none is unlisted, and the models read no other file.
+
+    BundleError lists all problems, one a line.
+    """
+    manifest = read_manifest(path)
+    files, problems = regular_files(path)
+    unlisted = sorted(name for name in files.keys() - manifest.files.keys() if _is_hashed(name))
+    problems += [f"{name}: not in the manifest; remove it" for name in unlisted]
+    for name, record in sorted(manifest.files.items()):
+        problems += _file_problems(files.get(name), name, record)
+    if not problems:
+        for artifact in manifest.artifacts:
+            problems += _artifact_problems(path, manifest, artifact)
+    if problems:
+        raise BundleError([f"{path}: not the bundle that its manifest describes", *problems])
+    return manifest
+
+
+def write_samples(folder: Path, columns: Columns) -> EvaluationSet:
+    """Freeze samples in the bundle's folder: numbers and images to evaluation/samples.npz, texts to samples.jsonl.
+
+    Image files and Pillow images are decoded. The record already names where `write_outputs` puts the baseline's
+    outputs. UsageError where columns differ in length or hold neither numbers nor texts.
+    """
+    arrays, texts = split_columns(columns)
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    if arrays:
+        write_npz(folder / ARRAYS, {name: parts[0] if len(parts) == 1 else parts for name, parts in arrays.items()})
+    if texts:
+        write_jsonl(folder / TEXTS, texts)
+    return EvaluationSet(
+        n_samples=count(columns),
+        arrays=ARRAYS if arrays else None,
+        texts=TEXTS if texts else None,
+        baseline_outputs=BASELINE_OUTPUTS,
+        digest=digest_columns(columns),
+    )
+
+
+def read_samples(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The frozen samples of the bundle in `path`: columns as `write_samples` was given them, images as arrays.
+
+    UsageError if the bundle has none; BundleError if they are not the n_samples that the manifest promises.
+    """
+    evaluation = _evaluation(path, manifest)
+    columns: dict[str, Any] = {}
+    if evaluation.arrays is not None:
+        columns |= read_npz(inside(path, evaluation.arrays))
+    if evaluation.texts is not None:
+        columns |= read_jsonl(inside(path, evaluation.texts))
+    _check_count(path, columns, evaluation.n_samples)
+    return columns
+
+
+def write_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
+    """The baseline's outputs over the frozen samples, to evaluation/baseline_outputs.npz in the bundle's folder."""
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    write_npz(folder / BASELINE_OUTPUTS, outputs)
+
+
+def read_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
+    """What `write_outputs` kept; errors as in `read_samples`."""
+    evaluation = _evaluation(path, manifest)
+    outputs: dict[str, Any] = dict(read_npz(inside(path, evaluation.baseline_outputs)))
+    _check_count(path, outputs, evaluation.n_samples)
+    return outputs
+
+
+def _evaluation(path: Path, manifest: Manifest) -> EvaluationSet:
+    if manifest.evaluation is None:
+        raise UsageError(f"{path}: this bundle has no evaluation set; give data.evaluation in its recipe")
+    return manifest.evaluation
+
+
+def _check_count(path: Path, columns: Columns, expected: int) -> None:
+    try:
+        n = count(columns)
+    except UsageError as error:
+        raise BundleError(f"{path}: evaluation set: {error}") from error
+    if n != expected:
+        raise BundleError(f"{path}: the evaluation set has {n} samples, its manifest says {expected}")
+
+
+def _parse(data: Any) -> Manifest:
+    """ValueError for a manifest of another format version, of wrong types, or that contradicts itself."""
+    if not isinstance(data, dict):
+        raise Mismatch("not a JSON object")
+    if data.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"format_version is {data.get('format_version')!r}; this version of runtime reads {FORMAT_VERSION}"
+        )
+    manifest = from_json(Manifest, data, "manifest")
+    spec_from_dict(manifest.preprocess)
+    if manifest.task not in TASKS:
+        raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
+    names = [artifact.name for artifact in manifest.artifacts]
+    if len(set(names)) != len(names) or "candidate" not in names:
+        raise ValueError(
+            f"manifest.artifacts: {', '.join(names) or 'none'}; names must differ and one must be 'candidate'"
+        )
+    return manifest
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) != len(keys) else []
+    if twice:
+        raise ValueError(f"'{twice[0]}' is there twice")
+    return dict(pairs)
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical_json({key: value for key, value in data.items() if key != "digest"})).hexdigest()
+
+
+def _path_problems(root: Path, manifest: Manifest) -> Iterator[str]:
+    """Paths that leave the folder, that differ only in case, or that `files` does not list."""
+    evaluation = manifest.evaluation
+    used = [artifact.path for artifact in manifest.artifacts]
+    used += [p for p in (evaluation.arrays, evaluation.texts, evaluation.baseline_outputs) if p] if evaluation else []
+    for name in dict.fromkeys([*manifest.files, *used]):
+        try:
+            inside(root, name)
+        except BundleError as error:
+            yield str(error)
+    yield from (
+        f"{name}: named in the manifest, but not among its files" for name in used if name not in manifest.files
+    )
+    yield from (f"{name}: may not be among the manifest's files" for name in manifest.files if not _is_hashed(name))
+    folded: dict[str, str] = {}
+    for name in manifest.files:
+        if folded.setdefault(name.casefold(), name) != name:
+            yield f"{name}: the same file as {folded[name.casefold()]} where case is not told apart"
+
+
+def _is_hashed(name: str) -> bool:
+    return name not in (MANIFEST, "compress.log") and not ("/" not in name and name.startswith("report."))
+
+
+def _file_problems(file: Path | None, name: str, record: FileRecord) -> list[str]:
+    if file is None:
+        return [f"{name}: missing"]
+    size = file.stat().st_size
+    if size != record.size_bytes:
+        return [f"{name}: {size} bytes, the manifest says {record.size_bytes}"]
+    if sha256_of(file) != record.sha256:
+        return [f"{name}: its sha256 is not the manifest's"]
+    return []
+
+
+def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> list[str]:
+    try:
+        files = model_files(inside(root, artifact.path))
+    except BundleError as error:
+        return [f"{artifact.path}: {problem}" for problem in error.problems]
+    unlisted = [file.name for file in files if file.relative_to(root).as_posix() not in manifest.files]
+    if unlisted:
+        return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
+    size = sum(file.stat().st_size for file in files)
+    if size != artifact.size_bytes:
+        return [f"{artifact.path}: {size} bytes with external data, the manifest says {artifact.size_bytes}"]
+    return []

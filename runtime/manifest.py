@@ -1,0 +1,199 @@
+"""What a bundle's manifest says: the records, and nothing that touches a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from runtime.records import PYDANTIC_CONFIG
+
+FORMAT_VERSION = 1
+TASKS = ("image-classification", "text-classification", "feature-extraction", "generic")
+
+
+def _at_least(record: object, name: str, least: int) -> None:
+    value = getattr(record, name)
+    if value < least:
+        raise ValueError(f"{name} is {value}, below {least}")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a model."""
+
+    name: str
+    dtype: str
+    """numpy's name: float32, int64, ..."""
+    shape: tuple[int | str, ...]
+    """A number where the size is fixed, a name where it is free: ("batch", 3, 32, 32)."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One model file of the bundle."""
+
+    name: str
+    """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend."""
+    path: str
+    """Of the .onnx file, relative to the bundle's folder."""
+    target: str
+    """The backend it was made for."""
+    precision: str
+    """What its weights are stored in, in words: float32, int8, ..."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    size_bytes: int
+    """The file and its external data."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A bound that a metric must keep to; at least one of `max_drop`, `min`, `max`, `min_speedup` is given."""
+
+    metric: str
+    """The name of a metric: top1, spearman, latency_p50, size, ..."""
+    max_drop: float | None = None
+    """At most this much worse than the baseline, in the metric's own unit."""
+    min: float | None = None
+    """At least this."""
+    max: float | None = None
+    """At most this."""
+    min_speedup: float | None = None
+    """At least this many times as fast as the baseline."""
+    undecided: Literal["fail", "pass"] | None = None
+    """What to do when the confidence interval holds the bound; default: what `validate` says."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        bounds = {name: getattr(self, name) for name in ("max_drop", "min", "max", "min_speedup")}
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        if not given:
+            raise ValueError(f"gate on '{self.metric}' has no rule: give one of {', '.join(bounds)}")
+        for name, bound in given.items():
+            if not math.isfinite(bound):
+                raise ValueError(f"gate on '{self.metric}': {name} is {bound}, not a finite number")
+        if self.max_drop is not None and self.max_drop < 0:
+            raise ValueError(
+                f"gate on '{self.metric}': max_drop is {self.max_drop}, below 0; a drop is a positive number"
+            )
+        if self.min_speedup is not None and self.min_speedup <= 0:
+            raise ValueError(f"gate on '{self.metric}': min_speedup is {self.min_speedup}, not above 0")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"gate on '{self.metric}': min {self.min} is above max {self.max}")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How speed is measured."""
+
+    batch_size: int = 1
+    """Samples in a call whose latency is measured."""
+    throughput_batch_size: int = 64
+    """Samples in a call whose throughput is measured."""
+    warmup: int = 10
+    """Calls that are run first and not counted."""
+    iterations: int = 100
+    """Calls that are counted, for each of baseline and candidate."""
+    threads: int = 1
+    """Threads inside one operator."""
+    sequence_length: int | None = None
+    """Tokens in each text; default: the texts as they are."""
+    latency_limit_ms: float | None = None
+    """Also measure the best throughput whose p99 latency stays within this."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "throughput_batch_size", "iterations", "threads"):
+            _at_least(self, name, 1)
+        _at_least(self, "warmup", 0)
+        if self.sequence_length is not None:
+            _at_least(self, "sequence_length", 1)
+        if self.latency_limit_ms is not None and not 0 < self.latency_limit_ms < math.inf:
+            raise ValueError(f"latency_limit_ms is {self.latency_limit_ms}, not a positive number")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What decides whether the candidate is good enough."""
+
+    gates: tuple[Gate, ...] = ()
+    """All of them must hold."""
+    metrics: tuple[str, ...] = ()
+    """What to report; default: every metric that fits the task and the labels."""
+    confidence: float = 0.95
+    """Of the intervals."""
+    undecided: Literal["fail", "pass"] = "fail"
+    """What a gate does when its interval holds the bound."""
+    resamples: int = 1000
+    """Of the paired bootstrap."""
+    seed: int = 0
+    """Of the paired bootstrap."""
+    batch_size: int = 32
+    """Samples in a call while quality is measured."""
+    benchmark: Benchmark = Benchmark()
+    """How speed is measured."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence is {self.confidence}, not between 0 and 1")
+        _at_least(self, "resamples", 1)
+        _at_least(self, "seed", 0)
+        _at_least(self, "batch_size", 1)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """The frozen samples and what the baseline said to them; paths are relative to the bundle's folder."""
+
+    n_samples: int
+    arrays: str | None
+    """evaluation/samples.npz: images, tensors, labels."""
+    texts: str | None
+    """evaluation/samples.jsonl: one object of texts for each sample."""
+    baseline_outputs: str
+    """evaluation/baseline_outputs.npz."""
+    digest: str
+    """sha256 of the samples' content, whatever file they are stored in."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of the bundle must be."""
+
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that a machine needs to know to run and judge the bundle."""
+
+    format_version: int = FORMAT_VERSION
+    name: str
+    task: str
+    target: str
+    class_names: tuple[str, ...] = ()
+    preprocess: dict[str, object]
+    """A `runtime.preprocess` spec; `spec_from_dict` reads it."""
+    artifacts: tuple[Artifact, ...]
+    evaluation: EvaluationSet | None
+    judgement: Judgement
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """Every file of the bundle but the manifest itself and what validation writes; `write_bundle` fills it."""
+    created_by: str
+    digest: str = ""
+    """sha256 of the manifest without this field; `write_bundle` fills it."""
+
+    def artifact(self, name: str) -> Artifact:
+        """The artifact called `name`; KeyError if there is none."""
+        return {artifact.name: artifact for artifact in self.artifacts}[name]
+
+    def candidate_for(self, backend: str) -> Artifact:
+        """The compressed model to run on `backend`: the flavour made for it if there is one, else the candidate."""
+        flavours = [a for a in self.artifacts if a.name == f"candidate-{backend}"]
+        return flavours[0] if flavours else self.artifact("candidate")

@@ -1,0 +1,93 @@
+"""Every metric by name. `METRICS` are computed from outputs, `MEASURED` by running; `KNOWN_METRICS` is both.
+
+Imports numpy only, so that a recipe loader can ask for the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import UsageError
+from runtime.metrics.accuracy import TOP1, TOP5
+from runtime.metrics.base import Metric, NonFiniteOutputs, Outputs, check_finite, float_outputs
+from runtime.metrics.correlation import MSE, PEARSON, SPEARMAN
+from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_DB
+from runtime.metrics.fscore import F_SCORES
+from runtime.metrics.measured import LATENCY_PERCENTILES, MEASURED, MeasuredMetric
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE, AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE)
+}
+KNOWN_METRICS: tuple[str, ...] = (*METRICS, *MEASURED)
+
+__all__ = [
+    "KNOWN_METRICS",
+    "LATENCY_PERCENTILES",
+    "MEASURED",
+    "METRICS",
+    "MeasuredMetric",
+    "Metric",
+    "NonFiniteOutputs",
+    "Outputs",
+    "check_finite",
+    "check_name",
+    "fitting",
+    "why_not",
+]
+
+
+def check_name(name: str) -> None:
+    """UsageError with a near name where `name` is not a metric."""
+    if name not in KNOWN_METRICS:
+        near = get_close_matches(name, KNOWN_METRICS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(KNOWN_METRICS)}"
+        raise UsageError(f"unknown metric '{name}'{hint}")
+
+
+def fitting(task: str, has_labels: bool) -> tuple[str, ...]:
+    """Names of the quality metrics that fit a task, with or without labels."""
+    return tuple(n for n, m in METRICS.items() if task in m.tasks and (has_labels or m.against == "baseline"))
+
+
+def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> str | None:
+    """Why the metric cannot be computed from these outputs and labels; None where it can."""
+    if task not in metric.tasks:
+        return f"does not fit task {task}"
+    if metric.against == "labels" and labels is None:
+        return "needs labels, and the evaluation set has none"
+    return _SHAPE_CHECKS[metric.shape](metric, outputs, labels)
+
+
+def _not_classes(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    logits = outputs["logits"]
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        return f"needs logits of at least two classes, and the model's have shape {list(logits.shape)}"
+    if metric is TOP5 and logits.shape[1] <= 5:
+        return f"is always 1 with {logits.shape[1]} classes"
+    if metric.against == "labels" and not np.issubdtype(np.asarray(labels).dtype, np.integer):
+        return f"needs integer class ids, and the labels are {np.asarray(labels).dtype}"
+    return None
+
+
+def _not_score(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    shapes: Sequence[tuple[int, ...]] = [values.shape for values in float_outputs(outputs).values()]
+    if "embeddings" in outputs:
+        columns = outputs["embeddings"].shape[1]
+        return None if columns == 2 else f"needs the columns text and text_pair, and there is {columns} text column"
+    if len(shapes) != 1 or int(np.prod(shapes[0][1:])) != 1:
+        return f"needs one output value per sample, and the outputs have shapes {[list(s) for s in shapes]}"
+    if np.ptp(np.asarray(labels, dtype=np.float64)) == 0:
+        return "needs labels that differ, and these are all the same"
+    return None
+
+
+def _not_outputs(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    return None if float_outputs(outputs) else f"needs a floating output, and there is none among {sorted(outputs)}"
+
+
+_SHAPE_CHECKS = {"classes": _not_classes, "score": _not_score, "outputs": _not_outputs}

@@ -1,0 +1,154 @@
+"""What a quality metric is, and the checks that every metric makes on what it is given.
+
+A metric reduces a model's outputs to a few numbers per sample (`reduce`) and those to one number (`statistic`). The
+split is what makes resampling cheap: a bootstrap redraws rows of the reduced columns, never the outputs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from runtime.errors import RuntimeFailure, UsageError
+
+Outputs = Mapping[str, np.ndarray]
+"""Outputs over N samples: {"logits": [N, C]}, {"embeddings": [N, k, D]} or {output name: [N, ...]}."""
+Columns = tuple[np.ndarray, ...]
+"""Arrays [N] (or [N, ...]) with one row per sample."""
+
+CLASSIFICATION = ("image-classification", "text-classification")
+ALL_TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
+
+
+class NonFiniteOutputs(RuntimeFailure):
+    """A model gave NaN or infinity, so that no metric of it means anything."""
+
+
+def mean_of_first(columns: Columns) -> float:
+    """The mean of the first column."""
+    return float(np.mean(columns[0]))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One quality metric.
+
+    `against` says what the reference is: the labels [N], or the baseline's outputs. `shape` says what it needs to see:
+    "classes" (logits of at least two classes), "score" (one number per sample, or two embeddings) or "outputs"
+    (anything floating). `kind` says how its interval is made: a proportion is a mean of zeros and ones, a mean is a
+    mean over samples, a statistic is neither. `ideal` is the value of a model compared with itself (metrics against the
+    baseline).
+    """
+
+    name: str
+    against: Literal["labels", "baseline"]
+    higher_is_better: bool
+    tasks: tuple[str, ...]
+    unit: str
+    about: str
+    reduce: Callable[[Outputs, Any], Columns]
+    shape: Literal["classes", "score", "outputs"] = "outputs"
+    kind: Literal["proportion", "mean", "statistic"] = "mean"
+    statistic: Callable[[Columns], float] = mean_of_first
+    ideal: float | None = None
+    on_request: bool = False
+    """Computed only where a judgement names it, because another metric says the same."""
+
+    def columns(self, outputs: Outputs, reference: Any) -> Columns:
+        """What the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""
+        check_finite(outputs)
+        return self.reduce(outputs, reference)
+
+    def per_sample(self, outputs: Outputs, reference: Any) -> np.ndarray | None:
+        """float64 [N] whose mean is the metric; None where the metric is not a mean over samples."""
+        columns = self.columns(outputs, reference)
+        return None if self.kind == "statistic" else columns[0].astype(np.float64)
+
+    def compute(self, outputs: Outputs, reference: Any) -> float:
+        """The metric over all samples, in `unit`."""
+        return self.statistic(self.columns(outputs, reference))
+
+
+def check_finite(outputs: Outputs) -> None:
+    """Raise NonFiniteOutputs naming the first floating output that holds NaN or infinity, with its first rows."""
+    for name, values in float_outputs(outputs).items():
+        bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        if bad.any():
+            rows = ", ".join(str(row) for row in np.flatnonzero(bad)[:5])
+            raise NonFiniteOutputs(
+                f"output '{name}' holds NaN or infinity in {bad.sum()} of {len(values)} samples (first rows: {rows})"
+            )
+
+
+def float_outputs(outputs: Outputs) -> dict[str, np.ndarray]:
+    """The floating outputs, by name, in the order of their names."""
+    return {name: outputs[name] for name in sorted(outputs) if np.issubdtype(outputs[name].dtype, np.floating)}
+
+
+def class_labels(labels: Any, n_classes: int, n_samples: int) -> np.ndarray:
+    """Labels as int64 [N] in 0..n_classes-1; UsageError names the first row that is not."""
+    given = np.asarray(labels)
+    if given.shape != (n_samples,):
+        raise UsageError(
+            f"labels: shape {list(given.shape)} for {n_samples} samples; one class id per sample is needed"
+        )
+    if not np.issubdtype(given.dtype, np.integer):
+        raise UsageError(f"labels: dtype {given.dtype} where integer class ids are needed")
+    wrong = np.flatnonzero((given < 0) | (given >= n_classes))
+    if wrong.size:
+        row = int(wrong[0])
+        raise UsageError(
+            f"labels: row {row} has label {given[row]}, and the model has {n_classes} classes (0 to {n_classes - 1})"
+            f"; {wrong.size} of {n_samples} rows are out of range"
+        )
+    return given.astype(np.int64)
+
+
+def scores(outputs: Outputs) -> np.ndarray:
+    """One float64 score per sample [N].
+
+    For embeddings [N, 2, D] the cosine between the two columns; otherwise the only floating output, one value a sample.
+    """
+    if "embeddings" in outputs:
+        pair = outputs["embeddings"].astype(np.float64)  # [N, 2, D]
+        return cosine_rows(pair[:, 0], pair[:, 1])
+    (only,) = float_outputs(outputs).values()
+    return only.reshape(len(only)).astype(np.float64)
+
+
+def score_labels(labels: Any, n_samples: int) -> np.ndarray:
+    """Labels as float64 [N]; UsageError for a wrong shape, for NaN, and for labels that are all the same."""
+    given = np.asarray(labels)
+    if given.shape != (n_samples,):
+        raise UsageError(f"labels: shape {list(given.shape)} for {n_samples} samples; one score per sample is needed")
+    values = given.astype(np.float64)
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if wrong.size:
+        raise UsageError(f"labels: row {wrong[0]} has label {values[wrong[0]]}, which is not a finite score")
+    return values
+
+
+def cosine_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosine of each row of a and b, [N, D] -> [N]; 1 where both rows are zero, 0 where only one is."""
+    norm_a, norm_b = np.linalg.norm(a, axis=-1), np.linalg.norm(b, axis=-1)
+    product = norm_a * norm_b
+    cosine = np.sum(a * b, axis=-1) / np.where(product > 0, product, 1.0)
+    result: np.ndarray = np.where(product > 0, np.clip(cosine, -1.0, 1.0), (norm_a == norm_b).astype(np.float64))
+    return result
+
+
+def same_shapes(outputs: Outputs, baseline: Outputs) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Pairs (candidate, baseline) of every floating output, float64; RuntimeFailure where names or shapes differ."""
+    ours, theirs = float_outputs(outputs), float_outputs(baseline)
+    if ours.keys() != theirs.keys():
+        raise RuntimeFailure(f"the candidate gives {sorted(ours)}, the baseline gave {sorted(theirs)}")
+    for name in ours:
+        if ours[name].shape != theirs[name].shape:
+            raise RuntimeFailure(
+                f"output '{name}': shape {list(ours[name].shape)}, the baseline's is {list(theirs[name].shape)}"
+            )
+    check_finite(baseline)
+    return [(ours[name].astype(np.float64), theirs[name].astype(np.float64)) for name in ours]

@@ -1,0 +1,154 @@
+"""A model over samples: batches, the order they run in, and what the outputs of each task are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.backends.base import Feeds, Session
+from runtime.columns import Array, Columns, count, take_texts
+from runtime.errors import BundleError, UsageError
+from runtime.manifest import TASKS, Manifest, TensorSpec
+from runtime.preprocess import Preprocessor, make_preprocessor, pool, spec_from_dict
+from runtime.texts import TextEncoder
+
+TEXT_COLUMNS = ("text", "text_pair")
+
+
+def run_samples(
+    session: Session, preprocessor: Preprocessor, task: str, columns: Columns, batch_size: int = 32
+) -> dict[str, Array]:
+    """The model's outputs over all samples, in their order.
+
+    image- and text-classification: {"logits": float32 [N, C]}; feature-extraction: {"embeddings": float32 [N, k, D]}
+    for k text columns, pooled and normalised; generic: {output name: [N, ...]}. Texts run sorted by length, each
+    distinct one once, so the result does not depend on the order of the samples. UsageError where samples, task and
+    model do not fit.
+    """
+    if task not in TASKS:
+        raise UsageError(f"unknown task '{task}'; known: {', '.join(TASKS)}")
+    if batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}, below 1")
+    views = [_run(session, preprocessor, task, view, batch_size) for view in encoding_views(task, columns)]
+    if task == "feature-extraction":
+        return {"embeddings": np.stack([view["embeddings"] for view in views], axis=1)}  # [N, k, D]
+    return views[0]
+
+
+def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
+    """The column sets that are encoded one by one: feature-extraction reads "text" and "text_pair" apart; no labels."""
+    count(columns)
+    if task != "feature-extraction":
+        return [{name: column for name, column in columns.items() if name != "label"}]
+    if "text" not in columns:
+        raise UsageError(f"feature-extraction reads the column 'text'; the samples have: {', '.join(columns)}")
+    return [{"text": columns[name]} for name in TEXT_COLUMNS if name in columns]
+
+
+def bundle_preprocessor(root: Path, manifest: Manifest, inputs: tuple[TensorSpec, ...]) -> Preprocessor:
+    """What feeds a model of the bundle in `root`. The tokenizer lies beside the candidate, whichever artifact runs."""
+    return make_preprocessor(
+        spec_from_dict(manifest.preprocess), inputs, (root / manifest.artifact("candidate").path).parent
+    )
+
+
+def classify(logits: Array, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """[N, C] -> for each sample {"label": class name (its number if it has none), "score": softmax probability}."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    scores = shifted / shifted.sum(axis=1, keepdims=True)  # [N, C]
+    best = logits.argmax(axis=1)
+    return [
+        {"label": class_names[c] if c < len(class_names) else int(c), "score": float(s[c])}
+        for c, s in zip(best, scores, strict=True)
+    ]
+
+
+def _run(
+    session: Session, preprocessor: Preprocessor, task: str, columns: Columns, batch_size: int
+) -> dict[str, Array]:
+    order, restore = _order(preprocessor, columns)
+    batches = [
+        _outputs(session, preprocessor, task, columns, rows) for rows in _batches(order, batch_size, session.inputs)
+    ]
+    return {name: _join(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+
+
+def _order(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array]:
+    """(rows to run, position of every sample among them). Texts: longest first, equal ones once; others: as given."""
+    if not isinstance(preprocessor, TextEncoder):
+        rows = np.arange(count(columns))
+        return rows, rows
+    samples = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
+    if not samples:
+        raise UsageError(f"column 'text' is missing; the samples have: {', '.join(columns)}")
+    first = {sample: row for row, sample in reversed(list(enumerate(samples)))}
+    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample)), sample))
+    position = {sample: i for i, sample in enumerate(ranked)}
+    return np.array([first[sample] for sample in ranked]), np.array([position[sample] for sample in samples])
+
+
+def _batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
+    """Rows, batch by batch. A model with a fixed batch gets exactly that many: the last row is repeated."""
+    fixed = {spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], int)}
+    size = int(max(fixed)) if fixed else batch_size
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        missing = size - len(rows) if fixed else 0
+        yield np.concatenate([rows, np.repeat(rows[-1:], missing)])
+
+
+def _outputs(session: Session, preprocessor: Preprocessor, task: str, columns: Columns, rows: Array) -> Feeds:
+    if task != "feature-extraction":
+        outputs = session.run(preprocessor.encode(columns, rows))
+        return {"logits": _logits(outputs)} if task.endswith("classification") else _per_sample(outputs, len(rows))
+    if not isinstance(preprocessor, TextEncoder):
+        raise UsageError(f"feature-extraction needs preprocess kind: text, not {preprocessor.spec.kind}")
+    tokens = preprocessor.tokenize(columns, rows)
+    outputs = session.run(preprocessor.feeds(tokens))
+    return {
+        "embeddings": pool(_hidden(outputs, preprocessor.spec.pooling), tokens["attention_mask"], preprocessor.spec)
+    }
+
+
+def _logits(outputs: Feeds) -> Array:
+    """The output called logits, else the only one of shape [B, C]."""
+    found = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 2]
+    if len(found) != 1 or found[0].ndim != 2:
+        raise BundleError(
+            f"a classifier has one output [batch, classes]; this model: {_shapes(outputs)}; call that output 'logits'"
+        )
+    return found[0].astype(np.float32, copy=False)
+
+
+def _hidden(outputs: Feeds, pooling: str) -> Array:
+    """The output to pool: the first of [B, T, D], or with pooling none the first of [B, D]."""
+    shape = "[B, D]" if pooling == "none" else "[B, T, D]"
+    found = [o for o in outputs.values() if o.ndim == shape.count(",") + 1]
+    if not found:
+        raise BundleError(f"pooling: {pooling} needs an output {shape}; this model has {_shapes(outputs)}")
+    return found[0]
+
+
+def _per_sample(outputs: Feeds, n: int) -> Feeds:
+    for name, output in outputs.items():
+        if not output.ndim or len(output) != n:
+            raise BundleError(
+                f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample"
+            )
+    return outputs
+
+
+def _join(name: str, parts: list[Array]) -> Array:
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise UsageError(
+            f"output '{name}' differs in shape from batch to batch ({', '.join(str(p.shape) for p in parts[:3])}): "
+            "use padding: max_length, or samples of one shape"
+        )
+    return np.concatenate(parts)
+
+
+def _shapes(outputs: Feeds) -> str:
+    return ", ".join(f"{name} {output.shape}" for name, output in outputs.items())

@@ -1,0 +1,105 @@
+"""Load time and peak memory of one model, in a process of its own: `python -m runtime.probe JSON`.
+
+The process imports the backend's library first, so that what is counted is the model and not the library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from runtime.backends import BACKENDS
+from runtime.errors import RuntimeFailure
+
+RUNS = 3
+"""Calls after which memory is read: the first allocates, the next may still grow the arena."""
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What each of several fresh processes saw."""
+
+    load_ms: tuple[float, ...]
+    peak_memory_bytes: tuple[float, ...]
+
+
+def probe(
+    backend: str,
+    path: Path,
+    threads: int,
+    feeds: Mapping[str, np.ndarray],
+    options: Mapping[str, object],
+    repeats: int = 3,
+) -> Probe:
+    """Open the model and run it on `feeds` in `repeats` fresh processes. Raises RuntimeFailure with their error."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "feeds.npz"
+        np.savez(saved, **feeds)  # type: ignore[arg-type]
+        task = {
+            "backend": backend,
+            "path": str(path),
+            "threads": threads,
+            "options": dict(options),
+            "feeds": str(saved),
+        }
+        seen = [_fresh_process(json.dumps(task), path) for _ in range(repeats)]
+    return Probe(tuple(s["load_ms"] for s in seen), tuple(s["peak_memory_bytes"] for s in seen))
+
+
+def _fresh_process(task: str, path: Path) -> dict[str, float]:
+    home = str(Path(__file__).resolve().parent.parent)
+    search = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.probe", task],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": search},
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeFailure(f"{path}: measuring load time and memory failed: {done.stderr.strip()[-500:]}")
+    seen: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def peak_memory_bytes() -> int:
+    """Most resident memory this process has had: VmHWM on Linux, ru_maxrss elsewhere."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        return int(lines["VmHWM"].split()[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main(task: str) -> None:
+    """Measure here and print one JSON line."""
+    order = json.loads(task)
+    backend = BACKENDS[order["backend"]]
+    importlib.import_module(order["backend"].partition("-")[0])  # onnxruntime-cpu: onnxruntime
+    with np.load(order["feeds"], allow_pickle=False) as saved:
+        feeds = dict(saved)
+    bare = peak_memory_bytes()
+    start = time.perf_counter()
+    session = backend.open(Path(order["path"]), order["threads"], order["options"])
+    load_ms = 1000 * (time.perf_counter() - start)
+    for _ in range(RUNS):
+        session.run(feeds)
+    print(json.dumps({"load_ms": load_ms, "peak_memory_bytes": max(peak_memory_bytes() - bare, 0)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,263 @@
+"""How a report is shown and kept: JSON, Markdown, JUnit, and plain text for the terminal.
+
+`report.json` holds the record as it is. Values that could not be measured are null, as are the ends of an interval that
+has none; there is never a NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from runtime.errors import RuntimeFailure
+from runtime.findings import MEASURED_FIELDS, Interval, Report, Side
+from runtime.gates import GateResult
+from runtime.metrics import METRICS
+
+__all__ = [
+    "Report",
+    "Row",
+    "Side",
+    "remove_report",
+    "render_json",
+    "render_junit",
+    "render_markdown",
+    "render_text",
+    "table_rows",
+    "to_dict",
+    "verdict_line",
+    "write_report",
+]
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """The report as JSON values; NaN and infinity become null."""
+    cleaned: dict[str, Any] = _clean(asdict(report))
+    return cleaned
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def render_json(report: Report) -> str:
+    """report.json, keys in the record's order."""
+    return json.dumps(to_dict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: before is the baseline, after the candidate; `change` is a ratio or a difference."""
+
+    name: str
+    before: str
+    after: str
+    change: str
+
+
+def table_rows(report: Report) -> list[Row]:
+    """What the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
+    before, after = report.baseline, report.candidate
+    rows = [Row("size", _bytes(before.size_bytes), _bytes(after.size_bytes), _times(report, "size"))]
+    rows += [_metric_row(report, name) for name in METRICS if name in after.metrics]
+    for p in ("p50", "p95", "p99"):
+        row = Row(
+            f"latency {p}", _ms(before.latency_ms.get(p)), _ms(after.latency_ms.get(p)), _times(report, f"latency_{p}")
+        )
+        rows.append(row)
+    batch = after.throughput_batch_size
+    rows.append(_rate_row(report, f"throughput, batch {batch}", "throughput"))
+    if after.throughput_under_latency_per_s is not None:
+        limit = report.benchmark.get("latency_limit_ms")
+        rows.append(_rate_row(report, f"throughput, p95 within {limit:g} ms", "throughput_under_latency"))
+    memory = _bytes(before.peak_memory_bytes), _bytes(after.peak_memory_bytes)
+    rows.append(Row("peak memory", *memory, _times(report, "peak_memory")))
+    rows.append(Row("load time", _ms(before.load_ms), _ms(after.load_ms), _times(report, "load_time")))
+    return [row for row in rows if (row.before, row.after) != ("-", "-")]
+
+
+def _metric_row(report: Report, name: str) -> Row:
+    change = report.differences.get(name)
+    text = f"{change['value']:+z.4f}{_interval(change['interval'], signed=True)}" if change else ""
+    return Row(name, _quality(report.baseline, name), _quality(report.candidate, name), text)
+
+
+def _quality(of: Side, name: str) -> str:
+    return f"{of.metrics[name]:.4f}{_interval(of.intervals.get(name))}" if name in of.metrics else "-"
+
+
+def _interval(ends: Interval | None, signed: bool = False) -> str:
+    if ends is None or not all(map(math.isfinite, ends)):
+        return ""
+    low, high = (f"{end:{'+' if signed else ''}z.4f}" for end in ends)
+    return f" [{low}, {high}]"
+
+
+def _rate_row(report: Report, label: str, name: str) -> Row:
+    before, after = (getattr(s, MEASURED_FIELDS[name]) for s in (report.baseline, report.candidate))
+    return Row(label, _rate(before), _rate(after), _times(report, name))
+
+
+def _times(report: Report, name: str) -> str:
+    return f"{report.ratios[name]:.2f}x" if name in report.ratios else ""
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}/s"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g} ms"
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return "-"
+    unit = next((u for u in ("B", "kB", "MB") if abs(value) < 1000 ** (1 + ("B", "kB", "MB").index(u))), "GB")
+    return f"{value / 1000 ** ('B', 'kB', 'MB', 'GB').index(unit):.{0 if unit == 'B' else 2}f} {unit}"
+
+
+def verdict_line(report: Report) -> str:
+    """One sentence: does it hold, and how many gates do not."""
+    if report.verdict == "unjudged":
+        return f"{report.bundle} on {report.backend}: measured, not judged"
+    short = [gate for gate in report.gates if not gate.holds]
+    if not report.gates:
+        said = "no gates to hold" if report.verdict == "pass" else "its outputs cannot be judged"
+    else:
+        said = (
+            f"{len(short)} of {len(report.gates)} gates fell short" if short else f"all {len(report.gates)} gates hold"
+        )
+    return f"{report.verdict.upper()}: {report.bundle} on {report.backend}: {said}"
+
+
+def render_text(report: Report) -> str:
+    """The table, the gates, the advice and the verdict as plain text."""
+    return "\n".join(_text_lines(report)) + "\n"
+
+
+def _text_lines(report: Report) -> Iterator[str]:
+    yield from _aligned(
+        [("", "before", "after", "change"), *((r.name, r.before, r.after, r.change) for r in table_rows(report))]
+    )
+    if report.gates:
+        yield ""
+        yield "gates"
+        yield from (f"  {_mark(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
+    if report.backends:
+        yield ""
+        yield "other ways to run it"
+        yield from _aligned([_backend_cells(row) for row in report.backends])
+    if report.advice:
+        yield ""
+        yield from (f"- {sentence}" for sentence in report.advice)
+    yield ""
+    yield verdict_line(report)
+
+
+def _aligned(cells: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _backend_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Backend, model, precision, latency, speed-up, closeness to the baseline, remark."""
+    who = row["name"], row["artifact"], row["precision"]
+    if row.get("error"):
+        return *who, "failed", "", "", row["error"]
+    close = row.get("fidelity", {})
+    said = ", ".join(f"{name} {close[name]:.4f}" for name in ("agreement", "cosine") if name in close)
+    remark = "fastest" if row["fastest"] else ""
+    return *who, _ms(row["latency_ms"]["p50"]), f"{row['speedup']:.2f}x", said, remark
+
+
+def _mark(gate: GateResult) -> str:
+    return gate.verdict if gate.verdict != "pass" else "holds"
+
+
+def render_markdown(report: Report) -> str:
+    """report.md: the same content for a pull request or a model card."""
+    lines = [f"# {verdict_line(report)}", ""]
+    lines += [f"**{sentence}**" if i == 0 else sentence for i, sentence in enumerate(report.advice)] + [""] * bool(
+        report.advice
+    )
+    lines += _markdown_table(
+        ("", "before", "after", "change"), [(r.name, r.before, r.after, r.change) for r in table_rows(report)]
+    )
+    if report.gates:
+        lines += ["", "## Gates", ""]
+        cells = [(_mark(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
+        lines += _markdown_table(("verdict", "gate", "why"), cells)
+    if report.backends:
+        lines += ["", "## Other ways to run it", ""]
+        heads = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
+        lines += _markdown_table(heads, [_backend_cells(row) for row in report.backends])
+    lines += ["", "## Where it was measured", ""]
+    lines += [
+        f"- {key}: {value}" for key, value in {**report.environment, **report.benchmark}.items() if value is not None
+    ]
+    lines += [f"- evaluation samples: {report.n_samples}; intervals at {100 * report.confidence:g}%, two-sided"]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
+
+
+def render_junit(report: Report) -> str:
+    """report.xml: a test case per gate; one that does not hold is a failure, an undecided pass is skipped."""
+    short = sum(not gate.holds for gate in report.gates)
+    skipped = sum(gate.holds and gate.verdict == "undecided" for gate in report.gates)
+    attributes = {
+        "name": report.bundle,
+        "tests": str(len(report.gates)),
+        "failures": str(short),
+        "skipped": str(skipped),
+    }
+    suite = ElementTree.Element("testsuite", {**attributes, "errors": "0"})
+    for gate in report.gates:
+        case = ElementTree.SubElement(
+            suite, "testcase", {"classname": report.bundle, "name": f"{gate.metric} {gate.rule}"}
+        )
+        if not gate.holds:
+            ElementTree.SubElement(case, "failure", {"type": gate.verdict, "message": gate.why})
+        elif gate.verdict == "undecided":
+            ElementTree.SubElement(case, "skipped", {"message": gate.why})
+        ElementTree.SubElement(case, "system-out").text = gate.why
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+FILES = {"report.json": render_json, "report.md": render_markdown, "report.xml": render_junit}
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write report.json, report.md and report.xml, each whole or not at all. RuntimeFailure if that cannot be done."""
+    for name, render in FILES.items():
+        draft = folder / f"{name}.{os.getpid()}.tmp"
+        try:
+            draft.write_text(render(report), encoding="utf-8")
+            os.replace(draft, folder / name)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise RuntimeFailure(f"cannot write {folder / name}: {error}") from error
+
+
+def remove_report(folder: Path) -> None:
+    """Remove the reports of an earlier run, so that none outlives a run that fails."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,489 @@
+"""The command line: what it imports, how it ends, what it prints where. The heavy rooms are replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import compress
+from compress import doctor
+from compress.cli import app
+from compress.errors import PassError, PlanError
+from compress.network import NO_TELEMETRY, OFFLINE, restrict_network
+from compress.passes import PASSES
+from compress.recipe import load_recipe
+from compress.schema_json import editor_schema
+from runtime.bundle import Artifact, Gate, Judgement, Manifest, TensorSpec, write_bundle
+from runtime.errors import MissingDependency
+from runtime.report import Report, Side, write_report
+
+HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas")
+RECIPE = """\
+version: 1
+name: tiny
+model: {source: "python:model.py:build", task: image-classification}
+passes: [{kind: rtn}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (*OFFLINE, *NO_TELEMETRY, "COMPRESS_DEBUG"):
+        monkeypatch.setenv(name, "0")  # so that what a command sets is undone afterwards
+        monkeypatch.delenv(name)
+    Path("recipe.yaml").write_text(RECIPE)
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+def fresh(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own."""
+    command = [sys.executable, *(("-c", code) if code else ()), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put functions in the place of a module."""
+
+    def replace(name: str, **functions: Any) -> None:
+        module = types.ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return replace
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+# --- imports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [["--help"], ["check", "recipe.yaml"], ["schema"], ["new", "--out", "new.yaml"]])
+def test_quick_commands_import_nothing_heavy(args: list[str]) -> None:
+    code = f"""
+import sys
+from compress.cli import app
+try:
+    app({args!r})
+except SystemExit as end:
+    assert not end.code, end.code
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = fresh(code)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+def test_importing_compress_imports_almost_nothing() -> None:
+    done = fresh(
+        "import sys, compress; print([m for m in ('pydantic', 'numpy', 'typer') if m in sys.modules], dir(compress))"
+    )
+    assert done.stdout.startswith("[] ") and "'load_recipe'" in done.stdout
+
+
+def test_the_face_of_the_package() -> None:
+    assert compress.load_recipe is load_recipe
+    version = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+    assert compress.__version__ == version
+    assert run("--version").stdout == f"compress {version}\n"
+    with pytest.raises(AttributeError, match="no attribute 'aply'"):
+        compress.aply  # noqa: B018
+
+
+# --- check, schema, new -----------------------------------------------------------------------------------------------
+
+
+def test_check_prints_a_recipe_that_checks() -> None:
+    first = run("check", "recipe.yaml", "--set", "passes.0.bits=8", "--set", "seed=3")
+    assert first.exit_code == 0 and "bits: 8" in first.stdout and "seed: 3" in first.stdout
+    Path("again.yaml").write_text(first.stdout)
+    assert run("check", "again.yaml").stdout == first.stdout
+
+
+def test_check_says_every_problem_on_stderr_and_ends_with_2() -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("kind: rtn", "kind: rtn, bitz: 4") + "sed: 1\n")
+    done = run("check", "recipe.yaml")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "recipe.yaml:4:22: passes.0.bitz: unknown key; did you mean 'bits'?",
+        "recipe.yaml:5:1: sed: unknown key; did you mean 'seed'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["check"], ["chekc"], ["apply", "recipe.yaml"], ["check", "recipe.yaml", "--nope"]]
+)
+def test_a_wrong_call_ends_with_2(args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+@pytest.mark.parametrize("task", ["image-classification", "text-classification", "feature-extraction", "generic"])
+@pytest.mark.parametrize("source", [None, "hf:org/model", 'python:a "b".py:f'])
+def test_new_writes_a_recipe_that_checks(task: str, source: str | None) -> None:
+    assert run("new", "--task", task, "--out", "new.yaml", *(["--source", source] if source else [])).exit_code == 0
+    assert Path("new.yaml").read_text().startswith("# yaml-language-server: $schema=")
+    recipe = load_recipe("new.yaml")
+    assert recipe.model.task == task and source in (None, recipe.model.source)
+    assert not rejected(editor_schema(), recipe_text("new.yaml"))
+
+
+def test_new_refuses() -> None:
+    again = run("new", "--out", "recipe.yaml")
+    assert (again.exit_code, again.stderr) == (2, "recipe.yaml: exists already; remove it or give another --out\n")
+    assert run("new", "--out", "no/such.yaml").stderr.startswith("no/such.yaml: cannot be written: ")
+    wrong = run("new", "--task", "image-clasification", "--out", "n.yaml")
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        "--task image-clasification: unknown task; did you mean 'image-classification'?\n",
+    )
+    assert run("new", "--source", "model.py", "--out", "n.yaml").stderr.startswith(
+        "--source model.py: expected hf:<hub id>, "
+    )
+
+
+def test_schema_goes_to_stdout_or_a_file() -> None:
+    assert json.loads(run("schema").stdout) == editor_schema()
+    assert run("schema", "--out", "s.json").exit_code == 0
+    assert json.loads(Path("s.json").read_text()) == editor_schema()
+
+
+# --- the JSON Schema, judged by a slow and obvious validator ----------------------------------------------------------
+
+TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+
+def rejected(schema: dict[str, Any], value: Any, root: dict[str, Any] | None = None) -> str:
+    """Why JSON Schema refuses the value; "" if it does not. Knows the keywords that the schema uses."""
+    root = root or schema
+
+    def inner(part: dict[str, Any], v: Any) -> str:
+        return rejected(part, v, root)
+
+    if "$ref" in schema:
+        return inner(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], value)
+    if "anyOf" in schema and all(reasons := [inner(part, value) for part in schema["anyOf"]]):
+        return f"none of {reasons}"
+    if "oneOf" in schema and [inner(part, value) for part in schema["oneOf"]].count("") != 1:
+        return f"not one of {schema['oneOf']}: {value}"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    kind = schema.get("type")
+    if kind in ("number", "integer") and not (number and (kind == "number" or value == int(value))):
+        return f"{value!r} is no {kind}"
+    if kind in TYPES and not isinstance(value, TYPES[kind]):
+        return f"{value!r} is no {kind}"
+    if ("const" in schema and value != schema["const"]) or ("enum" in schema and value not in schema["enum"]):
+        return f"{value!r} is not listed"
+    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+        return f"{value!r} does not match"
+    if number and (value < schema.get("minimum", value) or value > schema.get("maximum", value)):
+        return f"{value} out of range"
+    if isinstance(value, list) and "items" in schema:
+        return next(filter(None, (inner(schema["items"], v) for v in value)), "")
+    if isinstance(value, dict):
+        if missing := [key for key in schema.get("required", ()) if key not in value]:
+            return f"missing {missing}"
+        known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if more is False and value.keys() - known.keys():
+            return f"unknown {value.keys() - known.keys()}"
+        parts = [(known.get(key, more if isinstance(more, dict) else {}), v) for key, v in value.items()]
+        return next(filter(None, (inner(part, v) for part, v in parts)), "")
+    return ""
+
+
+def recipe_text(file: str) -> Any:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(Path(file))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RECIPE,
+        RECIPE.replace("kind: rtn", "kind: rtn, bits: '${b}', symmetric: '${s}', targets: '${t}', ignore: ['${i}']")
+        + "vars: {b: 4}\n",
+        "include: base.yaml\nmodel: {weights: x}\ndata: {train: {samples: 3}}\n",
+        RECIPE
+        + "preprocess: {kind: image, resize: [32, '${w}'], scale: 1}\nvalidate: {gates: [{metric: top1, min: 0.5}]}\n",
+        RECIPE + "target: '${target}'\n",
+    ],
+)
+def test_schema_accepts(text: str) -> None:
+    Path("r.yaml").write_text(text)
+    assert not rejected(editor_schema(), recipe_text("r.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RECIPE + "sed: 3\n",
+        RECIPE.replace("kind: rtn", "kind: rtn, bitz: 4"),
+        RECIPE.replace("kind: rtn", "kind: rtn, bits: five"),
+        RECIPE.replace("kind: rtn", "bits: 4"),
+        RECIPE.replace("kind: rtn", "kind: rnt"),
+        RECIPE.replace("name: tiny\n", ""),
+        RECIPE.replace("python:", ""),
+        RECIPE + "validate: {gates: [{metric: topp1, min: 0.5}]}\n",
+        RECIPE + "seed: '3'\n",
+    ],
+)
+def test_schema_rejects(text: str) -> None:
+    Path("r.yaml").write_text(text)
+    assert rejected(editor_schema(), recipe_text("r.yaml"))
+
+
+def test_every_record_of_the_schema_is_closed_and_every_key_explained() -> None:
+    schema = editor_schema()
+    for name, record in schema["$defs"].items():
+        assert record["additionalProperties"] is False, name
+        assert "description" in record, name
+    assert all("description" in value for key, value in schema["properties"].items() if "$ref" not in value), (
+        "top level"
+    )
+    assert {record.__name__ for record in PASSES} <= schema["$defs"].keys()
+
+
+# --- plan, apply, validate: exit codes, JSON, network -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    def to_dict(self) -> dict[str, Any]:
+        return {"steps": []}
+
+    def render(self, console: Any) -> None:
+        console.print("the plan")
+
+
+def report(verdict: Any) -> Report:
+    return Report(verdict, "tiny", "onnxruntime-cpu", Side(), Side())
+
+
+def test_plan(room: Callable[..., None]) -> None:
+    room("compress.plan", make_plan=lambda recipe: FakePlan())
+    assert run("plan", "recipe.yaml").stdout == "the plan\n"
+    assert json.loads(run("plan", "recipe.yaml", "--json").stdout) == {"steps": []}
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("pass", 0), ("fail", 3), ("undecided", 3)])
+def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[..., None]) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def apply_recipe(recipe: Any, out: Path, cache: Path | None, quiet: bool) -> Report:
+        calls.append((recipe.name, out, cache, quiet))
+        print("progress")
+        return report(verdict)
+
+    room("compress.apply", apply_recipe=apply_recipe)
+    shown = run("apply", "recipe.yaml", "--out", "b", "--cache", "c")
+    assert shown.exit_code == code and "progress" in shown.stdout
+    asked = run("apply", "recipe.yaml", "--out", "b", "--json")
+    assert asked.exit_code == code and json.loads(asked.stdout)["verdict"] == verdict
+    assert calls == [("tiny", Path("b"), Path("c"), False), ("tiny", Path("b"), None, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PlanError(["one", "two"]), 2, "one\ntwo\n"),
+        (PassError("rtn: layer x"), 1, "rtn: layer x\n"),
+        (MissingDependency("torch", "this"), 1, "this needs the package 'torch'"),
+        (KeyboardInterrupt(), 130, "stopped; finished steps are kept, the same command goes on from there\n"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            1,
+            "No module named 'torch'; pip install 'compress[build]'",
+        ),
+        (KeyError("x"), 1, "KeyError: 'x' (a defect, or a library that failed; COMPRESS_DEBUG=1 or"),
+    ],
+)
+def test_how_failures_end(error: BaseException, code: int, said: str, room: Callable[..., None]) -> None:
+    room("compress.plan", make_plan=raising(error))
+    done = run("plan", "recipe.yaml")
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert done.stderr.startswith(said) and "Traceback" not in done.stderr
+    asked = json.loads(run("plan", "recipe.yaml", "--json").stdout)
+    assert (asked["verdict"], asked["exit_code"]) == ("error", code)
+    debugged = run("--debug", "plan", "recipe.yaml")
+    assert ("Traceback" in debugged.stderr) is (code != 130)
+
+
+def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
+    code = """
+import os, subprocess, sys, types
+from runtime.report import Report, Side
+room = types.ModuleType("compress.apply")
+def apply_recipe(recipe, out, cache, quiet):
+    print("python prints")
+    os.write(1, b"C prints\\n")
+    subprocess.run([sys.executable, "-c", "print('a child prints')"])
+    return Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+room.apply_recipe = apply_recipe
+sys.modules["compress.apply"] = room
+from compress.cli import app
+app(["apply", "recipe.yaml", "--out", "b", "--json"])
+"""
+    done = fresh(code)
+    assert json.loads(done.stdout)["verdict"] == "pass"
+    assert all(line in done.stderr for line in ("python prints", "C prints", "a child prints"))
+
+
+def test_the_network_is_off_unless_the_recipe_names_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    restrict_network(load_recipe("recipe.yaml", ["model.source=hf:org/model"]))
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1" and "HF_HUB_OFFLINE" not in os.environ
+    restrict_network(load_recipe("recipe.yaml", ["data.train.source=hf:org/set"]))
+    assert "HF_HUB_OFFLINE" not in os.environ
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
+    restrict_network(load_recipe("recipe.yaml"))
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and os.environ["HF_DATASETS_OFFLINE"] == "0"
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_reads_its_requirements_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "numpy>=2.0",
+        "pillow>=11; extra == 'image'",
+        'compress[image]; extra == "build"',
+        "numpy; extra == 'build'",
+    ]
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda name: [*lines, "x-y[z]<9,>=1.2; extra == 'build'", "ruff; extra == 'dev'"]
+    )
+    found = [(r.name, r.least, r.extra) for r in doctor._requirements()]
+    assert found == [("numpy", "2.0", ""), ("pillow", "11", "image"), ("x-y", "1.2", "build")]
+
+
+def test_doctor_tells_missing_old_broken_and_good_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor._examine_package(doctor.Requirement("surely-not-here", "1", "text"))
+    assert (found.state, found.mend) == ("missing", "pip install 'compress[text]'")
+    assert doctor._examine_package(doctor.Requirement("numpy", "99", "")).state == "too old"
+    assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "ok"
+    monkeypatch.setitem(doctor._MODULES, "numpy", "surely_not_here")
+    assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "broken"
+    assert doctor._probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "crashed (signal 11)"
+
+
+def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda code: "" if "numpy" in code else "not today")
+    monkeypatch.setattr(doctor, "_requirements", lambda: [doctor.Requirement("numpy", "2.0", "")])
+    monkeypatch.setattr(doctor, "_backends", lambda: ["openvino"])
+    findings = json.loads(run("doctor", "--json").stdout)["findings"]
+    assert [(f["name"], f["state"]) for f in findings] == [("numpy", "ok"), ("openvino", "missing")]
+    assert "openvino: not today" in run("doctor").stdout
+
+
+# --- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def make_bundle(name: str, **measured: Any) -> Manifest:
+    folder = Path(name)
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/model.onnx").write_bytes(b"x" * 1536)
+    (folder / "layers.json").write_text(
+        json.dumps(
+            [{"layer": "head", "action": "kept", "reason": "too sensitive"}, {"layer": "body", "action": "int8"}]
+        )
+    )
+    specs = (TensorSpec("image", "float32", ("batch", 3, 8, 8)),)
+    artifact = Artifact("candidate", "model/model.onnx", "onnxruntime-cpu", "int8", specs, specs, 1536)
+    manifest = write_bundle(
+        folder,
+        Manifest(
+            name=name,
+            task="image-classification",
+            target="onnxruntime-cpu",
+            preprocess={"kind": "tensor"},
+            artifacts=(artifact,),
+            evaluation=None,
+            judgement=Judgement(gates=(Gate("top1", max_drop=0.01, min=0.5),)),
+            created_by="compress 0.1.0",
+        ),
+    )
+    if measured:
+        side = Side(metrics={"top1": 0.75}, latency_ms={"p50": 1.25}, size_bytes=1536)
+        made = Report("pass", name, "onnxruntime-cpu", side, side, manifest.digest, ratios={"size": 2.0}, **measured)
+        write_report(made, folder)
+    return manifest
+
+
+def test_inspect() -> None:
+    manifest = make_bundle("b")
+    shown = run("inspect", "b").stdout
+    for part in (
+        "image float32[batch, 3, 8, 8]",
+        "1.5 KiB",
+        "not judged yet",
+        "top1 max_drop 0.01, min 0.5",
+        "kept head: too sensitive",
+    ):
+        assert part in shown, shown
+    assert "layers: 1 kept, 1 int8" in shown
+    asked = json.loads(run("inspect", "b", "--json").stdout)
+    assert (asked["name"], asked["digest"], asked["verdict"], len(asked["layers"])) == ("b", manifest.digest, None, 2)
+    assert run("inspect", "nowhere").exit_code == 1
+
+
+def test_compare() -> None:
+    make_bundle("a", n_samples=10, environment={"cpu": "this"})
+    make_bundle("b", n_samples=20, environment={"cpu": "that"})
+    shown = run("compare", "a", "b").stdout
+    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in shown.splitlines() if line.count("│") > 2}
+    assert [cell.strip() for cell in rows["top1"]] == ["0.7500", "0.7500"]
+    assert [cell.strip() for cell in rows["size"]] == ["1.5 KiB", "1.5 KiB"]
+    assert [cell.strip() for cell in rows["latency p50, ms"]] == ["1.250", "1.250"]
+    assert [cell.strip() for cell in rows["size, x better"]] == ["2.00", "2.00"]
+    assert "different numbers of samples: 10, 20" in shown and "measured on different machines" in shown
+    assert list(json.loads(run("compare", "a", "b", "--json").stdout)) == ["a", "b"]
+
+
+def test_compare_refuses_what_was_not_validated() -> None:
+    make_bundle("a")
+    make_bundle("b", n_samples=1)
+    report_file = Path("b/report.json")
+    report_file.write_text(json.dumps({**json.loads(report_file.read_text()), "manifest_digest": "0" * 64}))
+    done = run("compare", "a", "b", "nowhere")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines() == [
+        "a: no report.json; `compress validate a` writes it",
+        "b: report.json is of another bundle; `compress validate b` writes it anew",
+        "nowhere/manifest.json: No such file or directory; is this a bundle's folder?",
+    ]
+
+
+def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = make_bundle("b")
+    monkeypatch.setattr("runtime.bundle.verify", lambda path: manifest)
+    assert run("verify", "b").stdout == f"b: all 2 files are as the manifest says (digest {manifest.digest})\n"
+    assert json.loads(run("verify", "b", "--json").stdout) == {"verdict": "pass", "files": 2, "digest": manifest.digest}
+    room("runtime.validate", validate=lambda path: report("fail"))
+    assert run("validate", "b").exit_code == 3
+    assert json.loads(run("validate", "b", "--json").stdout)["verdict"] == "fail"
+
+
+def test_verify_refuses_a_changed_file() -> None:
+    make_bundle("b")
+    Path("b/model/model.onnx").write_bytes(b"y" * 1536)
+    done = run("verify", "b")
+    assert done.exit_code == 1 and "model/model.onnx" in done.stderr

@@ -1,0 +1,478 @@
+"""What a recipe may say, and the line that answers everything that it may not."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress.errors import RecipeError, SourceError
+from compress.passes import PASSES
+from compress.paths import resolve_path
+from compress.reading.vocabulary import recipe_schema
+from compress.recipe import load_recipe, recipe_to_yaml
+from compress.schema import Recipe
+
+GOOD = """\
+version: 1
+name: tiny
+model: {source: "python:model.py:build", task: image-classification}
+passes:
+  - {kind: rtn, bits: 8}
+  - kind: int8
+    ignore: ["re:.*head"]
+validate:
+  gates:
+    - {metric: top1, max_drop: 0.01}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "a.yaml") -> Path:
+    file = Path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(textwrap.dedent(text), encoding="utf-8")
+    return file
+
+
+def load(text: str, *overrides: str) -> Recipe:
+    return load_recipe(write(text), overrides)
+
+
+def problems(text: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as caught:
+        load(text, *overrides)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def only(text: str, *overrides: str) -> str:
+    (problem,) = problems(text, *overrides)
+    return problem
+
+
+# --- good recipes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_good_recipe_is_typed_and_frozen() -> None:
+    recipe = load(GOOD)
+    assert [p.kind for p in recipe.passes] == ["rtn", "int8"]
+    assert type(recipe.passes[1]) is {p.model_fields["kind"].default: p for p in PASSES}["int8"]
+    assert recipe.passes[1].ignore == ("re:.*head",)  # type: ignore[attr-defined]
+    assert recipe.validate_.gates[0].max_drop == 0.01
+    assert recipe.root == Path.cwd()
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.name = "other"
+
+
+@pytest.mark.parametrize("extra", ["", 'model: {args: {"x": null, y: [1, {z: "$${q} 2020-01-01 010 yes"}]}}\n'])
+def test_resolved_yaml_reads_back_equal_and_is_stable(extra: str) -> None:
+    write(GOOD, "base.yaml")
+    recipe = load(f"include: base.yaml\n{extra}preprocess: {{kind: image, resize: [32, 32], mean: [0.5]}}\n")
+    text = recipe_to_yaml(recipe)
+    again = load_recipe(write(text, "elsewhere/b.yaml"))
+    assert again == recipe
+    assert again.root != recipe.root
+    assert recipe_to_yaml(again) == text
+
+
+def test_resolved_yaml_may_leave_nulls_out_because_null_is_their_default() -> None:
+    for record in (recipe_schema(), *recipe_schema()["$defs"].values()):
+        for name, value in record.get("properties", {}).items():
+            if {"type": "null"} in value.get("anyOf", ()):
+                assert value.get("default", "none") is None, f"{record['title']}.{name}"
+
+
+def test_text_that_looks_like_something_else_stays_text() -> None:
+    recipe = load(GOOD + "description: 2020-01-01\n")
+    assert recipe.description == "2020-01-01"
+    assert load(GOOD + "description: 'on'\n").description == "on"
+
+
+def test_anchors_and_merge_keys() -> None:
+    recipe = load(
+        GOOD.replace("name: tiny", "name: tiny\ndata:\n  train: &t {source: 'npz:a', samples: 3}")
+        .replace("validate:", "  - {kind: fold_batchnorm}\nvalidate:")
+        .replace("samples: 3}", "samples: 3}\n  evaluation: {<<: *t, samples: 4}\n  calibration: *t")
+    )
+    assert recipe.data.evaluation is not None and recipe.data.evaluation.source == "npz:a"
+    assert recipe.data.evaluation.samples == 4
+    assert recipe.data.calibration == recipe.data.train
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+MODEL = GOOD.splitlines()[2]
+REFUSALS = [
+    # (replaced, by, the whole message)
+    ("bits: 8", "bitz: 8", "a.yaml:5:17: passes.0.bitz: unknown key; did you mean 'bits'?"),
+    ("name: tiny", "nmae: tiny", "a.yaml:2:1: nmae: unknown key; did you mean 'name'?"),
+    ("bits: 8", "qqq: 8", "unknown key; known: kind, scheme, bits, group_size, symmetric, targets, ignore, overrides"),
+    ("bits: 8", 'bits: "8"', "a.yaml:5:23: passes.0.bits: expected 4 or 8, found text '8'"),
+    ("bits: 8", "bits: 5", "a.yaml:5:23: passes.0.bits: expected 4 or 8, found 5"),
+    ("bits: 8", "bits: true", "passes.0.bits: expected 4 or 8, found true"),
+    ("bits: 8", "bits: ~", "passes.0.bits: expected 4 or 8, found nothing (null)"),
+    ("bits: 8", "group_size: '64'", "expected a whole number of at least -1, found text '64'; leave out the quotes"),
+    ("bits: 8", "group_size: 1.5", "expected a whole number of at least -1, found 1.5"),
+    ("bits: 8", "symmetric: yes", "passes.0.symmetric: expected true or false, found text 'yes'"),
+    ("bits: 8", "ignore: [1]", "passes.0.ignore.0: expected text, found 1; put it in quotes"),
+    ("bits: 8", "bits: .inf", "passes.0.bits: .inf is not a finite number"),
+    ("kind: rtn", "kind: rnt", "a.yaml:5:12: passes.0.kind: unknown pass 'rnt'; did you mean 'rtn'?"),
+    ("kind: rtn, ", "", "a.yaml:5:5: passes.0: missing key 'kind'; one of "),
+    ("{kind: rtn, bits: 8}", "rtn", "a.yaml:5:5: passes.0: expected a mapping, found text 'rtn'"),
+    ('["re:.*head"]', "head", "a.yaml:7:13: passes.1.ignore: expected a list of text, found text 'head'; write [head]"),
+    ("re:.*head", "re:*head", "a.yaml:7:14: passes.1.ignore.0: '*head' is not a regular expression: nothing to repeat"),
+    ("version: 1", "version: 2", "a.yaml:1:10: version: expected 1, found 2"),
+    ("name: tiny", "name: a/b", "a.yaml:2:7: name: expected text such as resnet-edge, found text 'a/b'"),
+    (MODEL, "", "a.yaml:1:1: missing key 'model' (a mapping)"),
+    (", task: image-classification", "", "a.yaml:3:8: model: missing key 'task' (one of 'image-classification', "),
+    ("image-classification", "image-clasification", "did you mean 'image-classification'?"),
+    ("python:model.py:build", "model.py", "a.yaml:3:17: model.source: expected text such as hf:<hub id>, "),
+    (
+        "metric: top1",
+        "metric: topp1",
+        "a.yaml:10:16: validate.gates.0.metric: unknown metric 'topp1'; did you mean 'top1'?",
+    ),
+    (
+        "max_drop: 0.01",
+        "max_drop: -1",
+        "a.yaml:10:32: validate.gates.0.max_drop: gate on 'top1': max_drop is -1.0, below 0",
+    ),
+    (", max_drop: 0.01", "", "a.yaml:10:7: validate.gates.0: gate on 'top1' has no rule: give one of max_drop, "),
+    (
+        "max_drop: 0.01",
+        "min_speedup: 2",
+        "a.yaml:10:7: validate.gates.0: gate on 'top1': min_speedup fits only latency_p50",
+    ),
+    ("image-classification", "feature-extraction", "metric 'top1' does not fit task feature-extraction"),
+    (
+        "validate:",
+        "validate:\n  metrics: [topp5]",
+        "a.yaml:9:13: validate.metrics.0: unknown metric 'topp5'; did you mean 'top5'?",
+    ),
+    (
+        "validate:",
+        "validate:\n  confidence: 95",
+        "a.yaml:9:15: validate.confidence: confidence is 95.0, not between 0 and 1",
+    ),
+    ("validate:", "limits: {memory_gib: 0}\nvalidate:", "expected a number of more than 0, found 0"),
+    (
+        "validate:",
+        "preprocess: {kind: image, resize: [1, a]}\nvalidate:",
+        "preprocess.resize.1: expected a whole number, found",
+    ),
+    (
+        "validate:",
+        "preprocess: {kind: image, resize: [1]}\nvalidate:",
+        "preprocess.resize: expected a whole number or a list of 2 whole numbers, found a list of 1",
+    ),
+    (
+        "validate:",
+        "preprocess: {kind: qq}\nvalidate:",
+        "a.yaml:8:20: preprocess.kind: unknown kind 'qq'; known: image, text",
+    ),
+    (
+        "validate:",
+        "data: {train: {source: 'npz:a', columns: {text: 1.5}}}\nvalidate:",
+        "columns.text: expected text or a whole number",
+    ),
+    ("name: tiny", "name: tiny\nname: tiny", "a.yaml:3:1: name: key given twice; first at a.yaml:2:1"),
+    ("bits: 8", "1: 8", "a.yaml:5:17: passes.0.1: key 1 is not text; put it in quotes"),
+    ("bits: 8", "bits: !py 8", "a.yaml:5:23: passes.0.bits: tag '!py' is not allowed here"),
+    ("bits: 8", "bits: !!int x", "a.yaml:5:23: passes.0.bits: 'x' is not of the type that its tag says"),
+    ("bits: 8", "<<: [3]", "passes.0.<<: expected a mapping to merge"),
+    ("name: tiny", "name: &n [*n]", "a.yaml:2:7: name.0: an alias inside the value that it stands for"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), REFUSALS, ids=[new[:40] or old[:40] for old, new, _ in REFUSALS])
+def test_refusals(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    found = problems(GOOD.replace(old, new, 1))
+    assert any(message in line for line in found), found
+    assert not any(word in line for line in found for word in ("pydantic", "Input should", "tuple[", "_type"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a.yaml:1:1: the file is empty; a recipe starts with 'version: 1'"),
+        ("# only a comment\n", "a.yaml:1:1: the file is empty"),
+        ("- 1\n", "a.yaml:1:1: expected a mapping at the top"),
+        ("a: [1,\nb: 2", "a.yaml:2:"),
+        ("a: b: c\n", "a.yaml:1:5: not YAML: mapping values are not allowed here"),
+        ("a: 1\n\tb: 2\n", "a.yaml:2:1: not YAML: "),
+        ("a: x\x01\n", "a.yaml:1:5: not YAML: special characters are not allowed"),
+        ("a: *x\n", "a.yaml:1:4: not YAML: found undefined alias 'x'"),
+        ("a: 1\n---\nb: 2\n", "a.yaml:2:1: not YAML: expected a single document in the stream"),
+        ("a: " + "[" * 3000, "a.yaml:1:"),
+    ],
+)
+def test_what_is_no_mapping_is_refused_with_its_place(text: str, message: str) -> None:
+    assert only(text).startswith(message)
+
+
+def test_aliases_that_expand_without_end_are_refused() -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    assert only("\n".join(lines)) == "a.yaml:1:1: its aliases expand to more than 100000 values"
+
+
+def test_files_that_cannot_be_read() -> None:
+    write(GOOD, "resnet.yaml")
+    with pytest.raises(RecipeError, match=r"^resent\.yaml: no such file; did you mean 'resnet\.yaml'\?$"):
+        load_recipe(Path("resent.yaml"))
+    Path("latin.yaml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(RecipeError, match=r"^latin\.yaml: not UTF-8 text \(byte 9\)$"):
+        load_recipe("latin.yaml")
+    Path("folder.yaml").mkdir()
+    with pytest.raises(RecipeError, match=r"^folder\.yaml: cannot be read: "):
+        load_recipe("folder.yaml")
+
+
+def test_all_problems_are_said_at_once_in_the_order_of_the_lines() -> None:
+    text = (
+        GOOD.replace("bits: 8", "bitz: '${nope}'").replace("top1", "top2").replace("name: tiny", "name: tiny\nname: x")
+    )
+    text = text.replace("max_drop: 0.01", "max_drop: '0'")
+    found = problems(text)
+    assert [line.split(": ")[1] for line in found] == [
+        "name",
+        "passes.0.bitz",
+        "validate.gates.0.metric",
+        "validate.gates.0.max_drop",
+    ]
+
+
+def pass_keys() -> Iterator[tuple[str, str]]:
+    for record in PASSES:
+        fields = record.model_fields
+        yield from ((fields["kind"].default, name) for name in fields if name != "kind" and len(name) > 3)
+
+
+@pytest.mark.parametrize(("kind", "key"), list(pass_keys()))
+def test_every_misspelt_key_of_every_pass_is_recognised(kind: str, key: str) -> None:
+    for wrong in (key[:-1], key + "s", key[0] + key[2] + key[1] + key[3:], key.replace("_", ""), key.upper()):
+        if wrong != key and wrong not in {k for kd, k in pass_keys() if kd == kind}:
+            text = f"version: 1\nname: x\n{MODEL}\npasses:\n  - {{kind: {kind}, {wrong}: 1}}\n"
+            column = len(f"  - {{kind: {kind}, ") + 1
+            assert only(text) == f"a.yaml:5:{column}: passes.0.{wrong}: unknown key; did you mean '{key}'?"
+
+
+@pytest.mark.parametrize("kind", [record.model_fields["kind"].default for record in PASSES])
+def test_every_misspelt_pass_is_recognised(kind: str) -> None:
+    text = f"version: 1\nname: x\n{MODEL}\npasses:\n  - kind: {kind}x\n"
+    assert only(text) == f"a.yaml:5:11: passes.0.kind: unknown pass '{kind}x'; did you mean '{kind}'?"
+
+
+# --- include ----------------------------------------------------------------------------------------------------------
+
+
+def test_include_merges_mappings_replaces_lists_and_is_relative_to_its_file() -> None:
+    write(
+        "validate: {confidence: 0.9, gates: [{metric: top5, min: 0.1}]}\nmodel: {class_names: [a, b]}\n",
+        "deep/er/c.yaml",
+    )
+    write("include: er/c.yaml\nname: base\nseed: 3\nmodel: {weights: w, trust_remote_code: true}\n", "deep/b.yaml")
+    recipe = load("include: [deep/b.yaml]\n" + GOOD)
+    assert (recipe.name, recipe.seed, recipe.validate_.confidence) == ("tiny", 3, 0.9)
+    assert (recipe.model.weights, recipe.model.class_names) == ("w", ("a", "b"))
+    assert [gate.metric for gate in recipe.validate_.gates] == ["top1"]
+
+
+def test_of_several_includes_the_later_one_wins() -> None:
+    write("seed: 1\ndescription: one\n", "one.yaml")
+    write("seed: 2\n", "two.yaml")
+    recipe = load("include: [one.yaml, two.yaml]\n" + GOOD)
+    assert (recipe.seed, recipe.description) == (2, "one")
+
+
+def test_a_problem_of_an_included_file_is_placed_there() -> None:
+    write("\nlimits:\n  memory: 3\n", "sub/base.yaml")
+    assert only("include: sub/base.yaml\n" + GOOD).startswith(
+        "sub/base.yaml:3:3: limits.memory: unknown key; did you mean 'memory_gib'"
+    )
+
+
+def test_include_refusals() -> None:
+    write("include: a.yaml\n", "b.yaml")
+    assert only("include: b.yaml\n" + GOOD) == (
+        "b.yaml:1:10: include: a.yaml: files include each other in a circle: a.yaml -> b.yaml -> a.yaml"
+    )
+    assert (
+        only("include: c.yaml\n" + GOOD) == "a.yaml:1:10: include: c.yaml: no such file: c.yaml; did you mean 'b.yaml'?"
+    )
+    assert only("include: c.yaml\n").startswith("a.yaml:1:10: include: c.yaml: no such file")  # not: missing key 'name'
+    assert only("include: [3]\n" + GOOD).startswith("a.yaml:1:11: include.0: expected the path of a recipe file")
+    assert only("include: ${x}\n" + GOOD).startswith(
+        "a.yaml:1:10: include: expected the path of a recipe file, without variables"
+    )
+    write("a: [", "broken.yaml")
+    assert only("include: broken.yaml\n" + GOOD).startswith("broken.yaml:1:5: not YAML: ")
+    write("", "empty.yaml")
+    assert only("include: empty.yaml\n" + GOOD).startswith("empty.yaml:1:1: the file is empty")
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+def with_vars(variables: str, description: str) -> str:
+    return f"vars: {variables}\n{GOOD}description: {description}\n"
+
+
+def test_a_whole_value_keeps_its_type_and_a_part_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BITS", "4")
+    monkeypatch.setenv("WHERE", "here")
+    text = GOOD.replace("bits: 8", 'bits: "${env:BITS}", ignore: "${skip}", symmetric: "${yes}"')
+    text = text.replace("max_drop: 0.01", 'max_drop: "${env:DROP:-0.5}"')
+    variables = "{skip: [a, '${env:WHERE}'], yes: true, n: 3, bench: '${env:WHERE}/${n}'}"
+    recipe = load(f"vars: {variables}\n{text}description: 'at ${{bench}}, ${{yes}}, $${{n}}, ${{env:WHERE}}'\n")
+    rtn: Any = recipe.passes[0]
+    assert (rtn.bits, rtn.ignore, rtn.symmetric) == (4, ("a", "here"), True)
+    assert recipe.validate_.gates[0].max_drop == 0.5
+    assert recipe.description == "at here/3, true, ${n}, here"
+
+
+def test_package_folder_is_found_without_importing_it() -> None:
+    Path("pkg_not_imported").mkdir()
+    Path("pkg_not_imported/__init__.py").write_text("raise RuntimeError('imported')")
+    import sys
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        assert (
+            load(GOOD + "description: '${package:pkg_not_imported}/x'\n").description
+            == f"{Path.cwd()}/pkg_not_imported/x"
+        )
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "description", "message"),
+    [
+        ("{bench: x}", "${bnech}", "a.yaml:12:14: description: unknown variable 'bnech'; did you mean 'bench'?"),
+        ("{}", "${bench}", "unknown variable 'bench'; define it under 'vars:'"),
+        ("{a: '${b}', b: 'x${a}'}", "x", "vars.b: variables that stand for each other: a -> b -> a"),
+        ("{a: '${a}'}", "x", "a.yaml:1:11: vars.a: variables that stand for each other: a -> a"),
+        ("{a: [1]}", "x ${a}", "description: ${a} is a list, which cannot stand inside a text"),
+        (
+            "{}",
+            "${env:SURELY_NOT_SET}",
+            "environment variable 'SURELY_NOT_SET' is not set; set it, or write ${env:SURELY_NOT_SET:-default}",
+        ),
+        ("{}", "${evn:HOME}", "${evn:HOME}: unknown source 'evn:'; did you mean 'env'?"),
+        (
+            "{}",
+            "${package:surely_not_here}",
+            "package 'surely_not_here' is not installed here: pip install surely-not-here",
+        ),
+        ("{}", "${package:a.b}", "${package:a.b}: write the import name of a top-level package"),
+        ("{}", "${package:textwrap}", "'textwrap' is a single module, not a package with a folder"),
+        ("{}", "'${env:A:-${b}}'", "or a reference inside a reference; write '$${' for a plain '${'"),
+        ("{}", "'${open'", "'${' without its '}'"),
+        ("[1]", "x", "a.yaml:1:7: vars: expected a mapping of names to values"),
+        ("{a b: 1}", "x", "a.yaml:1:8: vars.a b: a name is letters, digits, _ and -, with a letter or _ first"),
+    ],
+)
+def test_references_to_nothing(variables: str, description: str, message: str) -> None:
+    assert message in only(with_vars(variables, description))
+
+
+def test_a_broken_variable_is_said_once_where_it_is_defined() -> None:
+    text = "vars: {n: '${env:SURELY_NOT_SET}'}\n" + GOOD.replace("bits: 8", "bits: '${n}'")
+    assert only(text).startswith("a.yaml:1:11: vars.n: environment variable 'SURELY_NOT_SET' is not set")
+
+
+def test_a_wrong_value_names_the_variable_that_it_came_from() -> None:
+    text = "vars: {n: 5}\n" + GOOD.replace("bits: 8", "bits: '${n}'")
+    assert only(text) == "a.yaml:6:23: passes.0.bits: expected 4 or 8, found 5 (from ${n})"
+
+
+# --- --set ------------------------------------------------------------------------------------------------------------
+
+
+def test_overrides() -> None:
+    text = "vars: {n: 8}\n" + GOOD.replace("bits: 8", "bits: '${n}'")
+    overrides = (
+        "vars.n=4",
+        "model.weights=w.pt",
+        "data.train.source=npz:x",
+        "data.train.samples=5",
+        "model.args.a.b=[1]",
+    )
+    recipe = load(
+        text, *overrides, "passes.1={kind: fold_batchnorm}", "validate.gates.0.max_drop=0.5", "seed=1", "seed=2"
+    )
+    assert recipe.passes[0].bits == 4  # type: ignore[attr-defined]
+    assert (recipe.model.weights, recipe.model.args, recipe.seed) == ("w.pt", {"a": {"b": [1]}}, 2)
+    assert recipe.data.train is not None and recipe.data.train.samples == 5
+    assert recipe.passes[1].kind == "fold_batchnorm"
+    assert recipe.validate_.gates[0].max_drop == 0.5
+
+
+def test_a_variable_that_is_only_used_may_be_set() -> None:
+    assert load(GOOD + "description: '${where}'\n", "vars.where=there").description == "there"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("passes.0.bits=5", "--set passes.0.bits: expected 4 or 8, found 5"),
+        ("passes.0.bitz=4", "--set passes.0.bitz: unknown key 'bitz' in passes.0; did you mean 'bits'?"),
+        ("pases.0.bits=4", "--set pases.0.bits: unknown key 'pases'; did you mean 'passes'?"),
+        ("passes.9.bits=4", "--set passes.9.bits: passes has no item 9; it has 2 (0 to 1)"),
+        ("passes.x.bits=4", "--set passes.x.bits: passes is a list: expected a number, found 'x'"),
+        ("export.0.opset=20", "--set export.0.opset: export is not in the recipe: set the whole list"),
+        ("seed.x=4", "--set seed.x: seed has no keys: expected a whole number"),
+        ("name", "--set name: write PATH=VALUE, for example passes.0.bits=4"),
+        ("name=[1", "--set name: not YAML: "),
+        ("vars.n=4", "--set vars.n: the recipe has no variable 'n'"),
+        ("include=b.yaml", "--set include: unknown key 'include'"),
+        ("passes.0={kind: rtn, bitz: 4}", "--set passes.0: passes.0.bitz: unknown key; did you mean 'bits'?"),
+        ("passes.0.kind=in8", "--set passes.0.kind: unknown pass 'in8'; did you mean 'int8'?"),
+        ("data.train.samples=4", "--set data.train.samples: data.train: missing key 'source' (text such as npz:<file>"),
+        ("name=${nope}", "--set name: unknown variable 'nope'; define it under 'vars:'"),
+    ],
+)
+def test_override_refusals(override: str, message: str) -> None:
+    assert any(line.startswith(message) for line in problems(GOOD, override))
+
+
+def test_setting_inside_a_variable_says_to_set_the_variable() -> None:
+    text = "vars: {m: {source: 'npz:x'}}\ndata: {train: '${m}'}\n" + GOOD
+    assert only(text, "data.train.samples=3") == (
+        "--set data.train.samples: data.train is ${m} in the recipe; set the variable instead"
+    )
+    assert load(text, "vars.m.samples=3").data.train.samples == 3  # type: ignore[union-attr]
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+def test_resolve_path_looks_in_the_working_directory_then_in_the_recipes_folder(tmp_path: Path) -> None:
+    root = tmp_path / "recipes"
+    root.mkdir()
+    (root / "x").touch()
+    assert resolve_path(root, "x") == root / "x"
+    Path("x").touch()
+    assert resolve_path(root, "x") == tmp_path / "x"
+    assert resolve_path(root, str(root / "x")) == root / "x"
+    with pytest.raises(SourceError) as caught:
+        resolve_path(root, "y")
+    assert str(caught.value) == f"y: no such file or folder; looked for {tmp_path / 'y'} and {root / 'y'}"
+
+
+def test_the_resolved_recipe_keeps_paths_as_written() -> None:
+    recipe = load(GOOD, "model.weights=../w.safetensors")
+    assert recipe.model.weights == "../w.safetensors"
+    assert "root" not in json.loads(recipe.model_dump_json())

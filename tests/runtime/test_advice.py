@@ -1,0 +1,111 @@
+"""Advice: slower candidates are told first, with reasons that can be seen in the graph and the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from runtime.advice import faster_elsewhere, noisy, reasons, slower
+from runtime.bundle import Judgement
+from runtime.evidence import Evidence, timing_evidence
+from runtime.onnx_graph import GraphFacts, graph_facts
+
+
+def qdq_model(path: Path, zero_point: Any) -> Path:
+    """x -> Q -> DQ -> MatMul, with a zero point of the given dtype."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("MatMul", ["d", "w"], ["y"]),
+    ]
+    info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 2]) for n in "xy"]
+    weights = {"s": np.float32(0.1), "z": zero_point, "w": np.eye(2, dtype=np.float32)}
+    tensors = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "g", info[:1], info[1:], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_graph_facts_are_those_of_onnx(tmp_path: Path, dtype: Any) -> None:
+    path = qdq_model(tmp_path / "model.onnx", dtype(0))
+    facts = graph_facts(path)
+    assert facts.activations == {np.dtype(dtype).name: 1}
+    wanted: dict[str, int] = {}
+    for node in onnx.load(path).graph.node:
+        wanted[node.op_type] = wanted.get(node.op_type, 0) + 1
+    assert facts.operators == wanted
+    assert facts.count("MatMul", "Conv") == 1
+
+
+def latency(before_ms: float, after_ms: float) -> dict[str, Evidence]:
+    seconds = np.array([[before_ms], [after_ms]]) / 1000 * np.linspace(0.99, 1.01, 40)
+    judgement = Judgement(resamples=100)
+    return {
+        name: timing_evidence(name, p, seconds, judgement) for name, p in (("latency_p50", 50), ("latency_p99", 99))
+    }
+
+
+X86 = {"cpu_flags": ["avx2"]}
+PLAIN = GraphFacts({"MatMul": 9}, {})
+
+
+def test_a_slower_candidate_is_told_first_with_the_reason() -> None:
+    (said,) = slower(latency(2, 3), "onnxruntime-cpu", X86, GraphFacts({"QuantizeLinear": 9, "MatMul": 9}, {"int8": 9}))
+    assert said.startswith("The candidate is SLOWER than the baseline: 3 ms against 2 ms on onnxruntime-cpu, 0.67x.")
+    assert "9 activations are signed int8" in said
+    assert "no VNNI or AMX" in said
+
+
+def test_a_reason_that_cannot_be_seen_is_not_invented() -> None:
+    (said,) = slower(latency(2, 3), "onnxruntime-cpu", X86, PLAIN)
+    assert "No reason for it can be seen from here" in said
+
+
+def test_no_difference_is_told_and_a_faster_candidate_is_not() -> None:
+    (said,) = slower(latency(2, 2), "onnxruntime-cpu", X86, PLAIN)
+    assert "not measurably faster" in said
+    assert slower(latency(3, 2), "onnxruntime-cpu", X86, PLAIN) == []
+
+
+def test_reasons_fit_the_machine_and_the_graph() -> None:
+    signed = GraphFacts({"QuantizeLinear": 9, "DequantizeLinear": 60, "MatMul": 9}, {"int8": 9})
+    modern = {"cpu_flags": ["avx2", "avx512_vnni"]}
+    assert len(reasons(5.0, "onnxruntime-cpu", modern, signed)) == 2  # signed activations, unfused pairs
+    assert len(reasons(5.0, "openvino", modern, signed)) == 1
+    assert reasons(0.01, "openvino", modern, PLAIN) == [
+        "a call is so short that its fixed cost dominates: compare throughput at a larger batch"
+    ]
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert noisy(latency(3, 2), {"load_average": 1.5, "cores": 2}) == []
+    assert noisy(latency(3, 2), {"load_average": None, "cores": 2}) == []
+    (said,) = noisy(latency(3, 2), {"load_average": 4.0, "cores": 2})
+    assert "load average 4 on 2 cores" in said
+    late = timing_evidence("latency_p99", 99, np.full((2, 20), 0.1), Judgement(resamples=50))
+    (said,) = noisy({**latency(3, 2), "latency_p99": late}, {})
+    assert "p99 is 50.0x p50" in said
+
+
+def row(name: str, artifact: str, precision: str, speedup: float) -> dict[str, Any]:
+    fidelity = {"n_samples": 9, "agreement": 0.99}
+    timed = {"latency_ms": {"p50": 1.0}, "speedup": speedup, "fidelity": fidelity, "fastest": False}
+    return {"name": name, "artifact": artifact, "precision": precision, **timed}
+
+
+def test_plain_bf16_that_beats_the_candidate_is_recommended() -> None:
+    main = [row("onnxruntime-cpu", "baseline", "float32", 1.0), row("onnxruntime-cpu", "candidate", "int8", 1.3)]
+    (said,) = faster_elsewhere([*main, row("openvino", "baseline", "bf16", 1.9)])
+    assert said.startswith("openvino runs the float model in bf16 1.90x as fast as onnxruntime-cpu runs it in float32")
+    assert "faster than the int8 candidate (1.30x on onnxruntime-cpu)" in said
+    assert "agreement 0.9900" in said
+    assert faster_elsewhere([*main, row("openvino", "baseline", "bf16", 1.2)]) == []
+    (said,) = faster_elsewhere([*main, row("openvino", "candidate", "int8", 2.5)])
+    assert said.startswith("openvino is the fastest way to run the candidate here: 2.50x")
+    assert faster_elsewhere(main) == []

@@ -1,0 +1,237 @@
+"""The benchmark: what is fed, in which order it is timed, what is recorded; never how long anything took."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.benchmark import BenchmarkResult, benchmark, choose_backend, settings_for, speed_evidence
+from runtime.bundle import Benchmark, Judgement, TensorSpec, read_manifest, write_bundle
+from runtime.environment import cpu_info, environment
+from runtime.errors import BundleError, RuntimeFailure, UsageError
+from runtime.feeds import make_feeds, stretch
+from runtime.metrics import MEASURED
+from runtime.preprocess import TensorPreprocess, make_preprocessor
+from runtime.probe import probe
+from runtime.timing import MIN_ROUNDS, time_rounds
+
+FAST = Benchmark(batch_size=2, throughput_batch_size=4, warmup=1, iterations=12)
+
+
+def rewrite(root: Path, benchmark: Benchmark, **more: Any) -> Path:
+    """The bundle with another benchmark in its judgement."""
+    manifest = read_manifest(root)
+    write_bundle(root, replace(manifest, judgement=Judgement(benchmark=benchmark, resamples=50), **more))
+    return root
+
+
+# feeds
+
+
+@pytest.fixture
+def rows() -> Any:
+    return make_preprocessor(TensorPreprocess(), (TensorSpec("x", "float32", ("batch", 1)),), None)
+
+
+def columns(n: int) -> dict[str, Any]:
+    return {"x": np.arange(n, dtype=np.float32)[:, None], "label": np.zeros(n, int)}
+
+
+def test_feeds_go_through_all_samples_once_in_batches(rows: Any) -> None:
+    feeds = make_feeds(rows, columns(12), 4, seed=0, sequence_length=None)
+    assert [feed["x"].shape for feed in feeds] == [(4, 1)] * 3
+    assert sorted(np.concatenate([feed["x"] for feed in feeds]).ravel()) == list(range(12))
+
+
+def test_feeds_repeat_samples_where_there_are_too_few(rows: Any) -> None:
+    (feed,) = make_feeds(rows, columns(3), 8, seed=0, sequence_length=None)
+    assert feed["x"].shape == (8, 1)
+    assert set(feed["x"].ravel()) == {0, 1, 2}
+
+
+def test_feeds_are_the_same_for_the_same_seed(rows: Any) -> None:
+    def drawn(seed: int) -> list[float]:
+        return [float(x) for feed in make_feeds(rows, columns(50), 5, seed, None) for x in feed["x"].ravel()]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_stretched_texts_have_the_length_their_own_tokens_and_no_padding() -> None:
+    ids = np.array([[2, 7, 3, 0, 0], [2, 5, 6, 8, 3]])
+    feeds = stretch({"input_ids": ids, "attention_mask": (ids > 0).astype(np.int64), "token_type_ids": ids * 0}, 8)
+    assert feeds["input_ids"].tolist() == [[2, 7, 3, 2, 7, 3, 2, 7], [2, 5, 6, 8, 3, 2, 5, 6]]
+    assert feeds["attention_mask"].tolist() == [[1] * 8] * 2
+    assert feeds["token_type_ids"].tolist() == [[0] * 8] * 2
+    assert (
+        stretch({"input_ids": ids, "attention_mask": (ids > 0).astype(np.int32)}, 2)["attention_mask"].dtype == np.int32
+    )
+
+
+def test_only_texts_can_be_stretched() -> None:
+    with pytest.raises(UsageError, match="sequence_length fits texts only; the model's inputs are x"):
+        stretch({"x": np.zeros((1, 2))}, 4)
+
+
+# timing
+
+
+class Recorder:
+    """A session that notes its name, and the batch it was given, in a common diary."""
+
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+
+    def __init__(self, name: str, diary: list[tuple[str, int]]) -> None:
+        self.name, self.diary = name, diary
+
+    def run(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.diary.append((self.name, int(feeds["x"][0])))
+        return {}
+
+    def close(self) -> None: ...
+
+
+def diary_of(rounds: int, warmup: int, seed: int, budget_s: float = 60.0) -> tuple[list[tuple[str, int]], np.ndarray]:
+    diary: list[tuple[str, int]] = []
+    feeds = [{"x": np.array([k])} for k in range(3)]
+    seconds = time_rounds([Recorder(n, diary) for n in "ab"], [feeds, feeds], rounds, warmup, seed, budget_s)
+    return diary, seconds
+
+
+def test_every_round_calls_each_model_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.timing.SETTLED_S", np.inf)
+    diary, seconds = diary_of(rounds=40, warmup=2, seed=0)
+    assert seconds.shape == (2, 40)
+    assert (seconds > 0).all()
+    assert [name for name, _ in diary[:4]] == ["a", "a", "b", "b"]
+    timed = [diary[4 + 4 * r : 8 + 4 * r] for r in range(40)]  # each call is preceded by one that is not timed
+    for r, calls in enumerate(timed):
+        assert {batch for _, batch in calls} == {r % 3}
+        assert calls[0] == calls[1]
+        assert calls[2] == calls[3]
+        assert {calls[0][0], calls[2][0]} == {"a", "b"}
+
+
+def test_slow_calls_are_made_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.timing.SETTLED_S", 0.0)
+    diary, _ = diary_of(rounds=10, warmup=1, seed=0)
+    assert len(diary) == 2 + 20
+
+
+def test_the_order_within_a_round_is_random_and_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.timing.SETTLED_S", np.inf)
+    firsts = [diary_of(40, 1, seed)[0][2::4] for seed in (0, 0, 1)]
+    assert {name for name, _ in firsts[0]} == {"a", "b"}
+    assert firsts[0] == firsts[1]
+    assert firsts[0] != firsts[2]
+
+
+def test_a_budget_cuts_the_rounds_but_never_below_what_an_interval_needs() -> None:
+    assert diary_of(100, 1, 0, budget_s=0.0)[1].shape == (2, MIN_ROUNDS)
+    assert diary_of(4, 1, 0, budget_s=0.0)[1].shape == (2, 4)
+    assert diary_of(4, 0, 0)[1].shape == (2, 4)
+
+
+# a bundle
+
+
+def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None:
+    rewrite(image_bundle, replace(FAST, latency_limit_ms=1e6))
+    before = sorted(image_bundle.rglob("*"))
+    result = benchmark(image_bundle, threads=1)
+    assert sorted(image_bundle.rglob("*")) == before
+    assert result.latency_s.shape == (2, 12)
+    assert result.limited is not None
+    assert [best and best[0] for best in result.limited] == [1024, 1024]
+    found = speed_evidence(result, Judgement(resamples=50))
+    assert set(found) == set(MEASURED)
+    assert all(e.candidate.value > 0 or e.name == "peak_memory" for e in found.values())
+
+
+def test_a_limit_that_nothing_keeps_gives_no_batch(image_bundle: Path) -> None:
+    result = benchmark(rewrite(image_bundle, replace(FAST, latency_limit_ms=1e-6)))
+    assert result.limited == (None, None)
+    assert speed_evidence(result, Judgement(resamples=50))["throughput_under_latency"].candidate.value == 0
+
+
+def test_texts_of_a_given_length_are_measured(make_text_bundle: Callable[..., Path]) -> None:
+    columns = {"text": ["the cat sat", "dog ran far on the mat"], "text_pair": ["dog", "cat"]}
+    root = make_text_bundle("feature-extraction", columns, max_length=16)
+    result = benchmark(rewrite(root, replace(FAST, sequence_length=32)))
+    assert isinstance(result, BenchmarkResult)
+    assert result.settings.sequence_length == 32
+
+
+def test_a_fixed_batch_overrules_the_settings_and_says_so(image_bundle: Path) -> None:
+    manifest = read_manifest(image_bundle)
+    fixed = TensorSpec("x", "float32", (3, 3, 4, 4))
+    artifacts = tuple(replace(artifact, inputs=(fixed,)) for artifact in manifest.artifacts)
+    settings, note = settings_for(replace(manifest, artifacts=artifacts), threads=2)
+    assert (settings.batch_size, settings.throughput_batch_size, settings.threads) == (3, 3, 2)
+    assert note is not None
+    assert "batches of exactly 3" in note
+    assert settings_for(manifest, None) == (manifest.judgement.benchmark, None)
+
+
+# refusals
+
+
+def test_a_sequence_length_without_texts_is_refused(image_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="sequence_length fits texts; this bundle's samples are images"):
+        benchmark(rewrite(image_bundle, replace(FAST, sequence_length=8)))
+
+
+def test_an_unknown_backend_is_refused(image_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="unknown backend 'onnx'"):
+        benchmark(image_bundle, "onnx")
+
+
+def test_a_bundle_without_baseline_is_refused(image_bundle: Path) -> None:
+    manifest = read_manifest(image_bundle)
+    write_bundle(image_bundle, replace(manifest, artifacts=(manifest.artifact("candidate"),)))
+    with pytest.raises(BundleError, match="no artifact 'baseline' to compare with; it has candidate"):
+        benchmark(image_bundle)
+
+
+def test_a_target_that_cannot_run_here_is_measured_elsewhere_and_says_so() -> None:
+    chosen, note = choose_backend("tensorrt", None)
+    assert chosen == "onnxruntime-cpu"
+    assert note is not None
+    assert "made for tensorrt, but it was measured on onnxruntime-cpu" in note
+    assert choose_backend("onnxruntime-cpu", None) == ("onnxruntime-cpu", None)
+
+
+def test_a_probe_that_fails_passes_on_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(RuntimeFailure, match=r"measuring load time and memory failed: [\s\S]*model.onnx"):
+        probe("onnxruntime-cpu", tmp_path / "model.onnx", 1, {"x": np.zeros(1)}, {}, repeats=1)
+
+
+# where it was measured
+
+
+def test_the_environment_names_the_machine() -> None:
+    found = environment(3)
+    assert found["threads"] == 3
+    assert found["cores"] >= 1
+    assert {"numpy", "onnxruntime"} <= found["versions"].keys()
+    assert found["python"] == sys.version.split()[0]
+
+
+def test_cpu_flags_are_read_where_the_system_lists_them(tmp_path: Path) -> None:
+    listed = tmp_path / "cpuinfo"
+    listed.write_text(
+        "processor\t: 0\nmodel name\t: A CPU: 2 GHz\nflags\t\t: fpu avx2 avx512_vnni sse\n\nmodel name : B\n"
+    )
+    assert cpu_info(listed) == ("A CPU: 2 GHz", ["avx2", "avx512_vnni"])
+    listed.write_text("Features : fp asimddp i8mm\n")
+    assert cpu_info(listed) == (os.uname().machine, ["asimddp", "i8mm"])
+    assert cpu_info(tmp_path / "none")[1] == []

@@ -1,0 +1,334 @@
+"""Gates: what passes, what fails, what cannot be told, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.bundle import Benchmark, Gate, Judgement
+from runtime.errors import UsageError
+from runtime.evidence import (
+    Evidence,
+    quality_evidence,
+    range_evidence,
+    select_metrics,
+    size_evidence,
+    throughput_under_latency_evidence,
+    timing_evidence,
+)
+from runtime.gates import GateResult, check_gates, judge, overall
+from runtime.metrics import METRICS, NonFiniteOutputs
+
+IMAGE = "image-classification"
+
+
+def logits_with(right: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Logits of 10 classes that choose the label exactly where `right`."""
+    chosen = np.where(right, labels, (labels + 1) % 10)
+    return {"logits": np.eye(10, dtype=np.float32)[chosen]}
+
+
+def top1_gate(n: int, gained: int, lost: int, gate: Gate, **more: Any) -> GateResult:
+    """A gate on top1 where the baseline has 80 % of n right and the candidate gains and loses some."""
+    labels = np.arange(n) % 10
+    before = np.arange(n) < n * 8 // 10
+    after = before.copy()
+    after[:lost] = False
+    after[n - gained :] = True
+    judgement = Judgement(gates=(gate,), metrics=("top1",), **more)
+    ours, theirs = logits_with(after, labels), logits_with(before, labels)
+    metrics = select_metrics(IMAGE, theirs, labels, judgement)
+    (result,) = judge(judgement, quality_evidence(metrics, ours, theirs, labels, judgement))
+    return result
+
+
+# verdicts
+
+
+def test_a_model_compared_with_itself_passes_max_drop() -> None:
+    result = top1_gate(1000, 0, 0, Gate("top1", max_drop=0.01))
+    assert (result.verdict, result.holds, result.value) == ("pass", True, 0.0)
+    assert "Tango paired score" in result.why
+
+
+def test_a_large_drop_fails() -> None:
+    result = top1_gate(1000, 0, 100, Gate("top1", max_drop=0.01))
+    assert (result.verdict, result.holds) == ("fail", False)
+    assert result.value == pytest.approx(0.1)
+    assert result.interval is not None
+    assert result.interval[0] > 0.01
+
+
+def test_a_gain_is_a_negative_drop() -> None:
+    result = top1_gate(1000, 30, 5, Gate("top1", max_drop=0.0))
+    assert result.value == pytest.approx(-0.025)
+    assert result.verdict == "pass"
+
+
+def test_too_few_samples_cannot_tell_and_say_how_many_could() -> None:
+    result = top1_gate(100, 1, 1, Gate("top1", max_drop=0.01))
+    assert (result.verdict, result.holds) == ("undecided", False)
+    assert result.why.startswith("cannot tell with 100 samples whether it is at most 0.01")
+    assert "would be needed; counted as a failure" in result.why
+
+
+@pytest.mark.parametrize("where", ["gate", "judgement"])
+def test_undecided_passes_where_the_gate_or_the_judgement_says_so(where: str) -> None:
+    if where == "gate":
+        result = top1_gate(100, 1, 1, Gate("top1", max_drop=0.01, undecided="pass"))
+    else:
+        result = top1_gate(100, 1, 1, Gate("top1", max_drop=0.01), undecided="pass")
+    assert (result.verdict, result.holds) == ("undecided", True)
+    assert result.why.endswith("counted as a pass")
+    assert overall((result,)) == "pass"
+
+
+def test_the_gate_overrules_the_judgement() -> None:
+    result = top1_gate(100, 1, 1, Gate("top1", max_drop=0.01, undecided="fail"), undecided="pass")
+    assert not result.holds
+
+
+def test_more_confidence_decides_less() -> None:
+    assert top1_gate(1000, 0, 0, Gate("top1", max_drop=0.005), confidence=0.95).verdict == "pass"
+    assert top1_gate(1000, 0, 0, Gate("top1", max_drop=0.005), confidence=0.99).verdict == "undecided"
+
+
+def test_min_and_max_bound_the_candidates_value() -> None:
+    assert top1_gate(1000, 0, 0, Gate("top1", min=0.7)).verdict == "pass"
+    assert top1_gate(1000, 0, 0, Gate("top1", min=0.8)).verdict == "undecided"
+    assert top1_gate(1000, 0, 0, Gate("top1", min=0.9)).verdict == "fail"
+    assert top1_gate(1000, 0, 0, Gate("top1", max=0.9)).verdict == "pass"
+    assert top1_gate(1000, 0, 0, Gate("top1", max=0.7)).verdict == "fail"
+
+
+def test_a_gate_with_two_rules_gives_two_results() -> None:
+    judgement = Judgement(gates=(Gate("size", min=10, max=90),))
+    results = judge(judgement, size_evidence(200, 100))
+    assert [(r.rule, r.verdict) for r in results] == [("min 10", "pass"), ("max 90", "fail")]
+
+
+def test_overall_is_the_worst_that_does_not_hold() -> None:
+    def result(verdict: Any, holds: bool) -> GateResult:
+        return GateResult("top1", "min 1", 0.0, (0.0, 0.0), verdict, holds, "")
+
+    passed, unsure, failed = result("pass", True), result("undecided", False), result("fail", False)
+    assert overall(()) == "pass"
+    assert overall((passed,)) == "pass"
+    assert overall((passed, unsure)) == "undecided"
+    assert overall((unsure, failed)) == "fail"
+
+
+# quality against the baseline
+
+
+@pytest.fixture
+def pair() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    baseline = rng.normal(size=(300, 10)).astype(np.float32)
+    noise = rng.normal(size=baseline.shape).astype(np.float32)
+    return {"logits": baseline + 0.05 * noise}, {"logits": baseline}
+
+
+def verdicts(ours: Any, theirs: Any, *gates: Gate) -> list[str]:
+    judgement = Judgement(gates=gates)
+    metrics = select_metrics(IMAGE, theirs, None, judgement)
+    evidence = quality_evidence(metrics, ours, theirs, None, judgement)
+    return [result.verdict for result in judge(judgement, evidence)]
+
+
+def test_metrics_against_the_baseline_drop_from_their_ideal(pair: Any) -> None:
+    gates = Gate("agreement", max_drop=0.2), Gate("kl", max_drop=0.01), Gate("kl", max_drop=1e-5), Gate("kl", max=0.01)
+    assert verdicts(*pair, *gates) == ["pass", "pass", "fail", "pass"]
+    assert verdicts(*pair, Gate("cosine", min=0.99), Gate("sqnr_db", min=20), Gate("sqnr_db", min=40)) == [
+        "pass",
+        "pass",
+        "fail",
+    ]
+
+
+def test_identical_outputs_keep_the_tightest_bounds(pair: Any) -> None:
+    gates = Gate("kl", max=0.0), Gate("cosine", min=0.999999), Gate("mse_baseline", max_drop=0.0)
+    assert verdicts(pair[1], pair[1], *gates) == ["pass", "pass", "pass"]
+
+
+def test_without_labels_every_metric_against_the_baseline_is_evidence(pair: Any) -> None:
+    judgement = Judgement(resamples=50)
+    metrics = select_metrics(IMAGE, pair[1], None, judgement)
+    found = quality_evidence(metrics, pair[0], pair[1], None, judgement)
+    assert set(found) == {"agreement", "kl", "cosine", "sqnr_db", "mse_baseline"}
+    assert all(e.candidate.low <= e.candidate.value <= e.candidate.high for e in found.values())
+
+
+def test_bootstrap_differences_are_paired() -> None:
+    """The interval of the difference of two highly correlated scores is far narrower than that of either."""
+    rng = np.random.default_rng(0)
+    label = rng.normal(size=400)
+    theirs = {"logits": (label + rng.normal(size=400)).astype(np.float32)[:, None]}
+    ours = {"logits": theirs["logits"] + 0.01 * rng.normal(size=(400, 1)).astype(np.float32)}
+    judgement = Judgement(metrics=("spearman",), resamples=300)
+    metrics = select_metrics("text-classification", theirs, label, judgement)
+    (found,) = quality_evidence(metrics, ours, theirs, label, judgement).values()
+    assert found.difference is not None
+    assert found.difference.high - found.difference.low < 0.1 * (found.candidate.high - found.candidate.low)
+
+
+# speed and size
+
+
+def test_speedup_of_a_model_twice_as_fast() -> None:
+    rng = np.random.default_rng(0)
+    pace = rng.gamma(50, 1 / 50, size=100)  # the machine's, the same for both
+    seconds = np.stack([0.010 * pace, 0.005 * pace])
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, seconds, Judgement())}
+    gates = Gate("latency_p50", min_speedup=1.9), Gate("latency_p50", min_speedup=2.1), Gate("latency_p50", max=6)
+    results = judge(Judgement(gates=gates), evidence)
+    assert [r.verdict for r in results] == ["pass", "fail", "pass"]
+    assert results[0].value == pytest.approx(2.0)
+    assert results[2].value == pytest.approx(1000 * np.median(seconds[1]))
+
+
+def test_a_slower_model_has_dropped_in_latency_and_throughput() -> None:
+    seconds = np.stack([np.linspace(0.010, 0.011, 50), np.linspace(0.020, 0.022, 50)])
+    evidence = {
+        "latency_p95": timing_evidence("latency_p95", 95, seconds, Judgement()),
+        "throughput": timing_evidence("throughput", 50, seconds, Judgement(), batch_size=8),
+    }
+    gates = (
+        Gate("latency_p95", max_drop=1.0),
+        Gate("latency_p95", max_drop=20.0),
+        Gate("throughput", max_drop=10.0),
+        Gate("throughput", min_speedup=0.4),
+        Gate("throughput", min=8 / 0.03),
+    )
+    assert [r.verdict for r in judge(Judgement(gates=gates), evidence)] == ["fail", "pass", "fail", "pass", "pass"]
+
+
+def test_few_rounds_cannot_tell() -> None:
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, np.full((2, 3), 0.01), Judgement())}
+    (result,) = judge(Judgement(gates=(Gate("latency_p50", max=20),)), evidence)
+    assert result.verdict == "undecided"
+    assert "at least 10 would be needed" in result.why
+
+
+def test_fresh_processes_are_judged_by_their_whole_range() -> None:
+    evidence = {
+        "load_time": range_evidence("load_time", (100.0, 110.0, 120.0), (50.0, 52.0, 60.0)),
+        "peak_memory": range_evidence("peak_memory", (4e6, 4e6, 4e6), (1e6, 1e6, 2e6)),
+    }
+    gates = (
+        Gate("load_time", min_speedup=1.6),
+        Gate("load_time", min_speedup=2.0),
+        Gate("peak_memory", max=2e6),
+        Gate("peak_memory", max=1.5e6),
+    )
+    results = judge(Judgement(gates=gates), evidence)
+    assert [r.verdict for r in results] == ["pass", "undecided", "pass", "undecided"]
+    assert evidence["peak_memory"].speedup is None
+
+
+def test_sizes_are_exact() -> None:
+    gates = Gate("size", max=25), Gate("size_ratio", min=4), Gate("size", max_drop=0), Gate("size_ratio", min=4.1)
+    results = judge(Judgement(gates=gates), size_evidence(100, 25))
+    assert [r.verdict for r in results] == ["pass", "pass", "pass", "fail"]
+    assert results[3].why == "size_ratio 4 is not at least 4.1"
+
+
+def test_throughput_under_latency_uses_each_sides_own_batch() -> None:
+    times = np.full(20, 0.01)
+    judgement = Judgement(
+        gates=(Gate("throughput_under_latency", min_speedup=4), Gate("throughput_under_latency", min=900))
+    )
+    found = throughput_under_latency_evidence(((2, times), (8, times)), judgement)
+    assert (found.baseline and found.baseline.value, found.candidate.value) == (pytest.approx(200), pytest.approx(800))
+    assert [r.verdict for r in judge(judgement, {found.name: found})] == ["pass", "fail"]
+
+
+def test_a_candidate_that_is_always_late_has_no_throughput_under_latency() -> None:
+    judgement = Judgement(gates=(Gate("throughput_under_latency", min=1),))
+    found = throughput_under_latency_evidence(((2, np.full(20, 0.01)), None), judgement)
+    assert found.candidate.value == 0
+    assert judge(judgement, {found.name: found})[0].verdict == "fail"
+
+
+def test_a_metric_that_could_not_be_measured_fails_its_gate() -> None:
+    judgement = Judgement(gates=(Gate("top1", min=0.0, undecided="pass"),), undecided="pass")
+    (result,) = judge(judgement, {}, {"top1": "the outputs are broken"})
+    assert (result.verdict, result.holds, result.value, result.why) == ("fail", False, None, "the outputs are broken")
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("judgement", "task", "has_labels", "message"),
+    [
+        (Judgement(gates=(Gate("top_1", min=0.5),)), IMAGE, True, "unknown metric 'top_1'; did you mean 'top1'"),
+        (Judgement(metrics=("agreemnt",)), IMAGE, True, "did you mean 'agreement'"),
+        (Judgement(gates=(Gate("top1", min=0.5),)), IMAGE, False, "'top1' needs labels.*without labels fit: agreement"),
+        (Judgement(gates=(Gate("kl", max=1),)), "generic", True, "'kl' does not fit task generic; what fits: .*cosine"),
+        (Judgement(gates=(Gate("top1", min_speedup=2),)), IMAGE, True, "min_speedup fits only latency_p50"),
+        (Judgement(gates=(Gate("peak_memory", min_speedup=2),)), IMAGE, True, "min_speedup fits only latency_p50"),
+        (Judgement(gates=(Gate("sqnr_db", max_drop=2),)), IMAGE, True, "max_drop has no baseline value"),
+        (Judgement(gates=(Gate("size_ratio", max_drop=2),)), IMAGE, True, "max_drop has no baseline value"),
+        (Judgement(gates=(Gate("throughput_under_latency", min=2),)), IMAGE, True, "needs benchmark.latency_limit_ms"),
+    ],
+)
+def test_a_gate_that_cannot_be_judged_is_refused(
+    judgement: Judgement, task: str, has_labels: bool, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_gates(judgement, task, has_labels)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    judgement = Judgement(metrics=("nope",), gates=(Gate("top1", min_speedup=2), Gate("kl", max=1)))
+    with pytest.raises(UsageError) as caught:
+        check_gates(judgement, "generic", has_labels=False)
+    assert len(caught.value.problems) == 4
+
+
+def test_good_gates_are_accepted() -> None:
+    gates = Gate("top1", max_drop=0.01), Gate("latency_p50", min_speedup=2), Gate("size_ratio", min=3)
+    check_gates(Judgement(gates=gates, metrics=("kl",)), IMAGE, has_labels=True)
+    limited = Judgement(gates=(Gate("throughput_under_latency", min=2),), benchmark=Benchmark(latency_limit_ms=10))
+    check_gates(limited, IMAGE, has_labels=False)
+
+
+def test_a_gate_that_does_not_fit_the_outputs_is_refused_before_the_candidate_runs() -> None:
+    scores = {"logits": np.zeros((4, 1), np.float32)}
+    with pytest.raises(UsageError, match=r"'top1' needs logits of at least two classes.*what fits here: .*spearman"):
+        select_metrics("text-classification", scores, np.arange(4), Judgement(gates=(Gate("top1", min=0.5),)))
+
+
+def test_labels_out_of_range_and_a_broken_baseline_are_refused_before_the_candidate_runs() -> None:
+    outputs = {"logits": np.zeros((4, 3), np.float32)}
+    with pytest.raises(UsageError, match="row 3 has label 3"):
+        select_metrics(IMAGE, outputs, np.arange(4), Judgement())
+    outputs["logits"][1, 1] = np.nan
+    with pytest.raises(NonFiniteOutputs):
+        select_metrics(IMAGE, outputs, None, Judgement())
+
+
+def test_only_asked_metrics_and_those_of_gates_are_computed() -> None:
+    outputs = {"logits": np.eye(10, dtype=np.float32)}
+    judgement = Judgement(metrics=("kl",), gates=(Gate("cosine", min=0), Gate("size", max=1)))
+    assert [m.name for m in select_metrics(IMAGE, outputs, None, judgement)] == ["kl", "cosine"]
+
+
+def test_micro_averages_are_computed_on_request_only() -> None:
+    outputs = {"logits": np.eye(10, dtype=np.float32)}
+
+    def names(judgement: Judgement) -> list[str]:
+        return [metric.name for metric in select_metrics(IMAGE, outputs, np.arange(10), judgement)]
+
+    assert "f1_micro" not in names(Judgement())
+    assert {"f1_micro", "f1_macro"} <= set(names(Judgement(gates=(Gate("f1_micro", min=0.5),))))
+    assert names(Judgement(metrics=("f1_micro",))) == ["f1_micro"]
+
+
+def test_every_metric_has_evidence_of_one_form() -> None:
+    found = size_evidence(10, 5)
+    assert all(isinstance(e, Evidence) and e.name == name for name, e in found.items())
+    assert all(metric.name not in found for metric in METRICS.values())

@@ -1,0 +1,247 @@
+"""Quality metrics: identities, scikit-learn and scipy as references, and every refusal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import special, stats
+from sklearn import metrics as sk
+
+from runtime.errors import RuntimeFailure, UsageError
+from runtime.metrics import KNOWN_METRICS, MEASURED, METRICS, NonFiniteOutputs, check_name, fitting, why_not
+from runtime.metrics.correlation import average_ranks
+from runtime.metrics.fidelity import MAX_SQNR_DB
+
+N, C = 200, 9
+IMAGE = "image-classification"
+
+
+def classifier(seed: int, n_classes: int = C) -> dict[str, np.ndarray]:
+    return {"logits": np.random.default_rng(seed).normal(size=(N, n_classes)).astype(np.float32)}
+
+
+def embedder(seed: int) -> dict[str, np.ndarray]:
+    return {"embeddings": np.random.default_rng(seed).normal(size=(N, 2, 6)).astype(np.float32)}
+
+
+@pytest.fixture
+def labels() -> np.ndarray:
+    """Half of them right for classifier(0), and the last two classes never."""
+    rng = np.random.default_rng(5)
+    right = classifier(0)["logits"].argmax(axis=1)
+    return np.where(rng.random(N) < 0.5, right, rng.integers(0, C - 2, N))
+
+
+# identities
+
+
+@pytest.mark.parametrize("outputs", [classifier(0), embedder(0), {"a": np.ones((N, 3, 2)), "b": np.arange(N) / 7}])
+def test_a_model_compared_with_itself_is_ideal(outputs: dict[str, np.ndarray]) -> None:
+    for metric in METRICS.values():
+        task = IMAGE if "logits" in outputs else "feature-extraction" if "embeddings" in outputs else "generic"
+        if metric.against == "baseline" and why_not(metric, task, outputs, None) is None:
+            ideal = MAX_SQNR_DB if metric.name == "sqnr_db" else metric.ideal
+            assert metric.compute(outputs, outputs) == pytest.approx(ideal, abs=1e-12)
+
+
+def test_per_sample_values_average_to_the_metric(labels: np.ndarray) -> None:
+    for metric in METRICS.values():
+        if metric.shape == "score":
+            continue
+        reference: Any = labels if metric.against == "labels" else classifier(1)
+        values = metric.per_sample(classifier(0), reference)
+        assert (values is None) == (metric.kind == "statistic")
+        if values is not None:
+            assert values.shape == (N,)
+            assert values.mean() == pytest.approx(metric.compute(classifier(0), reference))
+
+
+def test_top5_counts_ties_in_the_order_of_class_ids() -> None:
+    outputs = {"logits": np.zeros((7, 7), np.float32)}
+    assert METRICS["top5"].compute(outputs, np.arange(7)) == pytest.approx(5 / 7)
+    assert METRICS["top1"].compute(outputs, np.arange(7)) == pytest.approx(1 / 7)
+
+
+# references
+
+
+def test_accuracy_is_scikit_learns(labels: np.ndarray) -> None:
+    logits = classifier(0)["logits"]
+    assert METRICS["top1"].compute(classifier(0), labels) == sk.accuracy_score(labels, logits.argmax(axis=1))
+    wanted = sk.top_k_accuracy_score(labels, logits, k=5, labels=np.arange(C))
+    assert METRICS["top5"].compute(classifier(0), labels) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("average", ["micro", "macro"])
+@pytest.mark.parametrize("name", ["precision", "recall", "f1"])
+def test_f_scores_are_scikit_learns(name: str, average: str, labels: np.ndarray) -> None:
+    predicted = np.minimum(classifier(0)["logits"].argmax(axis=1), 6)  # a class that no label has
+    outputs = {"logits": np.eye(C, dtype=np.float32)[predicted]}
+    wanted = getattr(sk, f"{name}_score")(labels, predicted, average=average, zero_division=0)
+    assert METRICS[f"{name}_{average}"].compute(outputs, labels) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ["spearman", "pearson"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_correlations_are_scipys(name: str, ties: bool) -> None:
+    rng = np.random.default_rng(3)
+    score = rng.normal(size=N).astype(np.float32)
+    label = score + rng.normal(size=N)
+    label = np.round(label) if ties else label
+    wanted = getattr(stats, f"{name}r")(score.astype(np.float64), label).statistic
+    assert METRICS[name].compute({"logits": score[:, None]}, label) == pytest.approx(wanted)
+
+
+def test_average_ranks_are_scipys() -> None:
+    values = np.random.default_rng(0).integers(0, 9, 50).astype(float)
+    assert average_ranks(values).tolist() == stats.rankdata(values).tolist()
+
+
+def test_the_score_of_embeddings_is_the_cosine_of_their_columns() -> None:
+    outputs, label = embedder(2), np.random.default_rng(0).normal(size=N)
+    a, b = outputs["embeddings"][:, 0], outputs["embeddings"][:, 1]
+    cosine = sk.pairwise.paired_cosine_distances(a, b)
+    wanted = stats.spearmanr(-cosine, label).statistic
+    assert METRICS["spearman"].compute(outputs, label) == pytest.approx(wanted)
+
+
+def test_a_constant_score_has_no_correlation() -> None:
+    outputs = {"logits": np.ones((N, 1), np.float32)}
+    assert METRICS["spearman"].compute(outputs, np.arange(N)) == 0.0
+
+
+def test_mse_is_scikit_learns() -> None:
+    outputs, label = classifier(4, 1), np.random.default_rng(0).normal(size=N)
+    wanted = sk.mean_squared_error(label, outputs["logits"][:, 0])
+    assert METRICS["mse"].compute(outputs, label) == pytest.approx(wanted)
+
+
+def test_kl_is_scipys_with_the_baseline_first() -> None:
+    p, q = (special.softmax(classifier(seed)["logits"].astype(np.float64), axis=1) for seed in (1, 0))
+    wanted = stats.entropy(p, q, axis=1).mean()
+    assert METRICS["kl"].compute(classifier(0), classifier(1)) == pytest.approx(wanted)
+
+
+def test_agreement_counts_equal_choices() -> None:
+    a, b = classifier(0), classifier(1)
+    same = sum(int(x.argmax() == y.argmax()) for x, y in zip(a["logits"], b["logits"], strict=True))
+    assert METRICS["agreement"].compute(a, b) == pytest.approx(same / N)
+
+
+def test_cosine_is_taken_over_all_embedding_columns() -> None:
+    a, b = embedder(0), embedder(1)
+    wanted = [
+        1 - sk.pairwise.paired_cosine_distances(a["embeddings"][:, k], b["embeddings"][:, k]).mean() for k in (0, 1)
+    ]
+    assert METRICS["cosine"].compute(a, b) == pytest.approx(np.mean(wanted), abs=1e-6)
+
+
+def test_cosine_of_nothing_with_nothing_is_one_and_with_something_zero() -> None:
+    zero, one = {"y": np.zeros((1, 3))}, {"y": np.ones((1, 3))}
+    assert METRICS["cosine"].compute(zero, zero) == 1.0
+    assert METRICS["cosine"].compute(zero, one) == 0.0
+
+
+def test_generic_metrics_run_over_all_floating_outputs_and_pass_over_integers() -> None:
+    rng = np.random.default_rng(0)
+    baseline = {"a": rng.normal(size=(N, 3)), "b": rng.normal(size=(N, 2, 2)), "ids": np.arange(N)}
+    ours = {"a": baseline["a"] + 0.1, "b": baseline["b"] * 1.1, "ids": np.arange(N)[::-1]}
+    flat, wrong = (np.concatenate([x["a"].ravel(), x["b"].ravel()]) for x in (baseline, ours))
+    ratio = np.sum(flat**2) / np.sum((flat - wrong) ** 2)
+    assert METRICS["sqnr_db"].compute(ours, baseline) == pytest.approx(10 * np.log10(ratio))
+    assert METRICS["mse_baseline"].compute(ours, baseline) == pytest.approx(np.mean((flat - wrong) ** 2))
+    assert METRICS["cosine"].compute(ours, baseline) < 1
+
+
+# refusals
+
+
+def test_labels_out_of_range_name_row_and_value(labels: np.ndarray) -> None:
+    labels[7] = 12
+    with pytest.raises(UsageError, match=r"row 7 has label 12, and the model has 9 classes \(0 to 8\)"):
+        METRICS["top1"].compute(classifier(0), labels)
+
+
+def test_labels_of_another_kind_are_refused() -> None:
+    with pytest.raises(UsageError, match="dtype float64 where integer class ids are needed"):
+        METRICS["top1"].compute(classifier(0), np.zeros(N))
+    with pytest.raises(UsageError, match=r"shape \[3\] for 200 samples"):
+        METRICS["top1"].compute(classifier(0), np.zeros(3, int))
+    with pytest.raises(UsageError, match="row 1 has label nan"):
+        METRICS["pearson"].compute(classifier(0, 1), np.where(np.arange(N) == 1, np.nan, 1.0))
+    with pytest.raises(UsageError, match="one score per sample"):
+        METRICS["pearson"].compute(classifier(0, 1), np.zeros(3))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["top1", "f1_macro", "agreement", "kl", "cosine", "sqnr_db"])
+def test_broken_outputs_never_become_a_number(name: str, bad: float, labels: np.ndarray) -> None:
+    outputs = classifier(0)
+    outputs["logits"][3, 1] = bad
+    reference: Any = labels if METRICS[name].against == "labels" else classifier(0)
+    with pytest.raises(NonFiniteOutputs, match=r"'logits' holds NaN or infinity in 1 of 200 samples \(first rows: 3\)"):
+        METRICS[name].compute(outputs, reference)
+
+
+def test_broken_baseline_outputs_never_become_a_number() -> None:
+    baseline = classifier(0)
+    baseline["logits"][0, 0] = np.nan
+    with pytest.raises(NonFiniteOutputs):
+        METRICS["kl"].compute(classifier(0), baseline)
+
+
+def test_outputs_of_another_shape_or_name_are_refused() -> None:
+    with pytest.raises(RuntimeFailure, match=r"shape \[200, 8\], the baseline's is \[200, 9\]"):
+        METRICS["cosine"].compute(classifier(0, 8), classifier(0))
+    with pytest.raises(RuntimeFailure, match=r"gives \['a'\], the baseline gave \['b'\]"):
+        METRICS["cosine"].compute({"a": np.ones((2, 1))}, {"b": np.ones((2, 1))})
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "outputs", "labels", "why"),
+    [
+        ("top1", "generic", classifier(0), np.zeros(N, int), "does not fit task generic"),
+        ("top1", IMAGE, classifier(0), None, "needs labels"),
+        ("top1", IMAGE, classifier(0, 1), np.zeros(N, int), "at least two classes"),
+        ("top1", IMAGE, classifier(0), np.zeros(N), "needs integer class ids"),
+        ("top5", IMAGE, classifier(0, 5), np.zeros(N, int), "is always 1 with 5 classes"),
+        ("spearman", IMAGE, classifier(0), np.arange(N), "one output value per sample"),
+        ("spearman", IMAGE, classifier(0, 1), np.ones(N), "labels that differ"),
+        ("spearman", "feature-extraction", {"embeddings": np.ones((N, 1, 3))}, np.arange(N), "text and text_pair"),
+        ("cosine", "generic", {"ids": np.arange(N)}, None, "needs a floating output"),
+    ],
+)
+def test_a_metric_says_why_it_does_not_fit(name: str, task: str, outputs: Any, labels: Any, why: str) -> None:
+    said = why_not(METRICS[name], task, outputs, labels)
+    assert said is not None
+    assert why in said
+
+
+def test_an_unknown_metric_is_refused_with_a_near_name() -> None:
+    with pytest.raises(UsageError, match="unknown metric 'top_1'; did you mean 'top1'"):
+        check_name("top_1")
+    with pytest.raises(UsageError, match="unknown metric 'zzz'; known: top1"):
+        check_name("zzz")
+
+
+# the lists
+
+
+def test_the_lists_agree_and_are_complete() -> None:
+    assert set(KNOWN_METRICS) == set(METRICS) | set(MEASURED)
+    assert not set(METRICS) & set(MEASURED)
+    assert all(name == metric.name for listed in (METRICS, MEASURED) for name, metric in listed.items())  # type: ignore[attr-defined]
+    assert fitting("generic", has_labels=False) == ("cosine", "sqnr_db", "mse_baseline")
+
+
+def test_the_names_need_nothing_but_numpy() -> None:
+    code = (
+        "import sys; from runtime.metrics import KNOWN_METRICS; "
+        "heavy = {'onnxruntime', 'torch', 'openvino', 'tokenizers', 'PIL', 'pydantic'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

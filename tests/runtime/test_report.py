@@ -1,0 +1,158 @@
+"""The report: what it shows, that it is valid JSON and XML whatever was measured, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from runtime.errors import RuntimeFailure
+from runtime.gates import GateResult
+from runtime.report import (
+    Report,
+    Side,
+    remove_report,
+    render_json,
+    render_junit,
+    render_markdown,
+    render_text,
+    table_rows,
+    to_dict,
+    verdict_line,
+    write_report,
+)
+
+GATES = (
+    GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),
+    GateResult("latency_p50", "min_speedup 3", 2.0, (1.9, 2.1), "fail", False, "speed-up 2 <is> not at least 3"),
+    GateResult("kl", "max 0.1", 0.1, (0.0, 0.2), "undecided", True, "cannot tell"),
+    GateResult("cosine", "min 0.9", None, None, "fail", False, "broken | outputs"),
+)
+
+
+@pytest.fixture
+def report() -> Report:
+    latency = {"p50": 2.0, "p90": 2.5, "p95": 3.0, "p99": 4.0}
+    before = Side(
+        metrics={"top1": 0.93},
+        intervals={"top1": (0.92, 0.94)},
+        latency_ms={name: 2 * value for name, value in latency.items()},
+        throughput_per_s=100.0,
+        throughput_batch_size=64,
+        size_bytes=90_900_000,
+        load_ms=200.0,
+        peak_memory_bytes=150_000_000.0,
+    )
+    after = replace(before, metrics={"top1": 0.929, "kl": 0.01}, latency_ms=latency, size_bytes=23_300_000)
+    return Report(
+        verdict="fail",
+        bundle="tiny",
+        backend="onnxruntime-cpu",
+        baseline=before,
+        candidate=replace(after, intervals={"top1": (0.919, 0.939), "kl": (-math.inf, math.inf)}),
+        ratios={"size": 3.9, "latency_p50": 2.0, "latency_p95": 2.0, "latency_p99": 2.0, "throughput": 1.0},
+        differences={"top1": {"value": -0.001, "interval": (-0.003, 0.001), "method": "Tango paired score"}},
+        gates=GATES,
+        advice=("The candidate is SLOWER.",),
+        backends=(
+            {
+                "name": "a",
+                "artifact": "baseline",
+                "precision": "f32",
+                "latency_ms": latency,
+                "speedup": 1.0,
+                "fastest": True,
+            },
+            {"name": "b", "artifact": "baseline", "precision": "bf16", "error": "cannot load"},
+        ),
+        environment={"cpu": "a CPU"},
+    )
+
+
+def test_the_table_has_a_row_for_each_thing_that_was_measured(report: Report) -> None:
+    rows = {row.name: (row.before, row.after, row.change) for row in table_rows(report)}
+    assert rows["size"] == ("90.90 MB", "23.30 MB", "3.90x")
+    assert rows["top1"] == ("0.9300 [0.9200, 0.9400]", "0.9290 [0.9190, 0.9390]", "-0.0010 [-0.0030, +0.0010]")
+    assert rows["kl"] == ("-", "0.0100", "")
+    assert rows["latency p50"] == ("4 ms", "2 ms", "2.00x")
+    assert rows["throughput, batch 64"] == ("100/s", "100/s", "1.00x")
+    assert list(rows) == [
+        *("size", "top1", "kl", "latency p50", "latency p95", "latency p99"),
+        *("throughput, batch 64", "peak memory", "load time"),
+    ]
+
+
+def test_the_text_ends_with_the_verdict_after_the_gates(report: Report) -> None:
+    lines = render_text(report).splitlines()
+    assert lines[0].split() == ["before", "after", "change"]
+    assert lines[-1] == "FAIL: tiny on onnxruntime-cpu: 2 of 4 gates fell short"
+    assert any(line.startswith("  holds") and "top1 max_drop 0.01" in line for line in lines)
+    assert any(line.split() == ["b", "baseline", "bf16", "failed", "cannot", "load"] for line in lines)
+    assert "- The candidate is SLOWER." in lines
+
+
+@pytest.mark.parametrize(
+    ("verdict", "gates", "said"),
+    [
+        ("pass", (), "PASS: tiny on onnxruntime-cpu: no gates to hold"),
+        ("pass", GATES[:1], "PASS: tiny on onnxruntime-cpu: all 1 gates hold"),
+        ("fail", (), "FAIL: tiny on onnxruntime-cpu: its outputs cannot be judged"),
+        ("unjudged", (), "tiny on onnxruntime-cpu: measured, not judged"),
+    ],
+)
+def test_the_verdict_line(report: Report, verdict: str, gates: tuple[GateResult, ...], said: str) -> None:
+    assert verdict_line(replace(report, verdict=verdict, gates=gates)) == said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("pass", 0), ("unjudged", 0), ("fail", 3), ("undecided", 3)])
+def test_the_exit_code(report: Report, verdict: str, code: int) -> None:
+    assert replace(report, verdict=verdict).exit_code == code  # type: ignore[arg-type]
+
+
+def test_json_is_valid_and_has_null_for_what_has_no_value(report: Report) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    data = json.loads(render_json(report), parse_constant=refuse)
+    assert data == to_dict(report)
+    assert data["candidate"]["intervals"]["kl"] == [None, None]
+    assert data["gates"][3]["value"] is None
+    needed = {"format_version", "verdict", "bundle", "backend", "baseline", "candidate", "ratios", "gates", "layers"}
+    assert needed | {"backends", "advice", "environment", "confidence"} <= data.keys()
+
+
+def test_junit_has_a_case_for_each_gate(report: Report) -> None:
+    suite = ElementTree.fromstring(render_junit(report))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
+    cases = {case.get("name"): case for case in suite}
+    failure = cases["latency_p50 min_speedup 3"].find("failure")
+    assert failure is not None
+    assert failure.get("message") == "speed-up 2 <is> not at least 3"
+    assert cases["kl max 0.1"].find("skipped") is not None
+    assert cases["top1 max_drop 0.01"].find("failure") is None
+
+
+def test_markdown_keeps_its_tables_whole(report: Report) -> None:
+    text = render_markdown(report)
+    assert text.startswith("# FAIL: tiny")
+    assert "broken \\| outputs" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in tables} == {5, 4, 8}
+
+
+def test_reports_are_written_whole_and_removed(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md", "report.xml"]
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "fail"
+    remove_report(tmp_path)
+    assert not list(tmp_path.iterdir())
+    remove_report(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFailure, match=r"cannot write .*missing.report\.json"):
+        write_report(report, tmp_path / "missing")
