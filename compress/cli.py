@@ -72,7 +72,7 @@ def apply(
     with ending(as_json):
         loaded = _load(recipe, overrides)
         with quiet_stdout(as_json):
-            from compress.apply import apply_recipe
+            from compress.runner import apply_recipe
 
             report = apply_recipe(loaded, out, cache, quiet or as_json)
         _show_report(report, as_json)
@@ -84,7 +84,7 @@ def plan(recipe: RecipeFile, overrides: Overrides = [], as_json: AsJson = False)
     with ending(as_json):
         loaded = _load(recipe, overrides)
         with quiet_stdout(as_json):
-            from compress.plan import make_plan
+            from compress.planner import make_plan
 
             made = make_plan(loaded)
         if as_json:

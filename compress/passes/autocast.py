@@ -9,7 +9,7 @@ from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.passes.base import Pass
-from compress.passes.choosing import choose_layers, pattern_problems, target_word
+from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
 from compress.targets import Target
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class Autocast(Pass):
         decisions = [LayerDecision(layer.name, layer.type, self.dtype) for layer in taken]
         after = facts.with_bits({layer.name: 16 for layer in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems))
+
+    def refused_by(self, target: Target) -> str | None:
+        return refusal(target, self.dtype, self.kind)
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState; records the type and the nodes that stay float32 because of their range."""

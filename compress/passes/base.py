@@ -34,6 +34,10 @@ class Pass(Record):
         """What the pass would do to a model like this. Raises nothing: what is wrong goes into `problems`, naming layers."""
         raise NotImplementedError
 
+    def refused_by(self, target: Target) -> str | None:
+        """Why a further target cannot hold what this pass leaves, or None."""
+        return None
+
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """Do it. `model` is the stage's object and may be changed in place; the result holds the one to go on with."""
         raise NotImplementedError

@@ -51,7 +51,13 @@ def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: dict[str, 
 def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[Note], list[str]]:
     """(notes, problems) that follow from what the target does with a format."""
     fact = target.fact(format_name)
-    if fact.verdict == "refused":
-        return [], [f"{kind}: target {target.name} {fact.text}"]
+    if text := refusal(target, format_name, kind):
+        return [], [text]
     level = "slow" if fact.verdict == "slow" else "info"
     return [Note(level, f"{target.name}: {format_name}: {fact.text}")], []
+
+
+def refusal(target: Target, format_name: Format, kind: str) -> str | None:
+    """Why the target cannot hold a format, or None."""
+    fact = target.fact(format_name)
+    return f"{kind}: target {target.name} {fact.text}" if fact.verdict == "refused" else None

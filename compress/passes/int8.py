@@ -8,7 +8,7 @@ from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.passes.base import Pass, Record
-from compress.passes.choosing import choose_layers, pattern_problems, target_word
+from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
 from compress.targets import Target
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ class Int8(Pass):
         decisions = [LayerDecision(la.name, la.type, "int8", scheme if la.type != "Embedding" else "W8") for la in taken]
         after = facts.with_bits({layer.name: 8 for layer in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems))
+
+    def refused_by(self, target: Target) -> str | None:
+        return refusal(target, "int8-static" if self.mode == "static" else "int8-dynamic", self.kind)
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState. Observes, rounds, corrects, looks for a collapse, and restores layers if gates ask for it."""

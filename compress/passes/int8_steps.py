@@ -7,6 +7,8 @@ from dataclasses import replace
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, matches
 from compress.graph.layers import find_layers, layer_facts
+from compress.graph.run import clone
+from compress.graph.shortcut import shortcuts_to_convolutions
 from compress.passes.context import PassContext, PassResult
 from compress.passes.int8 import Int8
 from compress.quantize.int8 import (
@@ -42,6 +44,9 @@ def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResu
     layers = {layer.name: layer for layer in find_layers(state.model)}
     kind = knobs.placement if knobs.placement != "auto" else decide_kind([layers[la.name] for la in taken])
     dynamic = knobs.mode == "dynamic"
+    if kind == "all":
+        state = replace(state, model=clone(state.model))
+        shortcuts_to_convolutions(state.model)
     try:
         state = with_integer_layers(state, [la.name for la in taken], kind, knobs.attention, dynamic)
         seen = observe_state(state, context.progress(context.batches, "int8: observing"))

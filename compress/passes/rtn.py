@@ -9,7 +9,7 @@ from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan, matches
 from compress.passes.base import Pass, Record
-from compress.passes.choosing import choose_layers, pattern_problems, target_word
+from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
 from compress.targets import Target
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class Rtn(Pass):
             some = ", ".join(str(k) for k in kernels)
             return f"rtn: {layer.name}: target {target.name} has {bits}-bit kernels for group_size {some}, not {size}; it would run slower than float32"
         return None
+
+    def refused_by(self, target: Target) -> str | None:
+        bits, symmetric = PRESETS.get(self.scheme or "", (self.bits, self.symmetric))
+        return refusal(target, "w8" if bits == 8 else "w4" if symmetric else "w4-asym", self.kind)
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState; each layer's weights are rounded with a searched scale for each group."""

@@ -280,7 +280,7 @@ def report(verdict: Any) -> Report:
 
 
 def test_plan(room: Callable[..., None]) -> None:
-    room("compress.plan", make_plan=lambda recipe: FakePlan())
+    room("compress.planner", make_plan=lambda recipe: FakePlan())
     assert run("plan", "recipe.yaml").stdout == "the plan\n"
     assert json.loads(run("plan", "recipe.yaml", "--json").stdout) == {"steps": []}
 
@@ -294,7 +294,7 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
         print("progress")
         return report(verdict)
 
-    room("compress.apply", apply_recipe=apply_recipe)
+    room("compress.runner", apply_recipe=apply_recipe)
     shown = run("apply", "recipe.yaml", "--out", "b", "--cache", "c")
     assert shown.exit_code == code and "progress" in shown.stdout
     asked = run("apply", "recipe.yaml", "--out", "b", "--json")
@@ -318,7 +318,7 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
     ],
 )
 def test_how_failures_end(error: BaseException, code: int, said: str, room: Callable[..., None]) -> None:
-    room("compress.plan", make_plan=raising(error))
+    room("compress.planner", make_plan=raising(error))
     done = run("plan", "recipe.yaml")
     assert (done.exit_code, done.stdout) == (code, "")
     assert done.stderr.startswith(said) and "Traceback" not in done.stderr
@@ -332,14 +332,14 @@ def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
     code = """
 import os, subprocess, sys, types
 from runtime.report import Report, Side
-room = types.ModuleType("compress.apply")
+room = types.ModuleType("compress.runner")
 def apply_recipe(recipe, out, cache, quiet):
     print("python prints")
     os.write(1, b"C prints\\n")
     subprocess.run([sys.executable, "-c", "print('a child prints')"])
     return Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
 room.apply_recipe = apply_recipe
-sys.modules["compress.apply"] = room
+sys.modules["compress.runner"] = room
 from compress.cli import app
 app(["apply", "recipe.yaml", "--out", "b", "--json"])
 """

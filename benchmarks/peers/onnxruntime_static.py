@@ -1,0 +1,45 @@
+"""ONNX Runtime's own quantizer, static: MODEL BATCHES OUT.
+
+Prepared and called as its documentation says for a CPU: `quant_pre_process`, then Q/DQ, uint8 activations, int8 weights
+per channel, MinMax, all operators that it knows.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from batches import Batch, read_batches
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+
+class Batches(CalibrationDataReader):  # type: ignore[misc]  (onnxruntime has no types)
+    """Hands out one batch after the other."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._left = iter(batches)
+
+    def get_next(self) -> Batch | None:
+        return next(self._left, None)
+
+
+def main(model: Path, batches: Path, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = Path(folder) / "prepared.onnx"
+        quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
+        quantize_static(
+            str(prepared),
+            str(out),
+            Batches(read_batches(batches)),
+            quant_format=QuantFormat.QDQ,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            calibrate_method=CalibrationMethod.MinMax,
+        )
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""From a loaded model to a float ONNX graph, and from a decided graph to the file a target is fast on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from onnx_ir.passes.common import ShapeInferencePass
+
+from compress.errors import ExportError
+from compress.graph.edit import strip_metadata, tidy
+from compress.graph.half import to_half
+from compress.graph.norms import keep_norms_apart
+from compress.graph.run import clone
+from compress.models.load import LoadedModel
+from compress.quantize.qdq import write_state
+from compress.quantize.state import GraphState
+from compress.targets import Target
+
+BLOCK_OPSET = 21
+"""The first opset with block-wise and 4-bit DequantizeLinear."""
+LOWEST_OPSET = 17
+TWO_GIB = 2**31 - 2**20
+
+
+def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
+    """The model as a float32 graph with dynamic batch and sequence. `feeds`: an encoded batch of at least two samples.
+
+    Raises ExportError with what the exporter said.
+    """
+    if loaded.onnx_path is not None:
+        return read_graph(loaded.onnx_path)
+    assert loaded.module is not None and loaded.parameters is not None
+    arguments = {loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names}
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                loaded.module,
+                (),
+                kwargs=arguments,
+                dynamo=True,
+                input_names=list(loaded.input_names),
+                output_names=list(loaded.output_names),
+                dynamic_shapes=_dynamic_shapes(loaded),
+                opset_version=opset,
+                verbose=False,
+            )
+        except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
+            raise ExportError(f"{loaded.architecture}: torch.onnx.export failed: {_first_lines(error)}") from error
+    assert program is not None
+    return program.model
+
+
+def read_graph(path: Path) -> ir.Model:
+    """An ONNX file as a graph with inferred shapes, converted to opset 17 if it is older. ExportError."""
+    try:
+        proto = onnx.load(path)
+        versions = {imported.domain: imported.version for imported in proto.opset_import}
+        if versions.get("", LOWEST_OPSET) < LOWEST_OPSET:
+            proto = onnx.version_converter.convert_version(proto, LOWEST_OPSET)
+        model = ir.from_proto(proto)
+        ShapeInferencePass()(model)
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+        raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error
+    _name_nodes(model)
+    return model
+
+
+def finished_graph(state: GraphState, target: Target) -> ir.Model:
+    """The graph that `target` gets: decisions written in its flavour, forms that it is slow on avoided, no metadata."""
+    model = write_state(state, target.flavour)
+    if state.half is not None:
+        ShapeInferencePass()(model)
+        to_half(model, state.half, state.half_kept)
+    if target.name == "onnxruntime-cpu":
+        keep_norms_apart(model)
+    if any(weight.bits == 4 or weight.group_size > 0 for weight in state.weights.values()):
+        model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
+    strip_metadata(model)
+    return model
+
+
+def float_graph(model: ir.Model) -> ir.Model:
+    """What the baseline's file holds: the float graph, without metadata."""
+    plain = clone(model)
+    tidy(plain)
+    strip_metadata(plain)
+    return plain
+
+
+def save_graph(model: ir.Model, path: Path) -> None:
+    """Write model.onnx (weights beside it in model.onnx.data over 2 GiB), check it, and load it once.
+
+    Raises ExportError when the checker or ONNX Runtime refuses it.
+    """
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(model, path, external_data=f"{path.name}.data" if size > TWO_GIB else None)
+    try:
+        onnx.checker.check_model(str(path))
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except (onnx.checker.ValidationError, *ORT_ERRORS) as error:
+        raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
+
+
+ORT_ERRORS = tuple(
+    kind
+    for kind in vars(ort.capi.onnxruntime_pybind11_state).values()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+)
+"""What ONNX Runtime raises; they have no common base of their own."""
+
+
+def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
+    assert loaded.parameters is not None
+    names = {dim for spec in loaded.inputs for dim in spec.shape if isinstance(dim, str)}
+    dims = {name: torch.export.Dim(name) for name in sorted(names)}
+    return {
+        loaded.parameters[spec.name]: {i: dims[dim] for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
+        for spec in loaded.inputs
+    }
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Names for the nodes that have none, so that reports can name them."""
+    for index, node in enumerate(model.graph):
+        if not node.name:
+            node.name = f"{node.op_type}_{index}"
+
+
+def _first_lines(error: Exception, most: int = 6) -> str:
+    return " | ".join(line.strip() for line in str(error).splitlines() if line.strip()[:1] not in ("", "=", "-"))[: most * 160]
+
+
+@contextmanager
+def _quiet():
+    """The exporter's progress and warnings about optional packages stay out of the user's terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

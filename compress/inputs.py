@@ -1,0 +1,103 @@
+"""What a recipe's model and data are, before anything heavy is loaded: the ground that a plan and a run both stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from compress.data.inspect import DataFacts, inspect_data
+from compress.data.samples import Samples, load_samples
+from compress.errors import PlanError, SourceError
+from compress.facts import ModelFacts
+from compress.graph.run import Feeds
+from compress.models.facts import model_facts
+from compress.models.feeds import feeds_shapes, model_inputs
+from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate, model_digest
+from compress.schema import Recipe
+from runtime.bundle import TensorSpec
+from runtime.predict import encoding_views
+from runtime.preprocess import PreprocessSpec, make_preprocessor
+
+SETS = ("calibration", "train", "evaluation")
+IMAGE_BATCH = 32
+"""Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`feeds`: model input -> (shape without batch, dtype). `data`: set name -> its facts. `digest`: of the model."""
+
+    recipe: Recipe
+    preprocess: PreprocessSpec
+    names: tuple[str, ...]
+    data: dict[str, DataFacts]
+    feeds: dict[str, tuple[tuple[int, ...], str]]
+    facts: ModelFacts
+    digest: str
+    folder: Path | None
+
+
+def read_inputs(recipe: Recipe) -> Inputs:
+    """Look at the model's shapes and the data's columns; no weight is read.
+
+    Raises SourceError with everything that is wrong with the data sets, or with the model.
+    """
+    root, spec = recipe.root, recipe.model
+    preprocess = resolve_preprocess(spec, recipe.preprocess, root)
+    names = model_inputs(spec, root)
+    data, problems = {}, []
+    for name in SETS:
+        declared = getattr(recipe.data, name)
+        if declared is None:
+            continue
+        try:
+            data[name] = inspect_data(declared, root, spec.task, names, spec.class_names)
+        except SourceError as error:
+            problems += [f"data.{name}: {problem}" for problem in error.problems]
+    if problems:
+        raise SourceError(problems)
+    if not data:
+        raise PlanError("data: the recipe names no data set; an evaluation set is what the result is judged on")
+    shapes = next(iter(data.values())).shapes
+    feeds = feeds_shapes(spec, root, preprocess, shapes)
+    facts = model_facts(spec, root, feeds)
+    return Inputs(recipe, preprocess, names, data, feeds, facts, model_digest(spec, root), locate(spec, root).folder)
+
+
+def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples | None:
+    """The samples of a named set, or None if the recipe has none of that name."""
+    recipe = inputs.recipe
+    spec = getattr(recipe.data, name)
+    if spec is None:
+        return None
+    task, class_names = recipe.model.task, recipe.model.class_names
+    return load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+
+
+class Batches(Sequence[Feeds]):
+    """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded."""
+
+    def __init__(self, samples: Samples, inputs: Inputs, specs: tuple[TensorSpec, ...], size: int | None = None) -> None:
+        self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.folder)
+        task = inputs.recipe.model.task
+        self.views = encoding_views(task, samples.columns)
+        fixed = {spec.shape[0] for spec in specs if isinstance(spec.shape[0], int)}
+        self.size = size or (min(fixed) if fixed else 1 if inputs.preprocess.kind == "text" else IMAGE_BATCH)
+        starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
+        self.rows = [(view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        view, rows = self.rows[index]
+        return self.preprocessor.encode(view, rows)
+
+    def __iter__(self) -> Iterator[Feeds]:
+        return (self[i] for i in range(len(self)))

@@ -1,0 +1,161 @@
+"""From a recipe to a judged bundle, left to right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.cache import StepCache, default_root
+from compress.data.samples import Samples, overlap
+from compress.errors import PlanError
+from compress.export.bundle import Contents, assemble
+from compress.export.onnx import save_graph
+from compress.facts import Note
+from compress.inputs import SETS, Batches, load_set
+from compress.journal import Journal
+from compress.lock import make_lock
+from compress.models.load import load_model
+from compress.network import restrict_network
+from compress.output import explained, publish, reserved
+from compress.passes.context import PassContext, PassResult
+from compress.planner import Plan, make_plan
+from compress.quality import shortfall_finder
+from compress.recipe import recipe_to_yaml
+from compress.schema import Recipe
+from compress.stages import FloatModel, baseline_step, float_model, pass_step
+from compress.targets import TARGETS
+from runtime.report import Report
+from runtime.validate import validate
+
+LOG = "compress.log"
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What every step of one run stands on."""
+
+    plan: Plan
+    cache: StepCache
+    journal: Journal
+    sets: dict[str, Samples]
+
+
+def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report:
+    """Do what the recipe says, write the bundle to `out`, judge it. Steps that are in `cache` are not done again.
+
+    The bundle appears under its name only when it is whole; the report is written into it afterwards. The log is
+    `<out>/compress.log`, or `<out>.log` when the run fails. Raises CompressError and runtime failures.
+    """
+    restrict_network(recipe)
+    out = Path(out)
+    with reserved(out) as staging:
+        log_file = out.absolute().with_name(f"{out.name}.log")
+        with explained(out):
+            journal = Journal(log_file, quiet)
+        plan = make_plan(recipe, cache)
+        with explained(cache or default_root()):
+            _build(Ground(plan, StepCache(cache or default_root(), journal.log), journal, {}), staging)
+        with explained(out):
+            publish(staging, out)
+        with journal.step("judging"):
+            report = validate(out, [recipe.target] if not TARGETS[recipe.target].runs_here else None)
+        journal.log(f"verdict: {report.verdict}")
+        shutil.move(log_file, out / LOG)
+    return report
+
+
+def _build(ground: Ground, staging: Path) -> None:
+    plan, journal, cache = ground.plan, ground.journal, ground.cache
+    inputs, recipe = plan.inputs, plan.recipe
+    for note in plan.notes:
+        journal.log(note.text)
+    with journal.step("loading data"):
+        ground.sets.update(_load_sets(plan, journal))
+    evaluation = ground.sets["evaluation"]
+    calibration = ground.sets.get("calibration", evaluation)
+    with journal.step("exporting to float ONNX"):
+        model = float_model(
+            cache,
+            plan.keys.float_graph,
+            lambda: load_model(recipe.model, recipe.root, inputs.feeds),
+            lambda specs: Batches(calibration, inputs, specs),
+            recipe.export[0].opset,
+        )
+    with journal.step("baseline outputs"):
+        baseline = baseline_step(cache, plan.keys.baseline, model, inputs, evaluation.columns)
+    results = _run_passes(ground, model, baseline)
+    state = results[-1].model if results else model.state
+    with journal.step("writing the bundle"):
+        assemble(
+            staging,
+            Contents(
+                recipe=recipe,
+                recipe_yaml=recipe_to_yaml(recipe),
+                lock=make_lock(inputs, plan.keys, ground.sets, model.parity),
+                state=state,
+                preprocess=inputs.preprocess,
+                inputs=model.inputs,
+                outputs=model.outputs,
+                folder=model.folder,
+                class_names=model.class_names,
+                samples=evaluation.columns,
+                baseline_outputs=baseline,
+                layers=layer_rows([one.kind for one in recipe.passes], results),
+            ),
+        )
+
+
+def _run_passes(ground: Ground, model: FloatModel, baseline: dict[str, Any]) -> list[PassResult]:
+    plan, journal = ground.plan, ground.journal
+    evaluation, calibration = ground.sets["evaluation"], ground.sets.get("calibration")
+    context = PassContext(
+        batches=Batches(calibration, plan.inputs, model.inputs) if calibration is not None else (),
+        target=TARGETS[plan.recipe.target],
+        seed=plan.recipe.seed,
+        log=journal.log,
+        progress=journal.progress,
+        shortfalls=shortfall_finder(plan.inputs, model.inputs, evaluation.columns, baseline, save_graph),
+    )
+    results: list[PassResult] = []
+    state = model.state
+    for one, key in zip(plan.recipe.passes, plan.keys.passes, strict=True):
+        with journal.step(one.kind):
+            results.append(pass_step(ground.cache, key, one, state, context))
+        for note in results[-1].notes:
+            journal.log(note.text)
+        state = results[-1].model
+    return results
+
+
+def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
+    """The named sets, checked against the model's number of classes; says where calibration and evaluation overlap."""
+    task, outputs = plan.recipe.model.task, plan.before.outputs
+    width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
+    n_classes = width if task.endswith("classification") and isinstance(width, int) else None
+    sets = {name: loaded for name in SETS if (loaded := load_set(plan.inputs, name, n_classes)) is not None}
+    if sets.keys() >= {"calibration", "evaluation"} and (shared := overlap(sets["calibration"], sets["evaluation"])):
+        journal.log(f"data: {shared} of {sets['evaluation'].n} evaluation samples are also calibration samples; the verdict is optimistic")
+    if not sets["evaluation"].n:
+        raise PlanError("data.evaluation: no samples")
+    return sets
+
+
+def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict[str, Any]]:
+    """One row for each layer: its last deciding pass, what was done and why, and what every pass measured of it."""
+    rows: dict[str, dict[str, Any]] = {}
+    for kind, result in zip(kinds, results, strict=True):
+        for decision in result.decisions:
+            row = rows.setdefault(decision.layer, {"layer": decision.layer, "type": decision.type, "action": "kept"})
+            if decision.action != "kept" or "pass" not in row:
+                row |= {"action": decision.action, "pass": kind, "reason": decision.reason}
+            row.setdefault("history", []).append(f"{kind}: {decision.action} {decision.reason}".strip())
+            row |= result.measured.get(decision.layer, {})
+    return [*rows.values(), *_note_rows(results)]
+
+
+def _note_rows(results: Sequence[PassResult]) -> list[dict[str, Any]]:
+    notes: list[Note] = [note for result in results for note in result.notes]
+    return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in notes]

@@ -1,0 +1,106 @@
+"""A plan for people: on a terminal, in a notebook, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape as html_escape
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compress.facts import LayerDecision
+from compress.inspect import size_text
+
+if TYPE_CHECKING:
+    from compress.planner import Plan
+
+MOST_LAYERS = 12
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """JSON values: steps (name, cached, bytes, decisions, notes), sizes, forecast, notes."""
+    expected = plan.forecast
+    return {
+        "name": plan.recipe.name,
+        "model": {"source": plan.recipe.model.source, "architecture": plan.before.architecture, "macs": plan.before.macs},
+        "target": plan.recipe.target,
+        "size_bytes": {"before": plan.before.n_bytes, "after": plan.after.n_bytes},
+        "steps": [
+            {
+                "name": step.name,
+                "key": step.key,
+                "cached": step.cached,
+                "before_bytes": step.before_bytes,
+                "after_bytes": step.after_bytes,
+                "layers": [{"layer": d.layer, "type": d.type, "action": d.action, "reason": d.reason} for d in step.decisions],
+                "notes": [{"level": note.level, "text": note.text} for note in step.notes],
+            }
+            for step in plan.steps
+        ],
+        "data": {name: {"source": f.source, "samples": f.n_samples, "digest": f.digest} for name, f in plan.inputs.data.items()},
+        "forecast": {"seconds": expected.seconds, "memory_bytes": expected.memory_bytes, "disk_bytes": expected.disk_bytes},
+        "notes": [{"level": note.level, "text": note.text} for note in plan.notes],
+    }
+
+
+def render_plan(plan: Plan, console: Console) -> None:
+    """Steps, layers, what the target will do, sizes and the forecast."""
+    console.print(f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}")
+    table = Table("step", "done already", "weights before", "after", "layers")
+    for step in plan.steps:
+        table.add_row(
+            step.name, "cached" if step.cached else "", size_text(step.before_bytes), size_text(step.after_bytes), _counts(step.decisions)
+        )
+    console.print(table)
+    for step in plan.steps:
+        _print_layers(step.decisions, step.name, console)
+        for note in step.notes:
+            console.print(f"  {_mark(note.level)}{escape(note.text)}")
+    for note in plan.notes:
+        console.print(f"{_mark(note.level)}{escape(note.text)}")
+    console.print(_forecast_line(plan))
+
+
+def plan_html(plan: Plan) -> str:
+    """A table for notebooks."""
+    rows = "".join(
+        f"<tr><td>{html_escape(s.name)}</td><td>{'cached' if s.cached else ''}</td><td>{size_text(s.before_bytes)}</td>"
+        f"<td>{size_text(s.after_bytes)}</td><td>{html_escape(_counts(s.decisions))}</td></tr>"
+        for s in plan.steps
+    )
+    head = "<tr><th>step</th><th>done already</th><th>weights before</th><th>after</th><th>layers</th></tr>"
+    return f"<p><b>{html_escape(plan.recipe.name)}</b></p><table>{head}{rows}</table><p>{html_escape(_forecast_line(plan))}</p>"
+
+
+def _forecast_line(plan: Plan) -> str:
+    expected = plan.forecast
+    ratio = plan.before.n_bytes / max(plan.after.n_bytes, 1)
+    return (
+        f"weights {size_text(plan.before.n_bytes)} -> {size_text(plan.after.n_bytes)} ({ratio:.1f}x smaller); about "
+        f"{expected.seconds:.0f} s, {size_text(expected.memory_bytes)} of memory at the peak, {size_text(expected.disk_bytes)} of disk"
+    )
+
+
+def _counts(decisions: Sequence[LayerDecision]) -> str:
+    counts: dict[str, int] = {}
+    for decision in decisions:
+        counts[decision.action] = counts.get(decision.action, 0) + 1
+    return ", ".join(f"{n} {action}" for action, n in counts.items())
+
+
+def _print_layers(decisions: Sequence[LayerDecision], step: str, console: Console) -> None:
+    """The layers that are left, with the reason, and the first of those that are touched."""
+    touched = [d for d in decisions if d.action != "kept"]
+    for decision in touched[:MOST_LAYERS]:
+        console.print(f"  {step}: {escape(decision.layer)} ({decision.type}) {decision.action} {escape(decision.reason)}", highlight=False)
+    if len(touched) > MOST_LAYERS:
+        console.print(f"  {step}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
+    for decision in decisions:
+        if decision.action == "kept":
+            console.print(f"  {step}: {escape(decision.layer)} ({decision.type}) stays: {escape(decision.reason)}", highlight=False)
+
+
+def _mark(level: str) -> str:
+    return {"info": "", "slow": "[yellow]slower than float: [/]", "warning": "[yellow]note: [/]"}[level]
