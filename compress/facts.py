@@ -10,7 +10,16 @@ from typing import Literal
 
 from runtime.bundle import TensorSpec
 
-DTYPE_BITS = {"float32": 32, "float64": 64, "float16": 16, "bfloat16": 16, "int8": 8, "uint8": 8, "int4": 4, "int64": 64}
+DTYPE_BITS = {
+    "float32": 32,
+    "float64": 64,
+    "float16": 16,
+    "bfloat16": 16,
+    "int8": 8,
+    "uint8": 8,
+    "int4": 4,
+    "int64": 64,
+}
 
 
 @dataclass(frozen=True)

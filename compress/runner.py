@@ -95,6 +95,7 @@ def _build(ground: Ground, staging: Path) -> None:
                 recipe=recipe,
                 recipe_yaml=recipe_to_yaml(recipe),
                 lock=make_lock(inputs, plan.keys, ground.sets, model.parity),
+                float_model=model.state.model,
                 state=state,
                 preprocess=inputs.preprocess,
                 inputs=model.inputs,

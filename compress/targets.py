@@ -58,12 +58,23 @@ TARGETS: dict[str, Target] = {
                 "uint8 activations with int8 weights fuse into QLinearConv and MatMulIntegerToFloat; symmetric int8 activations "
                 "(S8S8) would be slower than float32 on encoders, so the u8s8 flavour is written",
             ),
-            "int8-dynamic": FormatFact("fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"),
-            "w8": FormatFact("fast", "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; level 0 would run at 0.02x"),
-            "w4": FormatFact("fast", "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing"),
+            "int8-dynamic": FormatFact(
+                "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"
+            ),
+            "w8": FormatFact(
+                "fast",
+                "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; level 0 would run at 0.02x",
+            ),
+            "w4": FormatFact(
+                "fast", "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing"
+            ),
             "w4-asym": FormatFact("fast", "fuses into MatMulNBits with zero points at accuracy_level 4"),
-            "float16": FormatFact("slow", "has few float16 CPU kernels and casts around the rest: smaller, but slower than float32"),
-            "bfloat16": FormatFact("refused", "has no bfloat16 CPU kernels; use target: openvino, or float16 for size alone"),
+            "float16": FormatFact(
+                "slow", "has few float16 CPU kernels and casts around the rest: smaller, but slower than float32"
+            ),
+            "bfloat16": FormatFact(
+                "refused", "has no bfloat16 CPU kernels; use target: openvino, or float16 for size alone"
+            ),
         },
         group_sizes=(16, 32, 64, 128, 256),
         group_sizes_8bit=(32,),
@@ -73,12 +84,18 @@ TARGETS: dict[str, Target] = {
         "u8s8",
         runs_here=True,
         formats={
-            "int8-static": FormatFact("fast", "reads the same u8s8 file; convolutions, matrix products and residual adds run in int8"),
-            "int8-dynamic": FormatFact("slow", "runs DynamicQuantizeLinear as separate operators, slower than float32; use mode: static"),
+            "int8-static": FormatFact(
+                "fast", "reads the same u8s8 file; convolutions, matrix products and residual adds run in int8"
+            ),
+            "int8-dynamic": FormatFact(
+                "slow", "runs DynamicQuantizeLinear as separate operators, slower than float32; use mode: static"
+            ),
             "w8": FormatFact("fast", "decompresses inside the matrix product"),
             "w4": FormatFact("fast", "decompresses inside the matrix product"),
             "w4-asym": FormatFact("fast", "decompresses inside the matrix product"),
-            "float16": FormatFact("fast", "stores float16 and computes in the CPU's best type (bfloat16 where it has it)"),
+            "float16": FormatFact(
+                "fast", "stores float16 and computes in the CPU's best type (bfloat16 where it has it)"
+            ),
             "bfloat16": FormatFact("fast", "computes in bfloat16 where the CPU has it (its default there)"),
         },
     ),

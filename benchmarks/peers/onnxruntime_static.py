@@ -1,7 +1,8 @@
-"""ONNX Runtime's own quantizer, static: MODEL BATCHES OUT.
+"""ONNX Runtime's own quantizer, static: MODEL BATCHES OUT [OPERATOR...].
 
 Prepared and called as its documentation says for a CPU: `quant_pre_process`, then Q/DQ, uint8 activations, int8 weights
-per channel, MinMax, all operators that it knows.
+per channel, MinMax; all operators that it knows, or those that are named. Symbolic shape inference is left out of the
+preparation: it stops on transformer graphs of torch's exporter ("Incomplete symbolic shape inference").
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ class Batches(CalibrationDataReader):  # type: ignore[misc]  (onnxruntime has no
         return next(self._left, None)
 
 
-def main(model: Path, batches: Path, out: Path) -> None:
+def main(model: str, batches: str, out: str, *operators: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder) / "prepared.onnx"
-        quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
+        quant_pre_process(model, str(prepared), skip_symbolic_shape=True)
         quantize_static(
             str(prepared),
-            str(out),
-            Batches(read_batches(batches)),
+            out,
+            Batches(read_batches(Path(batches))),
+            op_types_to_quantize=list(operators) or None,
             quant_format=QuantFormat.QDQ,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
@@ -42,4 +44,4 @@ def main(model: Path, batches: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*sys.argv[1:])

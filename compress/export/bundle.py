@@ -46,6 +46,7 @@ class Contents:
     recipe: Recipe
     recipe_yaml: str
     lock: dict[str, Any]
+    float_model: ir.Model
     state: GraphState
     preprocess: PreprocessSpec
     inputs: tuple[TensorSpec, ...]
@@ -60,7 +61,7 @@ class Contents:
 def assemble(staging: Path, contents: Contents) -> Manifest:
     """Write every file of the bundle under `staging`, then its manifest. Raises ExportError, BundleError."""
     recipe = contents.recipe
-    artifacts = [_write_model(staging / "baseline", float_graph(contents.state.model), "baseline", "float32", contents)]
+    artifacts = [_write_model(staging / "baseline", float_graph(contents.float_model), "baseline", "float32", contents)]
     for export in recipe.export:
         target = export.target or recipe.target
         main = target == recipe.target

@@ -19,7 +19,7 @@ def initializer(model: ir.Model, name: str, array: np.ndarray | ir.TensorProtoco
         value.const_value = tensor
         model.graph.register_initializer(value)
     value.const_value = tensor
-    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tuple(tensor.shape.numpy()))
     return value
 
 
@@ -46,6 +46,22 @@ def reroute(uses: Sequence[tuple[ir.Node, int]], value: ir.Value) -> None:
 
 def uses_of(value: ir.Value) -> list[tuple[ir.Node, int]]:
     return [(use.node, use.idx) for use in value.uses()]
+
+
+def alone_reads(node: ir.Node, value: ir.Value) -> bool:
+    """True if nothing but this one input of `node` sees `value`: it may be changed or go."""
+    return [use.node for use in value.uses()] == [node] and not value.is_graph_output()
+
+
+def take_over(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+    """`new` gets the name, type and readers of `old` (but for the node that makes `new`), and its place as a graph output."""
+    reroute([(node, index) for node, index in uses_of(old) if node is not new.producer()], new)
+    name = old.name
+    old.name, new.name = f"{name}/before", name
+    new.type, new.shape = old.type, old.shape
+    for i, output in enumerate(model.graph.outputs):
+        if output is old:
+            model.graph.outputs[i] = new
 
 
 def values_by_name(model: ir.Model) -> dict[str, ir.Value]:

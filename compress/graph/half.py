@@ -8,21 +8,26 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.graph.edit import append, initializer, tidy, uses_of
-from compress.graph.layers import constant, is_constant
+from compress.graph.layers import GraphLayer, constant, is_constant
 
+INTEGER_PAIRS = {("DequantizeLinear", "QuantizeLinear"), ("Cast", "MatMulInteger")}
+"""(operator, the one before it) whose output integer kernels make."""
 TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
-STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear", "Constant", "ConstantOfShape"}
-"""Operators whose float inputs are parameters, or whose type is part of what they do."""
+STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"}
+STAYS |= {"Constant", "ConstantOfShape", "If", "Loop", "Scan"}
+"""Operators whose float inputs are parameters, whose type is part of what they do, or that hold graphs of their own."""
+HALF_SCALES_OPSET = 19
+"""The first opset in which DequantizeLinear gives half precision."""
 
 
 def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
-    """Rewrite `model` in place: nodes not in `kept` compute in `dtype`; graph inputs and outputs stay float32.
+    """Rewrite `model` in place: nodes not in `kept` (see `node_name`) compute in `dtype`; graph inputs and outputs stay float32.
 
-    Needs the dtype of every value (run shape inference before).
+    What computes in integers stays as it is. Needs the dtype of every value (run shape inference before).
     """
-    half = TYPES[dtype]
+    half, names, opset = TYPES[dtype], set(kept), model.opset_imports[""]
     casts: dict[ir.Value, ir.Value] = {}
-    nodes = [node for node in model.graph if node.op_type not in STAYS and node.name not in set(kept)]
+    nodes = [node for node in model.graph if _becomes_half(node, names, opset)]
     for node in nodes:
         if not any(value is not None and value.dtype == ir.DataType.FLOAT for value in [*node.inputs, *node.outputs]):
             continue
@@ -33,6 +38,35 @@ def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
             if value.dtype == ir.DataType.FLOAT:
                 _back_to_float(model, value, half, casts)
     tidy(model)
+
+
+def node_name(node: ir.Node) -> str:
+    """What a node is kept by: its name, or its first output's where it has none."""
+    return node.name or node.outputs[0].name or ""
+
+
+def layer_nodes(layer: GraphLayer) -> list[str]:
+    """The names of a layer's product and, where it is an Add of its own, its bias."""
+    return [node_name(node) for node in (layer.node, layer.bias_add) if node is not None]
+
+
+def _becomes_half(node: ir.Node, kept: Collection[str], opset: int) -> bool:
+    if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= HALF_SCALES_OPSET:
+        return all(_becomes_half(use.node, kept, opset) for use in node.outputs[0].uses())  # a weight follows its layer
+    return node.op_type not in STAYS and node_name(node) not in kept and not _in_integers(node)
+
+
+def _in_integers(node: ir.Node) -> bool:
+    """True if `node` reads a quantized activation (kernels fuse it with that) or scales an integer product back."""
+    for value in node.inputs:
+        maker = value.producer() if value is not None else None
+        if maker is None:
+            continue
+        before = maker.inputs[0].producer() if maker.inputs and maker.inputs[0] is not None else None
+        pair = (maker.op_type, before.op_type if before is not None else "")
+        if maker.op_type == "DynamicQuantizeLinear" or pair in INTEGER_PAIRS:
+            return True
+    return False
 
 
 def _as_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> ir.Value:
@@ -49,7 +83,8 @@ def _as_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir
 def _clipped(array: np.ndarray, half: ir.DataType) -> np.ndarray:
     """Masks such as -3.4e38 become the type's own lowest value."""
     limit = 65504.0 if half == ir.DataType.FLOAT16 else 3.3895e38
-    return np.clip(array, -limit, limit).astype(half.numpy())
+    clipped: np.ndarray = np.clip(array, -limit, limit)
+    return clipped.astype(half.numpy())
 
 
 def _back_to_float(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,7 @@ CONV_TYPES = {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"}
 
 @dataclass(frozen=True, eq=False)
 class GraphLayer:
-    """A node with a constant weight. `axis` is the weight's output-channel axis; `bias` its constant bias, if any."""
+    """A node with a constant weight. `axis` is the weight's output-channel axis; `bias` its constant bias [out], if any."""
 
     name: str
     type: str
@@ -55,7 +55,7 @@ class GraphLayer:
 
 
 def constant(value: ir.Value | None) -> np.ndarray:
-    """The array of an initializer or Constant. Raises ValueError when it is neither."""
+    """The array of an initializer. Raises ValueError when it is none."""
     array = value.const_value.numpy() if value is not None and value.const_value is not None else None
     if array is None:
         raise ValueError(f"{value.name if value is not None else 'an absent input'} is not a constant")
@@ -76,16 +76,18 @@ def find_layers(model: ir.Model) -> list[GraphLayer]:
             continue
         count = taken.get(found.name, 0)
         taken[found.name] = count + 1
-        layers.append(found if count == 0 else _renamed(found, f"{found.name}#{count + 1}"))
+        layers.append(found if count == 0 else replace(found, name=f"{found.name}#{count + 1}"))
     return layers
 
 
 def as_layer(node: ir.Node) -> GraphLayer | None:
     """The layer that `node` is, or None."""
+    if node.domain not in ("", "ai.onnx"):
+        return None
     if node.op_type == "Conv" and is_constant(node.inputs[1]):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         return _layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
-    if node.op_type == "Gemm" and is_constant(node.inputs[1]) and not _attribute(node, "transA", 0):
+    if node.op_type == "Gemm" and is_constant(node.inputs[1]) and _is_linear(node):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         return _layer(node, "Linear", 1, 0 if _attribute(node, "transB", 0) else 1, bias, None)
     if node.op_type == "MatMul" and is_constant(node.inputs[1]) and constant(node.inputs[1]).ndim == 2:
@@ -109,19 +111,14 @@ def _layer(node: ir.Node, kind: str, weight: int, axis: int, bias: ir.Value | No
     value = node.inputs[weight]
     assert value is not None
     name = _parameter_module(value) or node_scope(node) or node.name or value.name or node.op_type
-    return GraphLayer(name, kind, node, value, weight, axis, bias if is_constant(bias) else None, add)
+    vector = bias if is_constant(bias) and constant(bias).ndim == 1 else None
+    return GraphLayer(name, kind, node, value, weight, axis, vector, add)
 
 
 def _parameter_module(weight: ir.Value) -> str:
     """`layer1.0.conv1` for an initializer that the exporter named `layer1.0.conv1.weight`."""
     name = weight.name or ""
     return name.removeprefix(WRAPPER).removesuffix(".weight") if name.endswith(".weight") else ""
-
-
-def _renamed(layer: GraphLayer, name: str) -> GraphLayer:
-    return GraphLayer(
-        name, layer.type, layer.node, layer.weight, layer.weight_input, layer.axis, layer.bias, layer.bias_add
-    )
 
 
 def _matmul_bias(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
@@ -134,6 +131,12 @@ def _matmul_bias(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
     if is_constant(other) and constant(other).ndim == 1:
         return add, other
     return None, None
+
+
+def _is_linear(gemm: ir.Node) -> bool:
+    """x W + b and nothing more: no factors, no transposed input."""
+    plain = all(name not in gemm.attributes or gemm.attributes[name].as_float() == 1.0 for name in ("alpha", "beta"))
+    return plain and not _attribute(gemm, "transA", 0)
 
 
 def _is_embedding(node: ir.Node) -> bool:

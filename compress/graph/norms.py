@@ -14,7 +14,11 @@ def keep_norms_apart(model: ir.Model) -> int:
     changed = 0
     for node in [node for node in model.graph if node.op_type == "LayerNormalization"]:
         source = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if source is not None and source.op_type == "Add" and not any(v.const_value is not None for v in source.inputs if v):
+        if (
+            source is not None
+            and source.op_type == "Add"
+            and not any(v.const_value is not None for v in source.inputs if v)
+        ):
             source.op_type = "Sum"
             changed += 1
     return changed

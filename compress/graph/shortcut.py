@@ -9,18 +9,20 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from compress.graph.edit import initializer, take_over, tidy
 from compress.graph.layers import constant, is_constant
 
 
 def shortcuts_to_convolutions(model: ir.Model) -> list[str]:
-    """Replace every such Slice/Pad chain on an [N, C, H, W] float tensor; returns the names of the new nodes."""
+    """Replace every such Slice/Pad chain on an [N, C, H, W] float32 tensor, in place; returns the names of the new nodes."""
     made = []
     for pad in [node for node in model.graph if node.op_type == "Pad"]:
         strides, source = _strided_source(pad.inputs[0])
         channels = _channel_padding(pad, source)
-        if strides is None or channels is None:
+        if source is None or strides is None or channels is None:
             continue
         made.append(_replace(model, pad, source, strides, channels))
+    tidy(model)
     return made
 
 
@@ -33,6 +35,8 @@ def _strided_source(value: ir.Value | None) -> tuple[dict[int, int] | None, ir.V
         starts, ends, axes, steps = (constant(v).ravel() for v in node.inputs[1:])
         if any(s != 0 for s in starts) or any(e < 2**31 - 1 for e in ends) or any(a not in (2, 3) for a in axes):
             return None, None
+        if any(s < 1 for s in steps):
+            return None, None
         strides |= {int(a): strides.get(int(a), 1) * int(s) for a, s in zip(axes, steps, strict=True)}
         value = node.inputs[0]
     return (strides or None), value
@@ -42,11 +46,13 @@ def _channel_padding(pad: ir.Node, source: ir.Value | None) -> tuple[int, int, i
     """(before, channels, after) if `pad` only adds zero channels to a tensor whose channel count is known."""
     if source is None or source.shape is None or len(source.shape) != 4 or not isinstance(source.shape[1], int):
         return None
+    if source.dtype != ir.DataType.FLOAT:
+        return None
     if "mode" in pad.attributes and pad.attributes["mode"].as_string() != "constant":
         return None
-    if len(pad.inputs) > 2 and pad.inputs[2] is not None:
-        if not is_constant(pad.inputs[2]) or constant(pad.inputs[2]).any():
-            return None
+    filling = pad.inputs[2] if len(pad.inputs) > 2 else None
+    if filling is not None and (not is_constant(filling) or constant(filling).any()):
+        return None
     if not is_constant(pad.inputs[1]) or (len(pad.inputs) > 3 and pad.inputs[3] is not None):
         return None
     pads = [int(p) for p in constant(pad.inputs[1])]
@@ -63,11 +69,8 @@ def _replace(
     weight[np.arange(count) + before, np.arange(count)] = 1.0
     out = pad.outputs[0]
     name = f"{out.name}/select"
-    value = ir.Value(name=f"{name}.weight", const_value=ir.tensor(weight, name=f"{name}.weight"))
-    model.graph.register_initializer(value)
+    value = initializer(model, f"{name}.weight", weight)
     conv = ir.node("Conv", [source, value], name=name, attributes={"strides": [strides.get(2, 1), strides.get(3, 1)]})
-    conv.outputs[0].shape, conv.outputs[0].type = out.shape, out.type
-    conv.outputs[0].name = f"{name}/output"
     model.graph.insert_before(pad, conv)
-    out.replace_all_uses_with(conv.outputs[0])
+    take_over(model, out, conv.outputs[0])
     return name

@@ -125,7 +125,7 @@ def _auto_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, An
             f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(AUTO_CLASSES)}"
         )
     config = load_config(spec, source)
-    kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if spec.task == "feature-extraction" and _has_optional_pooler(config):
         kwargs["add_pooling_layer"] = False
     return getattr(transformers, AUTO_CLASSES[spec.task]), config, kwargs

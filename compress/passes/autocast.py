@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
-from compress.passes.base import Pass
+from compress.passes.base import LayerPattern, Pass
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
 from compress.targets import Target
 
@@ -26,7 +26,7 @@ class Autocast(Pass):
     """What the rest is computed in."""
     headroom: Annotated[float, Field(ge=1)] = 4.0
     """A node stays float32 if its largest value seen times this overflows."""
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[LayerPattern, ...] = ()
     """Layers that stay float32, by name, `re:` pattern or type."""
 
     def unfit(self, layer: LayerFacts) -> str | None:
@@ -47,7 +47,8 @@ class Autocast(Pass):
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState; records the type and the nodes that stay float32 because of their range."""
         from compress.errors import PassError
-        from compress.graph.layers import find_layers, layer_facts  # numpy, onnx-ir
+        from compress.graph.half import layer_nodes  # numpy, onnx-ir
+        from compress.graph.layers import find_layers, layer_facts
         from compress.passes.context import PassResult
         from compress.quantize.ranges import overflowing_nodes
 
@@ -59,15 +60,15 @@ class Autocast(Pass):
         except ValueError as error:
             raise PassError(f"autocast: {error}") from error
         ignored = {d.layer for d in kept if d.reason.startswith("ignore")}
-        nodes = {layer.name: layer.node.name or "" for layer in find_layers(model.model)}
-        stays = sorted({*overflowing, *(nodes[name] for name in ignored)})
+        nodes = {layer.name: layer_nodes(layer) for layer in find_layers(model.model)}
+        stays = sorted({*overflowing, *(node for name in ignored for node in nodes[name])})
         notes = []
         if overflowing:
             named = ", ".join(f"{name} (largest value {peak:.3g})" for name, peak in sorted(overflowing.items()))
             notes.append(Note("warning", f"autocast: could overflow {self.dtype} and stay float32: {named}"))
         decisions = [
             LayerDecision(la.name, la.type, "float32", "could overflow")
-            if nodes[la.name] in overflowing
+            if nodes[la.name][0] in overflowing
             else LayerDecision(la.name, la.type, self.dtype)
             for la in taken
         ]

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from compress.facts import ModelFacts, PassPlan
 from compress.targets import Target
 
 if TYPE_CHECKING:
     from compress.passes.context import PassContext, PassResult
+
+
+def _readable(pattern: str) -> str:
+    """Raises ValueError on a `re:` pattern that is no regular expression."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+LayerPattern = Annotated[str, AfterValidator(_readable)]
+"""Selects layers: a name, a type, or `re:` and a regular expression."""
 
 
 class Record(BaseModel):

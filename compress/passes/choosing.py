@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from compress.facts import LayerDecision, LayerFacts, Note, select
 from compress.targets import Format, Target
@@ -37,7 +38,7 @@ def choose_layers(
     return taken, kept
 
 
-def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: dict[str, Sequence[str]]) -> list[str]:
+def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[str, Sequence[str]]) -> list[str]:
     """One sentence for each pattern that selects nothing: a misspelt layer name is never ignored silently."""
     problems = []
     for field, patterns in fields.items():
@@ -53,7 +54,7 @@ def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[No
     fact = target.fact(format_name)
     if text := refusal(target, format_name, kind):
         return [], [text]
-    level = "slow" if fact.verdict == "slow" else "info"
+    level: Literal["slow", "info"] = "slow" if fact.verdict == "slow" else "info"
     return [Note(level, f"{target.name}: {format_name}: {fact.text}")], []
 
 

@@ -20,8 +20,11 @@ class FoldBatchNorm(Pass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems = []
-        if not any(operator.startswith("BatchNorm") for operator in facts.operators):
+        if not any("batchnorm" in operator.lower().replace("_", "") for operator in facts.operators):
             problems.append("fold_batchnorm: the model has no batch normalisation; remove the pass")
+        rounded = [la.name for la in facts.layers if la.op == "Conv" and la.bits < 16]
+        if rounded:
+            problems.append(f"fold_batchnorm: must come before the pass that rounds {rounded[0]}")
         decisions = [LayerDecision(la.name, la.type, "folded into", "") for la in facts.layers if la.op == "Conv"]
         return PassPlan(facts, tuple(decisions), (), tuple(problems))
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
-from compress.passes.base import Pass, Record
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
+from compress.passes.base import LayerPattern, Pass, Record
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
 from compress.targets import Target
 
@@ -22,7 +22,7 @@ SMALL_TABLE = 4096
 class Int8Override(Record):
     """Other settings for the layers that `targets` selects (names, `re:` patterns or types)."""
 
-    targets: tuple[str, ...]
+    targets: tuple[LayerPattern, ...]
     calibration: Calibration | None = None
     percentile: Annotated[float, Field(gt=50, le=100)] | None = None
 
@@ -54,9 +54,9 @@ class Int8(Pass):
     """With placement inputs: also quantize the products of two activations (queries with keys, scores with values)."""
     bias_correction: bool = True
     """Take the mean shift that weight rounding causes out of each layer's bias."""
-    targets: tuple[str, ...] = ()
+    targets: tuple[LayerPattern, ...] = ()
     """Layers to quantize, by name, `re:` pattern or type; empty: all that can be."""
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[LayerPattern, ...] = ()
     """Layers that stay float."""
     overrides: tuple[Int8Override, ...] = ()
     restore: Restore = Restore()
@@ -81,12 +81,24 @@ class Int8(Pass):
         if not any(layer.type != "Embedding" for layer in taken):
             reasons = "; ".join(sorted({decision.reason for decision in kept})) or "the model has no such layer"
             problems.append(f"{self.kind}: no convolution or matrix product is left to quantize ({reasons})")
-        if self.mode == "dynamic" and self.placement == "all":
-            problems.append("int8: mode: dynamic quantizes inputs only; leave placement at auto or set it to inputs")
+        problems += self._contradictions()
         scheme = "W8A8" if self.mode == "static" else "W8A8 dynamic"
-        decisions = [LayerDecision(la.name, la.type, "int8", scheme if la.type != "Embedding" else "W8") for la in taken]
+        decisions = [
+            LayerDecision(la.name, la.type, "int8", scheme if la.type != "Embedding" else "W8") for la in taken
+        ]
         after = facts.with_bits({layer.name: 8 for layer in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems))
+
+    def _contradictions(self) -> list[str]:
+        """Settings that would have no effect beside the others."""
+        problems = []
+        if self.mode == "dynamic" and self.placement == "all":
+            problems.append("int8: mode: dynamic quantizes inputs only; leave placement at auto or set it to inputs")
+        if self.mode == "dynamic" and self.overrides:
+            problems.append("int8: overrides set calibrated ranges, and mode: dynamic has none; remove them")
+        if self.attention and (self.mode == "dynamic" or self.placement == "all"):
+            problems.append("int8: attention: true needs mode: static and placement: inputs")
+        return problems
 
     def refused_by(self, target: Target) -> str | None:
         return refusal(target, "int8-static" if self.mode == "static" else "int8-dynamic", self.kind)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note, matches
+from compress.facts import LayerDecision, LayerFacts, Note, matches
 from compress.graph.layers import find_layers, layer_facts
 from compress.graph.run import clone
 from compress.graph.shortcut import shortcuts_to_convolutions
-from compress.passes.context import PassContext, PassResult
+from compress.passes.context import Feeds, PassContext, PassResult
 from compress.passes.int8 import Int8
 from compress.quantize.int8 import (
     Setting,
@@ -21,6 +23,7 @@ from compress.quantize.int8 import (
 )
 from compress.quantize.measure import (
     COLLAPSE,
+    Suspect,
     blame,
     layer_sqnr_db,
     output_cosine,
@@ -29,7 +32,7 @@ from compress.quantize.measure import (
     spread,
 )
 from compress.quantize.observers import Observer
-from compress.quantize.placement import decide_kind
+from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
 from compress.quantize.restore import restore_until_held
 from compress.quantize.state import GraphState
@@ -39,14 +42,11 @@ MEASURE_BATCHES = 16
 
 
 def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResult:
-    bits = {name: float(weight.bits) for name, weight in state.weights.items()}
-    taken, kept = knobs.choose(layer_facts(state.model, bits))
-    layers = {layer.name: layer for layer in find_layers(state.model)}
-    kind = knobs.placement if knobs.placement != "auto" else decide_kind([layers[la.name] for la in taken])
-    dynamic = knobs.mode == "dynamic"
+    kind, dynamic = _placement(knobs, state), knobs.mode == "dynamic"
     if kind == "all":
         state = replace(state, model=clone(state.model))
         shortcuts_to_convolutions(state.model)
+    taken, kept = _choose(knobs, state)
     try:
         state = with_integer_layers(state, [la.name for la in taken], kind, knobs.attention, dynamic)
         seen = observe_state(state, context.progress(context.batches, "int8: observing"))
@@ -56,7 +56,7 @@ def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResu
         state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _settings(knobs, state))})
     if knobs.bias_correction:
         state = replace(state, biases={**state.biases, **corrected_biases(state, seen)})
-    sample = list(context.batches)[:MEASURE_BATCHES]
+    sample = list(islice(context.batches, MEASURE_BATCHES))
     state, notes = _heal_collapse(knobs, state, seen, sample, context)
     state, sensitivity, more = _restore(knobs, state, context)
     measured = _measure(state, seen, sensitivity, sample, context)
@@ -64,7 +64,21 @@ def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResu
     return PassResult(state, (*decisions, *kept), (*notes, *more), measured)
 
 
-def _settings(knobs: Int8, state: GraphState):
+def _choose(knobs: Int8, state: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
+    bits = {name: float(weight.bits) for name, weight in state.weights.items()}
+    return knobs.choose(layer_facts(state.model, bits))
+
+
+def _placement(knobs: Int8, state: GraphState) -> Kind:
+    if knobs.placement != "auto":
+        return knobs.placement
+    if knobs.mode == "dynamic" or knobs.attention:
+        return "inputs"
+    names = {facts.name for facts in _choose(knobs, state)[0]}
+    return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
+
+
+def _settings(knobs: Int8, state: GraphState) -> Callable[[str], Setting]:
     """tensor name -> (method, percentile), with the overrides of the layers that touch it."""
     special: dict[str, Setting] = {}
     layers = find_layers(state.model)
@@ -76,27 +90,27 @@ def _settings(knobs: Int8, state: GraphState):
 
 
 def _heal_collapse(
-    knobs: Int8, state: GraphState, seen: dict[str, Observer], sample: list, context: PassContext
+    knobs: Int8, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: PassContext
 ) -> tuple[GraphState, list[Note]]:
     """Compare outputs with float; where they collapsed, find the operator kind to blame, name its tensors, leave it float.
 
-    The kind is left out only with placement: auto; with an explicit placement the finding is reported.
+    The kind is left out only with placement: auto; with an explicit placement the finding is reported. So is a collapse
+    that no one operator kind explains.
     """
     flavour = context.target.flavour
     exact = outputs_of(state.model, sample)
     cosine = output_cosine(exact, outputs_of(write_state(state, flavour), sample))
     context.log(f"int8: mean cosine of the outputs to float {cosine:.5f}")
     notes: list[Note] = []
-    while cosine < COLLAPSE and not state.dynamic and state.placement == "all":
-        suspects = [s for s in blame(state, seen, exact, sample, flavour) if s.cosine > cosine]
+    while cosine < COLLAPSE:
+        written = state.placement == "all" and not state.dynamic
+        suspects = [s for s in blame(state, seen, exact, sample, flavour) if s.cosine > cosine] if written else []
         if not suspects:
+            text = f"int8: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
+            notes.append(Note("warning", f"{text}; the layers of lowest sqnr_db in the report are the first to ignore"))
             break
         worst = suspects[0]
-        tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
-        found = (
-            f"int8: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
-            f"without them {worst.cosine:.3f}; tensors: {tensors}"
-        )
+        found = _verdict_on(worst, cosine, seen)
         context.log(found)
         if knobs.placement != "auto":
             notes.append(Note("warning", f"{found}. Use placement: auto or inputs"))
@@ -106,9 +120,15 @@ def _heal_collapse(
     return state, notes
 
 
-def _restore(
-    knobs: Int8, state: GraphState, context: PassContext
-) -> tuple[GraphState, dict[str, float], list[Note]]:
+def _verdict_on(worst: Suspect, cosine: float, seen: dict[str, Observer]) -> str:
+    tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
+    return (
+        f"int8: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
+        f"without them {worst.cosine:.3f}; tensors: {tensors}"
+    )
+
+
+def _restore(knobs: Int8, state: GraphState, context: PassContext) -> tuple[GraphState, dict[str, float], list[Note]]:
     if context.shortfalls is None or knobs.restore.max_layers == 0:
         return state, {}, []
     flavour = context.target.flavour
@@ -119,18 +139,28 @@ def _restore(
     some = _first_samples(context.batches, knobs.restore.samples)
     sensitivity = sensitivities(state, some, flavour, lambda names: context.progress(names, "int8: sensitivity"))
     result = restore_until_held(
-        state, sensitivity, flavour, context.shortfalls, knobs.restore.max_layers, knobs.restore.max_minutes, context.log
+        state,
+        short,
+        sensitivity,
+        flavour,
+        context.shortfalls,
+        knobs.restore.max_layers,
+        knobs.restore.max_minutes,
+        context.log,
     )
     notes = []
     if result.layers:
-        notes.append(Note("warning", f"int8: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})"))
+        notes.append(
+            Note("warning", f"int8: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})")
+        )
     if result.shortfalls:
         notes.append(Note("warning", f"int8: gates still short ({result.ended}): {'; '.join(result.shortfalls)}"))
     return result.state, sensitivity, notes
 
 
-def _first_samples(batches, samples: int) -> list:
-    taken, count = [], 0
+def _first_samples(batches: Iterable[Feeds], samples: int) -> list[Feeds]:
+    taken: list[Feeds] = []
+    count = 0
     for feeds in batches:
         taken.append(feeds)
         count += len(next(iter(feeds.values())))
@@ -140,7 +170,11 @@ def _first_samples(batches, samples: int) -> list:
 
 
 def _measure(
-    state: GraphState, seen: dict[str, Observer], sensitivity: dict[str, float], sample: list, context: PassContext
+    state: GraphState,
+    seen: dict[str, Observer],
+    sensitivity: dict[str, float],
+    sample: list[Feeds],
+    context: PassContext,
 ) -> dict[str, dict[str, float]]:
     names = [*state.integer, *state.weight_only]
     noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
-from compress.passes.base import Pass
+from compress.passes.base import LayerPattern, Pass
 from compress.passes.choosing import choose_layers, pattern_problems
 from compress.targets import Target
 
@@ -26,7 +26,7 @@ class SmoothQuant(Pass):
     may also be left alone; a fixed 0.5 ruins layers whose inputs have a few huge channels."""
     rows: Annotated[int, Field(ge=64)] = 1024
     """Calibration rows on which the search measures the error of the int8 product."""
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[LayerPattern, ...] = ()
     """Layers whose input is left as it is (a whole group that reads one tensor is left if one of its layers is)."""
 
     def unfit(self, layer: LayerFacts) -> str | None:

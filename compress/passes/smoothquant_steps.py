@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from compress.errors import PassError
 from compress.facts import LayerDecision
-from compress.graph.layers import find_layers, layer_facts
+from compress.graph.layers import GraphLayer, find_layers, layer_facts
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
 from compress.passes.context import PassContext, PassResult
@@ -21,9 +23,12 @@ def apply_smoothquant(knobs: SmoothQuant, state: GraphState, context: PassContex
     model = clone(state.model)
     taken, kept = choose_layers(layer_facts(model), (), knobs.ignore, knobs.unfit)
     wanted = {layer.name for layer in taken}
-    groups = {
-        name: group for name, group in input_groups(find_layers(model)).items() if all(la.name in wanted for la in group)
-    }
+    all_groups = input_groups(find_layers(model))
+    groups = {name: group for name, group in all_groups.items() if all(la.name in wanted for la in group)}
+    left = [la for name, group in all_groups.items() if name not in groups for la in group if la.name in wanted]
+    kept += [
+        LayerDecision(la.name, la.type, "kept", f"reads {la.data_input.name} with a layer that is kept") for la in left
+    ]
     try:
         seen = observe(model, dict.fromkeys(groups, -1), context.progress(context.batches, "smoothquant: observing"))
     except ValueError as error:
@@ -34,11 +39,20 @@ def apply_smoothquant(knobs: SmoothQuant, state: GraphState, context: PassContex
     for name in context.progress(list(groups), "smoothquant: searching"):
         group, peak = groups[name], seen[name].channel_peak
         assert peak is not None
+        _check_weights(group)
         found = search_smoothing(rows[name], peak, [layer.matrix() for layer in group], alphas, gain)
         how = "left alone: no strength lowers the error"
         if found.scales is not None:
             how = f"alpha {found.alpha:g}, {apply_smoothing(model, group, found.scales)}"
         for layer in group:
-            decisions.append(LayerDecision(layer.name, layer.type, "smoothed" if found.scales is not None else "kept", how))
+            decisions.append(
+                LayerDecision(layer.name, layer.type, "smoothed" if found.scales is not None else "kept", how)
+            )
             measured[layer.name] = {"error_before": found.error_before, "error_after": found.error_after}
     return PassResult(replace(state, model=model), (*decisions, *kept), (), measured)
+
+
+def _check_weights(group: list[GraphLayer]) -> None:
+    for layer in group:
+        if not np.isfinite(layer.matrix()).all():
+            raise PassError(f"smoothquant: {layer.name}: the weight holds NaN or Inf")

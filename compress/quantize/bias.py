@@ -19,4 +19,5 @@ def mean_shift(weight: np.ndarray, rounded: np.ndarray, input_mean: np.ndarray, 
     out, per_group = difference.shape
     means = input_mean.reshape(groups, per_group)  # [groups, in / groups]
     grouped = difference.reshape(groups, out // groups, per_group)  # [groups, out / groups, in / groups]
-    return np.einsum("goi,gi->go", grouped, means).reshape(out)
+    shift: np.ndarray = np.einsum("goi,gi->go", grouped, means)  # [groups, out / groups]
+    return shift.reshape(out)

@@ -21,6 +21,8 @@ def observe(
     Returns one Observer for each. Raises ValueError, naming the tensor, when one holds NaN or Inf, or when there is no batch.
     """
     seen = {name: Observer(axis) for name, axis in axes.items()}
+    if not seen:
+        return {}
     session = open_session(tap(model, list(axes)), threads)
     n_batches = 0
     for outputs in run_batches(session, batches):
@@ -43,11 +45,14 @@ def collect_rows(
     rng = np.random.default_rng(seed)
     kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
     batches = list(batches)
-    share = max(1, -(-n_rows // max(len(batches), 1)))
+    if not kept or not batches:
+        return {}
+    share = -(-n_rows // len(batches))
     session = open_session(tap(model, list(kept)), threads)
     for outputs in run_batches(session, batches):
         for name, values in outputs.items():
             rows = values.reshape(-1, values.shape[-1])
             chosen = rng.choice(len(rows), min(share, len(rows)), replace=False)
             kept[name.removesuffix(TAPPED)].append(rows[chosen])
-    return {name: np.concatenate(parts) for name, parts in kept.items()}
+    rows_of = {name: np.concatenate(parts) for name, parts in kept.items()}
+    return {name: rows[rng.permutation(len(rows))[:n_rows]] for name, rows in rows_of.items()}

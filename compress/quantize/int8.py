@@ -13,7 +13,7 @@ from compress.graph.run import Feeds
 from compress.quantize.bias import mean_shift
 from compress.quantize.calibrate import observe
 from compress.quantize.observers import Method, Observer, choose_range
-from compress.quantize.placement import Kind
+from compress.quantize.placement import Kind, after_activation
 from compress.quantize.qdq import placement_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, Range
@@ -25,7 +25,15 @@ Setting = tuple[Method, float]
 def with_integer_layers(
     state: GraphState, names: Sequence[str], placement: Kind, attention: bool, dynamic: bool
 ) -> GraphState:
-    """The state with these layers' weights rounded to int8, per output channel (embeddings: per column)."""
+    """The state with these layers' weights rounded to int8, per output channel (embeddings: per column).
+
+    Raises ValueError when a weight is not finite, or when the state holds int8 layers with other settings: they are one for
+    the whole graph.
+    """
+    if state.integer and (state.placement, state.attention, state.dynamic) != (placement, attention, dynamic):
+        raise ValueError(
+            "an int8 pass before has another mode, placement or attention; put all layers into one int8 pass"
+        )
     layers = {layer.name: layer for layer in find_layers(state.model)}
     weights = {name: round_layer(layers[name]) for name in names}
     return replace(
@@ -49,8 +57,11 @@ def round_layer(layer: GraphLayer) -> QuantizedWeight:
 
 
 def observe_state(state: GraphState, batches: Iterable[Feeds]) -> dict[str, Observer]:
-    """Watch every tensor that the state's placement quantizes and every input of its layers (with channel means)."""
-    axes: dict[str, int | None] = {placement: None for placement in _sources(state)} if not state.dynamic else {}
+    """Watch every tensor that the state's placement quantizes and every input of its layers (with channel means).
+
+    Tensors that share another's range are among them: with fewer layers in int8 they may come to need their own.
+    """
+    axes: dict[str, int | None] = dict.fromkeys(placement_of(state).consumers) if not state.dynamic else {}
     for layer in _integer_layers(state):
         axes[layer.data_input.name or ""] = 1 if layer.op == "Conv" else -1
     return observe(state.model, axes, batches)
@@ -82,18 +93,13 @@ def corrected_biases(state: GraphState, seen: Mapping[str, Observer]) -> dict[st
 
 
 def tensors_of(model: ir.Model, layers: Iterable[str]) -> set[str]:
-    """The tensors that these layers read and write: what a per-layer override applies to."""
+    """The tensors that are quantized before and after these layers: what a per-layer override applies to."""
     chosen = set(layers)
     found: set[str] = set()
     for layer in find_layers(model):
         if layer.name in chosen:
-            found |= {layer.data_input.name or "", layer.output.name or ""}
+            found |= {layer.data_input.name or "", after_activation(layer.output).name or ""}
     return found
-
-
-def _sources(state: GraphState) -> list[str]:
-    placement = placement_of(state)
-    return list(dict.fromkeys(placement.source(name) for name in placement.consumers))
 
 
 def _integer_layers(state: GraphState) -> list[GraphLayer]:

@@ -29,14 +29,23 @@ class Suspect:
 
 
 def output_cosine(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    """Mean over samples of the cosine between two sets of first outputs, flattened to [n, features]."""
-    total, n = 0.0, 0
-    for left, right in zip(a, b, strict=True):
-        x, y = left.reshape(len(left), -1).astype(np.float64), right.reshape(len(right), -1).astype(np.float64)
-        norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
-        total += float(np.sum(np.sum(x * y, axis=1) / np.maximum(norms, 1e-30)))
-        n += len(x)
-    return total / max(n, 1)
+    """Mean over samples of the cosine between two sets of first outputs, flattened to [n, features].
+
+    Equal samples count 1 (zeros too), samples that are not finite on one side only count -1: they are no likeness at all.
+    """
+    cosines = [_cosines(left, right) for left, right in zip(a, b, strict=True)]
+    return float(np.concatenate(cosines).mean()) if cosines else 0.0
+
+
+def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """One for each sample, float64 [n]."""
+    x, y = left.reshape(len(left), -1).astype(np.float64), right.reshape(len(right), -1).astype(np.float64)
+    equal = np.array([np.array_equal(p, q, equal_nan=True) for p, q in zip(x, y, strict=True)], dtype=bool)
+    finite = np.isfinite(np.concatenate([x, y], axis=1)).all(axis=1, keepdims=True)  # [n, 1]
+    x, y = np.where(finite, x, 0.0), np.where(finite, y, 0.0)
+    norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    found: np.ndarray = np.sum(x * y, axis=1) / np.maximum(norms, 1e-30)
+    return np.where(equal, 1.0, np.where(finite[:, 0], found, -1.0))
 
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
@@ -85,7 +94,11 @@ def sensitivities(
 
 
 def blame(
-    state: GraphState, seen: dict[str, Observer], exact: Sequence[np.ndarray], batches: Sequence[Feeds], flavour: Flavour
+    state: GraphState,
+    seen: dict[str, Observer],
+    exact: Sequence[np.ndarray],
+    batches: Sequence[Feeds],
+    flavour: Flavour,
 ) -> list[Suspect]:
     """Leave the quantized outputs of one operator kind after another out and see what heals; worst offender first."""
     placement = placement_of(state)

@@ -6,6 +6,7 @@ over the data serves every method. `choose_range` turns it into the real interva
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,10 @@ import numpy as np
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
+LOWEST_EXPONENT = -100
+"""Of the bound: the number of bins for each unit stays a float32."""
+Score = Callable[[np.ndarray, np.ndarray, float, float], float]
+"""(centres, counts, low, high) -> the error of that interval."""
 
 
 @dataclass(eq=False)
@@ -27,12 +32,13 @@ class Observer:
     n_values: int = 0
     n_rows: int = 0
     """Values seen for each channel."""
-    square_sum: float = 0.0
     channel_sum: np.ndarray | None = None
     channel_peak: np.ndarray | None = None
 
     def update(self, values: np.ndarray) -> None:
-        """Take in one float array of any shape. Raises ValueError when it holds NaN or Inf."""
+        """Take in one float array of any shape. Raises ValueError when it is empty or holds NaN or Inf."""
+        if not values.size:
+            raise ValueError("no values")
         low, high = float(values.min()), float(values.max())
         if not (np.isfinite(low) and np.isfinite(high)):
             raise ValueError("NaN or Inf among the values")
@@ -41,9 +47,9 @@ class Observer:
         if self.bound:
             scaled = values.ravel() * np.float32(HALF_BINS / self.bound) + np.float32(HALF_BINS)
             self.counts += np.bincount(np.clip(scaled, 0, 2 * HALF_BINS - 1).astype(np.int32), minlength=2 * HALF_BINS)
+        else:
+            self.counts[HALF_BINS] += values.size  # nothing but zeros so far
         self.n_values += values.size
-        flat = values.ravel()
-        self.square_sum += float(flat @ flat)
         if self.axis is not None:
             self._update_channels(values)
 
@@ -58,7 +64,7 @@ class Observer:
     def _widen(self, peak: float) -> None:
         if peak <= self.bound or peak == 0.0:
             return
-        bound = 2.0 ** np.ceil(np.log2(peak * (1 + 1e-6)))
+        bound = 2.0 ** max(np.ceil(np.log2(peak * (1 + 1e-6))), LOWEST_EXPONENT)
         while self.bound and self.bound < bound:
             merged = self.counts.reshape(-1, 2).sum(axis=1)  # [HALF_BINS]
             self.counts = np.concatenate([np.zeros(HALF_BINS // 2), merged, np.zeros(HALF_BINS // 2)])
@@ -110,7 +116,7 @@ def choose_range(
     return low, high
 
 
-def _best_shrinkage(seen: Observer, low: float, high: float, score) -> tuple[float, float]:
+def _best_shrinkage(seen: Observer, low: float, high: float, score: Score) -> tuple[float, float]:
     used = np.flatnonzero(seen.counts)
     centres, counts = seen.centres[used], seen.counts[used]
     grid = np.concatenate([np.linspace(1.0, 0.3, 64), np.geomspace(0.29, 0.01, 32)])

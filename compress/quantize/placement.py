@@ -30,7 +30,7 @@ class Placement:
 
     `consumers`: tensor -> the (node, input index) pairs that read its quantized form; none listed means all of them.
     `writers`: tensor -> the operator after which its pair stands ("Conv", "Add", ...). `shared`: tensor -> the tensor whose
-    scale it takes. `add_inputs`: tensors that only a residual Add reads quantized (TensorRT leaves those float).
+    scale it takes.
     """
 
     consumers: dict[str, list[Use]] = field(default_factory=dict)
@@ -48,9 +48,8 @@ class Placement:
 
     def write(self, value: ir.Value, op: str, shares: ir.Value | None = None) -> None:
         """Quantize `value` for all that read it, after the activation that alone reads it; never a graph output."""
-        uses = list(value.uses())
-        if shares is None and len(uses) == 1 and uses[0].node.op_type in ACTIVATIONS:
-            value = uses[0].node.outputs[0]
+        if shares is None:
+            value = after_activation(value)
         if value.is_graph_output() or not value.name:
             return
         self.consumers.setdefault(value.name, [])
@@ -66,6 +65,12 @@ class Placement:
         """True for a layer's output that nothing but Adds reads."""
         uses = self.consumers[name]
         return name in self.writers and bool(uses) and all(node.op_type == "Add" for node, _ in uses)
+
+
+def after_activation(value: ir.Value) -> ir.Value:
+    """Where a layer's output is quantized: after the activation that alone reads it."""
+    uses = list(value.uses())
+    return uses[0].node.outputs[0] if len(uses) == 1 and uses[0].node.op_type in ACTIVATIONS else value
 
 
 def decide_kind(layers: Collection[GraphLayer]) -> Kind:
@@ -95,9 +100,7 @@ def place(
     return placement
 
 
-def _place_inputs(
-    model: ir.Model, quantized: dict[ir.Node, GraphLayer], placement: Placement, attention: bool
-) -> None:
+def _place_inputs(model: ir.Model, quantized: dict[ir.Node, GraphLayer], placement: Placement, attention: bool) -> None:
     for node in model.graph:
         if node in quantized:
             placement.read(node, [0])

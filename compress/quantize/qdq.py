@@ -10,12 +10,15 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.edit import append, initializer, reroute, tidy, uses_of, values_by_name
+from compress.graph.edit import append, initializer, reroute, take_over, tidy, uses_of, values_by_name
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.run import clone
 from compress.quantize.placement import Placement, place
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import Flavour, GraphState
+
+BLOCK_OPSET = 21
+"""The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
 
 
 def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
@@ -30,6 +33,8 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
         _write_static(model, integer, state, flavour)
     for name in state.weight_only:
         _write_weight(model, layers[name], state.weights[name])
+    if any(weight.bits == 4 or weight.group_size > 0 for weight in state.weights.values()):
+        model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)
     return model
 
@@ -57,7 +62,7 @@ def _insert_pair(
     s = initializer(model, f"{value.name}/scale", scale)
     z = initializer(model, f"{value.name}/zero_point", zero_point)
     quantized = append(model, "QuantizeLinear", [value, s, z], f"{value.name}/quantized")
-    quantized.type, quantized.shape = ir.TensorType(ir.DataType(z.dtype)), value.shape
+    quantized.type, quantized.shape = z.type, value.shape
     dequantized = append(model, "DequantizeLinear", [quantized, s, z], f"{value.name}/dequantized")
     dequantized.type, dequantized.shape = value.type, value.shape
     reroute(uses, dequantized)
@@ -66,34 +71,49 @@ def _insert_pair(
 def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
     if layer.op == "Gather":
         return _write_embedding(model, layer, weight)
-    base, transposed = layer.weight.name, layer.axis == 1
-    values = np.ascontiguousarray(weight.values.T if transposed else weight.values)
-    if weight.scales.shape[1] == 1:  # one scale for each output channel
-        scales, zeros, attributes = weight.scales[:, 0], _zeros(weight)[:, 0], {"axis": layer.axis}
-    else:  # [out, groups] -> the layout of the weight
-        scales, zeros = weight.scales, _zeros(weight)
-        if transposed:
-            scales, zeros = scales.T, zeros.T
-        attributes = {"axis": 1 - layer.axis, "block_size": weight.group_size}
-    q = initializer(model, f"{base}/int{weight.bits}", _tensor(values, weight, f"{base}/int{weight.bits}"))
-    s = initializer(model, f"{base}/scale", np.ascontiguousarray(scales))
-    z = initializer(model, f"{base}/zero_point", _tensor(np.ascontiguousarray(zeros), weight, f"{base}/zero_point"))
-    inputs = [q, s] if weight.zero_points is None and weight.bits == 4 else [q, s, z]
-    dequantized = append(model, "DequantizeLinear", inputs, f"{base}/dequantized", attributes)
+    axis, values, scales, zeros = layer.axis, weight.values, weight.scales, _zeros(weight)
+    if weight.group_size > 0 and layer.op == "Gemm":
+        layer.node.attributes["transB"] = ir.AttrInt64("transB", 0)
+        axis = 1  # ONNX Runtime fuses block-wise weights in this layout only
+    if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
+        values, scales, zeros = values.T, scales.T, zeros.T
+    if weight.group_size > 0:
+        attributes = {"axis": 1 - axis, "block_size": weight.group_size}
+    else:
+        scales, zeros, attributes = scales.ravel(), zeros.ravel(), {"axis": axis}
+    q = _stored(model, layer, f"int{weight.bits}", _tensor(values, weight.bits))
+    inputs = [q, _stored(model, layer, "scale", _tensor(scales, 32))]
+    if weight.zero_points is not None or weight.bits == 8:
+        inputs.append(_stored(model, layer, "zero_point", _tensor(zeros, weight.bits)))
+    dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/dequantized", attributes)
+    dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
     layer.node.replace_input_with(layer.weight_input, dequantized)
     return None
+
+
+def _stored(model: ir.Model, layer: GraphLayer, suffix: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A constant named after the weight: layers that share the weight share it, unless they round it differently."""
+    name = f"{layer.weight.name}/{suffix}"
+    held = model.graph.initializers.get(name)
+    if held is not None and not _same(held.const_value, tensor):
+        name = f"{layer.name}/weight/{suffix}"
+    return initializer(model, name, tensor)
+
+
+def _same(a: ir.TensorProtocol | None, b: ir.TensorProtocol) -> bool:
+    return a is not None and a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())
 
 
 def _zeros(weight: QuantizedWeight) -> np.ndarray:
     return np.zeros(weight.scales.shape, np.int8) if weight.zero_points is None else weight.zero_points
 
 
-def _tensor(values: np.ndarray, weight: QuantizedWeight, name: str) -> np.ndarray | ir.TensorProtocol:
-    """int8 as it is; four bits as ONNX's INT4 / UINT4."""
-    if weight.bits == 8:
-        return values
+def _tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
+    """As it is, or in four bits as ONNX's INT4 / UINT4."""
+    if bits != 4:
+        return ir.Tensor(np.ascontiguousarray(values))
     kind = ir.DataType.INT4 if values.dtype == np.int8 else ir.DataType.UINT4
-    return ir.Tensor(values.astype(kind.numpy()), dtype=kind, name=name)
+    return ir.Tensor(np.ascontiguousarray(values).astype(kind.numpy()), dtype=kind)
 
 
 def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
@@ -101,17 +121,18 @@ def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight
 
     `weight` is the table transposed, [width, rows]: one scale for each column.
     """
-    base = layer.weight.name
-    q = initializer(model, f"{base}/int8", np.ascontiguousarray(weight.values.T))
-    s = initializer(model, f"{base}/scale", weight.scales[:, 0])
-    z = initializer(model, f"{base}/zero_point", np.zeros(len(weight.scales), np.int8))
+    q, s, z = _columns(model, layer, weight)
     layer.node.replace_input_with(layer.weight_input, q)
     found = layer.node.outputs[0]
-    uses, kind = uses_of(found), found.type
+    dequantized = append(model, "DequantizeLinear", [found, s, z], f"{layer.name}/dequantized", {"axis": -1})
+    take_over(model, found, dequantized)
     found.type = ir.TensorType(ir.DataType.INT8)
-    dequantized = append(model, "DequantizeLinear", [found, s, z], f"{layer.node.name}/dequantized", {"axis": -1})
-    dequantized.type, dequantized.shape = kind, found.shape
-    reroute(uses, dequantized)
+
+
+def _columns(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> list[ir.Value]:
+    """(integers [in, out], scales [out], zero points [out]) as constants."""
+    arrays = {"int8": weight.values.T, "scale": weight.scales[:, 0], "zero_point": _zeros(weight)[:, 0]}
+    return [_stored(model, layer, suffix, _tensor(array, 8)) for suffix, array in arrays.items()]
 
 
 def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, input_scale: np.ndarray | None) -> None:
@@ -135,31 +156,17 @@ def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, input_sca
 
 def _write_dynamic(model: ir.Model, layer: GraphLayer, state: GraphState) -> None:
     """x -> DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul(scales): ranges are measured on every run."""
-    weight = state.weights[layer.name]
-    if layer.op == "Gather":
-        return _write_embedding(model, layer, weight)
-    base, x = layer.weight.name, layer.data_input
-    quantized, x_scale, x_zero = _dynamic_input(model, x)
-    q = initializer(model, f"{base}/int8", np.ascontiguousarray(weight.values.T))  # [in, out]
-    s = initializer(model, f"{base}/scale", weight.scales[:, 0])
-    z = initializer(model, f"{base}/zero_point", np.zeros(len(weight.scales), np.int8))
-    out = layer.node.outputs[0]
-    product = append(model, "MatMulInteger", [quantized, q, x_zero, z], f"{base}/product")
-    as_float = append(model, "Cast", [product], f"{base}/product/float", {"to": ir.DataType.FLOAT})
-    scale = append(model, "Mul", [x_scale, s], f"{base}/product/scale")
-    result = append(model, "Mul", [as_float, scale], f"{base}/result")
-    if layer.op == "Gemm" and layer.bias is not None:
-        bias = initializer(model, f"{layer.name}/bias", state.biases.get(layer.name, constant(layer.bias)))
-        result = append(model, "Add", [result, bias], f"{base}/biased")
-    elif layer.name in state.biases and layer.bias_add is not None:
-        _write_bias(model, layer, state, None)
-    result.type, result.shape = out.type, out.shape
-    reroute(uses_of(out), result)
-    for i, value in enumerate(model.graph.outputs):
-        if value is out:
-            model.graph.outputs[i] = result
-            out.name, result.name = f"{base}/float", out.name
-    return None
+    name = layer.name
+    quantized, x_scale, x_zero = _dynamic_input(model, layer.data_input)
+    q, s, z = _columns(model, layer, state.weights[name])
+    product = append(model, "MatMulInteger", [quantized, q, x_zero, z], f"{name}/product")
+    as_float = append(model, "Cast", [product], f"{name}/product/float", {"to": ir.DataType.FLOAT})
+    scale = append(model, "Mul", [x_scale, s], f"{name}/product/scale")
+    result = append(model, "Mul", [as_float, scale], f"{name}/product/scaled")
+    _write_bias(model, layer, state, None)
+    if layer.op == "Gemm" and len(layer.node.inputs) > 2 and layer.node.inputs[2] is not None:
+        result = append(model, "Add", [result, layer.node.inputs[2]], f"{name}/biased")
+    take_over(model, layer.node.outputs[0], result)
 
 
 def _dynamic_input(model: ir.Model, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:

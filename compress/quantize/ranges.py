@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import onnx_ir as ir
 
+from compress.graph.half import node_name
 from compress.graph.layers import constant, is_constant
 from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
 
@@ -16,7 +17,7 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Iterable[Feeds]) -> dict[str, float]:
     """Node name -> largest magnitude among its float inputs and outputs, for nodes that `dtype` cannot hold with `headroom`.
 
-    Raises ValueError when there is no batch or a value is not finite.
+    An infinity (a mask, say) counts as what the type cannot hold. Raises ValueError when there is no batch or a value is NaN.
     """
     limit = LARGEST[dtype] / headroom
     names = [v.name for node in model.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v.name]
@@ -26,16 +27,16 @@ def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Ite
         for name, values in outputs.items():
             name = name.removesuffix(TAPPED)
             peak = float(np.abs(values).max(initial=0.0))
-            if not np.isfinite(peak):
-                raise ValueError(f"tensor {name!r}: NaN or Inf among the values")
+            if np.isnan(peak):
+                raise ValueError(f"tensor {name!r}: NaN among the values")
             peaks[name] = max(peaks.get(name, 0.0), peak)
     if not peaks:
         raise ValueError("there is no calibration data")
     found = {}
     for node in model.graph:
         peak = max((_peak(value, peaks) for value in [*node.inputs, *node.outputs] if value is not None), default=0.0)
-        if peak > limit and node.name:
-            found[node.name] = peak
+        if peak > limit:
+            found[node_name(node)] = peak
     return found
 
 

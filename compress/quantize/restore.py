@@ -24,6 +24,7 @@ class Restored:
 
 def restore_until_held(
     state: GraphState,
+    short: list[str],
     sensitivity: dict[str, float],
     flavour: Flavour,
     shortfalls: Callable[[ir.Model], list[str]],
@@ -33,13 +34,12 @@ def restore_until_held(
 ) -> Restored:
     """Restore layers in order of falling sensitivity until `shortfalls` is empty or a budget ends.
 
-    The state is copied; the best that was reached is returned even when the gates still do not hold.
+    `short`: the shortfalls of the state as it is. The state is copied; the best that was reached is returned even when the gates still do not hold.
     """
     state = replace(state, weights=dict(state.weights), biases=dict(state.biases))
     order = sorted(sensitivity, key=lambda name: -sensitivity[name])
     deadline = time.monotonic() + 60 * max_minutes
     restored: list[str] = []
-    short = shortfalls(write_state(state, flavour))
     for name in order:
         if not short:
             return Restored(state, tuple(restored), (), "the gates hold")

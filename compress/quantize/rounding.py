@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+Fitted = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""(values [out, groups, group], scales [out, groups], zero points [out, groups] or None)."""
+Fit = Callable[[np.ndarray, int, np.float32], Fitted]
+SMALLEST_SCALE = np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +33,8 @@ class QuantizedWeight:
         grouped = self.values.reshape(rows, self.scales.shape[1], -1).astype(np.float32)  # [out, groups, group]
         if self.zero_points is not None:
             grouped = grouped - self.zero_points[:, :, None].astype(np.float32)
-        return (grouped * self.scales[:, :, None]).reshape(self.values.shape)
+        weight: np.ndarray = grouped * self.scales[:, :, None]
+        return weight.reshape(self.values.shape)
 
 
 def round_to_nearest(
@@ -42,7 +49,7 @@ def round_to_nearest(
     rows = weight.shape[0]
     n_inputs = weight.size // rows
     size = n_inputs if group_size == -1 else group_size
-    if n_inputs % size:
+    if size < 1 or n_inputs % size:
         raise ValueError(f"group_size {size} does not divide {n_inputs} inputs")
     if not np.isfinite(weight).all():
         raise ValueError("the weight holds NaN or Inf")
@@ -53,38 +60,44 @@ def round_to_nearest(
     return QuantizedWeight(values.reshape(weight.shape), scales, zero_points, bits, group_size)
 
 
-def _best(grouped, bits, shrinkages, fit):
-    best_error = best = None
-    for shrinkage in shrinkages:
-        values, scales, zero_points = fit(grouped, bits, np.float32(shrinkage))
-        offset = 0 if zero_points is None else zero_points[:, :, None].astype(np.float32)
-        error = np.square((values.astype(np.float32) - offset) * scales[:, :, None] - grouped).sum(axis=2)
-        if best is None:
-            best_error, best = error, (values, scales, zero_points)
-            continue
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
+def _best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit) -> Fitted:
+    """For each group, the outcome of the shrinkage that leaves it the least squared error (the first among equals)."""
+    best = fit(grouped, bits, np.float32(shrinkages[0]))
+    least = _group_errors(grouped, best)
+    for shrinkage in shrinkages[1:]:
+        found = fit(grouped, bits, np.float32(shrinkage))
+        errors = _group_errors(grouped, found)
+        better = errors < least  # [out, groups]
+        least = np.where(better, errors, least)
         best = (
-            np.where(better[:, :, None], values, best[0]),
-            np.where(better, scales, best[1]),
-            None if zero_points is None else np.where(better, zero_points, best[2]),
+            np.where(better[:, :, None], found[0], best[0]),
+            np.where(better, found[1], best[1]),
+            np.where(better, found[2], best[2]) if found[2] is not None and best[2] is not None else None,
         )
     return best
 
 
-def _fit_symmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32):
+def _group_errors(grouped: np.ndarray, fitted: Fitted) -> np.ndarray:
+    """Squared error of each group [out, groups]."""
+    values, scales, zero_points = fitted
+    offset = 0 if zero_points is None else zero_points[:, :, None].astype(np.float32)
+    errors: np.ndarray = np.square((values.astype(np.float32) - offset) * scales[:, :, None] - grouped).sum(axis=2)
+    return errors
+
+
+def _fit_symmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32) -> Fitted:
     top = 2 ** (bits - 1) - 1
     peak = np.abs(grouped).max(axis=2)  # [out, groups]
-    scales = (np.where(peak > 0, peak, 1.0) * shrinkage / top).astype(np.float32)
+    scales = np.maximum(np.where(peak > 0, peak, 1.0) * shrinkage / top, SMALLEST_SCALE).astype(np.float32)
     values = np.clip(np.round(grouped / scales[:, :, None]), -top, top).astype(np.int8)
     return values, scales, None
 
 
-def _fit_asymmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32):
+def _fit_asymmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32) -> Fitted:
     top = 2**bits - 1
     low, high = np.minimum(grouped.min(axis=2), 0), np.maximum(grouped.max(axis=2), 0)
     span = np.where(high > low, high - low, 1.0) * shrinkage
-    scales = (span / top).astype(np.float32)
+    scales = np.maximum(span / top, SMALLEST_SCALE).astype(np.float32)
     zero_points = np.clip(np.round(-low * shrinkage / scales), 0, top).astype(np.uint8)
     values = np.round(grouped / scales[:, :, None]) + zero_points[:, :, None]
     return np.clip(values, 0, top).astype(np.uint8), scales, zero_points

@@ -38,7 +38,8 @@ def smoothing_scales(input_peak: np.ndarray, weight_peak: np.ndarray, alpha: flo
     logs = np.where(alive, alpha * np.log(x) - (1 - alpha) * np.log(w), 0.0)
     if alive.any():
         logs = np.where(alive, logs - logs[alive].mean(), 0.0)
-    return np.exp(np.clip(logs, -16, 16)).astype(np.float32)
+    scales: np.ndarray = np.exp(np.clip(logs, -16, 16))
+    return scales.astype(np.float32)
 
 
 def search_smoothing(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -30,17 +30,16 @@ def apply_smoothing(model: ir.Model, group: Sequence[GraphLayer], scales: np.nda
     for layer in group:
         weight = constant(layer.weight)
         along = scales[:, None] if layer.axis == 1 else scales[None, :]  # MatMul [in, out], Gemm transB [out, in]
-        name = f"{layer.name}/smoothed" if len(list(layer.weight.uses())) > 1 else layer.weight.name or layer.name
+        name = f"{layer.name}/smoothed" if len(uses_of(layer.weight)) > 1 else layer.weight.name or layer.name
         layer.node.replace_input_with(layer.weight_input, initializer(model, name, (weight * along).astype(np.float32)))
     value = group[0].data_input
     readers = {layer.node for layer in group}
     norm = value.producer()
-    if norm is not None and norm.op_type in NORMS and all(use.node in readers for use in value.uses()):
-        if all(is_constant(v) and len(list(v.uses())) == 1 for v in norm.inputs[1:]):
-            for parameter in norm.inputs[1:]:
-                assert parameter is not None
-                initializer(model, parameter.name or "", (constant(parameter) / scales).astype(np.float32))
-            return f"folded into {norm.name}"
+    if norm is not None and _can_fold(norm, readers):
+        for parameter in norm.inputs[1:]:
+            assert parameter is not None
+            initializer(model, parameter.name or "", (constant(parameter) / scales).astype(np.float32))
+        return f"folded into {norm.name}"
     inverse = initializer(model, f"{value.name}/smoothing", (1.0 / scales).astype(np.float32))
     uses = [use for use in uses_of(value) if use[0] in readers]
     smoothed = append(model, "Mul", [value, inverse], f"{value.name}/smoothed")
@@ -48,3 +47,12 @@ def apply_smoothing(model: ir.Model, group: Sequence[GraphLayer], scales: np.nda
     reroute(uses, smoothed)
     model.graph.sort()
     return "multiplication"
+
+
+def _can_fold(norm: ir.Node, readers: Collection[ir.Node]) -> bool:
+    """True if `norm` is a normalisation that only `readers` see, with constant parameters of its own."""
+    if norm.op_type not in NORMS or norm.outputs[0].is_graph_output():
+        return False
+    if not all(use.node in readers for use in norm.outputs[0].uses()):
+        return False
+    return all(value is not None and is_constant(value) and len(uses_of(value)) == 1 for value in norm.inputs[1:])

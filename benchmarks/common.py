@@ -1,0 +1,256 @@
+"""What the claims scripts share: how they are called, what a claim is, how a bundle is made, how a peer is run.
+
+Each script makes one bundle with `compress apply`, measures it beside its peers, and ends with one JSON line on stdout:
+{"claims": [{"name", "value", "bar", "holds"}], "rows": [...]}. Exit codes: 0 all claims hold, 1 one does not or a run
+failed, 2 the call is wrong or something that it needs is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+BENCH = "COMPRESS_BENCH"
+GATE_FELL_SHORT = 3
+"""`compress apply` has written bundle and report nevertheless: the claims decide here, not the recipe's gates."""
+
+Row = dict[str, Any]
+"""One model in one backend: "model", "backend" and what was measured, or "failed" with the reason."""
+
+
+class Refused(Exception):
+    """The call is wrong, or something that it needs is not there."""
+
+    exit_code = 2
+
+
+class Failed(Exception):
+    """A run failed."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a script was asked for."""
+
+    bench: Path
+    """Folder with models/ and data/."""
+    ours: bool
+    """Leave the peers out."""
+    out: Path
+    """An empty folder to work in."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A measured value and the bar that it must reach; a value that could not be measured (None) reaches none."""
+
+    name: str
+    value: float | None
+    bar: float
+    rule: Literal["at least", "at most"]
+
+    @property
+    def holds(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.bar if self.rule == "at least" else self.value <= self.bar
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "bar": self.bar, "holds": self.holds}
+
+
+def at_least(name: str, value: float | None, bar: float) -> Claim:
+    return Claim(name, value, bar, "at least")
+
+
+def at_most(name: str, value: float | None, bar: float) -> Claim:
+    return Claim(name, value, bar, "at most")
+
+
+def metric(report: Mapping[str, Any], side: str, name: str) -> float | None:
+    """Of report.json, side "baseline" or "candidate"; None where it could not be measured."""
+    value: float | None = report[side]["metrics"].get(name)
+    return value
+
+
+def drop(report: Mapping[str, Any], name: str) -> float | None:
+    """Baseline minus candidate: positive where the candidate is worse."""
+    before, after = metric(report, "baseline", name), metric(report, "candidate", name)
+    return None if before is None or after is None else before - after
+
+
+def size_ratio(report: Mapping[str, Any]) -> float:
+    """Bytes of the baseline over bytes of the candidate."""
+    return float(report["baseline"]["size_bytes"] / report["candidate"]["size_bytes"])
+
+
+Measured = tuple[list[Claim], list[Row]]
+
+
+def run_script(
+    about: str, needs: Sequence[str], measure: Callable[[Call], Measured], arguments: Sequence[str] | None = None
+) -> int:
+    """Parse the call, measure, say the result; the process's exit code. `needs` are files below the bench folder."""
+    parsed = _parser(about).parse_args(arguments)
+    try:
+        bench = find_bench(parsed.bench, needs)
+        with work_folder(parsed.out, parsed.keep) as out, redirect_stdout(sys.stderr):
+            claims, rows = measure(Call(bench, parsed.ours, out))
+    except (Refused, Failed) as error:
+        say(f"error: {error}")
+        return error.exit_code
+    return conclude(claims, rows)
+
+
+def _parser(about: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bench", metavar="DIR", help=f"folder with models/ and data/; default: ${BENCH}")
+    parser.add_argument("--ours", action="store_true", help="leave the peers out")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="new or empty folder for the bundle and the peers' files, left there"
+    )
+    parser.add_argument("--keep", action="store_true", help="without --out: do not delete the temporary folder")
+    return parser
+
+
+def find_bench(given: str | None, needs: Sequence[str]) -> Path:
+    """The bench folder as an absolute path; Refused, naming all that is missing."""
+    named = given or os.environ.get(BENCH)
+    if not named:
+        raise Refused(f"no models and data to measure on: give --bench DIR or set {BENCH}; needed: {', '.join(needs)}")
+    bench = Path(named).resolve()
+    missing = [name for name in needs if not (bench / name).exists()]
+    if missing:
+        raise Refused(f"{bench}: missing: {', '.join(missing)}")
+    return bench
+
+
+@contextmanager
+def work_folder(out: Path | None, keep: bool) -> Iterator[Path]:
+    """`out`, which must be new or empty and stays; or a temporary folder, deleted in the end unless `keep`."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise Refused(f"--out {out}: give a new or empty folder")
+        out.mkdir(parents=True, exist_ok=True)
+        yield out.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="compress-claims-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            say(f"kept: {folder}")
+        else:
+            shutil.rmtree(folder)
+
+
+def conclude(claims: Sequence[Claim], rows: Sequence[Row]) -> int:
+    """Rows and claims for people on stderr, the JSON line on stdout; 0 if all claims hold, else 1."""
+    for line in table(rows):
+        say(line)
+    for claim in claims:
+        sign = ">=" if claim.rule == "at least" else "<="
+        say(f"{'holds' if claim.holds else 'FAILS'}  {claim.name}: {_shown(claim.value)} {sign} {claim.bar:g}")
+    print(json.dumps({"claims": [claim.to_dict() for claim in claims], "rows": list(rows)}, allow_nan=False))
+    return 0 if claims and all(claim.holds for claim in claims) else 1
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Aligned lines, a column for each key in the order in which it first appears."""
+    if not rows:
+        return
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [keys, *([_shown(row.get(key)) for key in keys] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.5g}" if isinstance(value, float) else str(value).partition("\n")[0]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def make_bundle(recipe: Path, call: Call) -> tuple[Path, dict[str, Any]]:
+    """(bundle, its report.json) of `compress apply`, from nothing: its cache is a new one."""
+    bundle = call.out / "bundle"
+    say(f"compress apply {recipe.name}")
+    command = [sys.executable, "-m", "compress", "apply", str(recipe), "--set", f"vars.bench={call.bench}"]
+    command += ["--out", str(bundle), "--cache", str(call.out / "cache")]
+    code = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
+    if code not in (0, GATE_FELL_SHORT):
+        raise (Refused if code == 2 else Failed)(f"compress apply {recipe.name} ended with exit code {code}")
+    return bundle, json.loads((bundle / "report.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tool that is measured beside ours: a script in peers/, and the environment that it runs in."""
+
+    name: str
+    script: str
+    options: tuple[str, ...] = ()
+    venv: str | None = None
+    """Made of the pins in peers/<venv>.txt; None: this interpreter has what it needs."""
+    calibrated: bool = True
+    """It takes calibration batches."""
+
+    @property
+    def slug(self) -> str:
+        """Its name as part of a file name."""
+        return self.name.replace(" ", "-")
+
+
+def run_peer(peer: Peer, *arguments: object, folder: Path) -> None:
+    """Run the peer's script in `folder`, where its log goes too. Failed, with the end of that log."""
+    python = sys.executable if peer.venv is None else str(peer_python(peer.venv))
+    say(f"peer: {peer.name}")
+    command = [python, str(HERE / "peers" / peer.script), *map(str, arguments), *peer.options]
+    _run(command, folder / f"{peer.slug}.log", folder)
+
+
+def peer_python(venv: str) -> Path:
+    """The interpreter of benchmarks/.venvs/<venv>, made of peers/<venv>.txt unless it is there with these pins."""
+    folder, pins = HERE / ".venvs" / venv, HERE / "peers" / f"{venv}.txt"
+    python, stamp = folder / "bin" / "python", folder / "pins.txt"
+    if python.exists() and stamp.is_file() and stamp.read_bytes() == pins.read_bytes():
+        return python
+    say(f"installing {pins.name} into {folder}")
+    folder.parent.mkdir(exist_ok=True)
+    log = folder.parent / f"{venv}-install.log"
+    _run([sys.executable, "-m", "venv", "--clear", str(folder)], log, ROOT)
+    _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(pins)], log, ROOT)
+    shutil.copyfile(pins, stamp)
+    return python
+
+
+def _run(command: list[str], log: Path, cwd: Path) -> None:
+    """Output goes to `log`; only the interpreter's own packages are seen."""
+    hidden = ("PYTHONPATH", "PYTHONHOME")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"PYTHONNOUSERSITE": "1"}
+    with log.open("wb") as file:
+        code = subprocess.run(
+            command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+        ).returncode
+    if code:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
+        raise Failed(f"{' '.join(Path(part).name for part in command[:3])} ended with exit code {code}:\n{tail}")
