@@ -15,10 +15,10 @@ from typing import Any
 from common import (
     ROOT,
     Call,
+    CallError,
     Claim,
     Measured,
     Peer,
-    Refused,
     Row,
     at_least,
     at_most,
@@ -58,7 +58,7 @@ PEERS = (
 def measure(call: Call) -> Measured:
     missing = find_backend(OPENVINO).available()
     if missing:
-        raise Refused(missing)
+        raise CallError(missing)
     bundle, report = make_bundle(RECIPE, call)
     judged = open_judged(bundle)
     entries = [Entry("float", judged.float_model)]

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, Call, Failed, Measured, Peer, Row, at_most, make_bundle, run_peer, run_script
+from common import ROOT, Call, Measured, Peer, Row, RunError, at_most, make_bundle, run_peer, run_script
 
 import runtime
 from runtime.bundle import read_samples
@@ -47,7 +47,7 @@ def compare(peer: Peer, folder: Path, texts: list[str], max_length: object, ours
     given.write_text(json.dumps(texts), encoding="utf-8")
     try:
         run_peer(peer, folder, given, out, max_length, folder=call.out)
-    except Failed as error:
+    except RunError as error:
         return {"failed": str(error)}
     return {"max_abs_difference": largest(np.load(out), ours)}
 
@@ -55,7 +55,7 @@ def compare(peer: Peer, folder: Path, texts: list[str], max_length: object, ours
 def largest(a: np.ndarray, b: np.ndarray) -> float:
     """The largest absolute difference of two arrays of one shape."""
     if a.shape != b.shape:
-        raise Failed(f"embeddings of shape {a.shape}, ours are {b.shape}")
+        raise RunError(f"embeddings of shape {a.shape}, ours are {b.shape}")
     return float(np.abs(a - b).max())
 
 

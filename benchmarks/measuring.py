@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Call, Failed, Peer, Row, run_peer, say
+from common import Call, Peer, Row, RunError, run_peer, say
 from peers.batches import Batch, write_batches
 
 from runtime.backends import find_backend
@@ -77,7 +77,7 @@ def write_calibration(judged: Judged, recipe: Path, bench: Path, path: Path) -> 
 
     loaded = load_recipe(recipe, [f"vars.bench={bench}"])
     if loaded.data.calibration is None:
-        raise Failed(f"{recipe}: has no data.calibration to give to the peers")
+        raise RunError(f"{recipe}: has no data.calibration to give to the peers")
     inputs = judged.manifest.artifact("baseline").inputs
     names = tuple(spec.name for spec in inputs)
     samples = load_samples(loaded.data.calibration, loaded.root, loaded.model.task, names, loaded.seed)
@@ -124,11 +124,11 @@ def compare(
 ) -> list[Row]:
     """One row an entry: `metrics`, bytes, and for each of `timings` how many times faster than the first entry it is.
 
-    An entry that does not run has a row that says so and is not timed; Failed if that is the first.
+    An entry that does not run has a row that says so and is not timed; RunError if that is the first.
     """
     rows = [_describe(judged, entry, metrics, model_size(entries[0].path)) for entry in entries]
     if "failed" in rows[0]:
-        raise Failed(f"{entries[0].path}: {rows[0]['failed']}")
+        raise RunError(f"{entries[0].path}: {rows[0]['failed']}")
     working = [i for i, row in enumerate(rows) if "failed" not in row]
     for name, timing in timings.items():
         feeds = feeds_for(judged, timing.batch_size, timing.sequence_length)
@@ -165,7 +165,7 @@ def make_peer_models(
         out = call.out / f"{peer.slug}.onnx"
         try:
             run_peer(peer, judged.float_model, *((batches,) if peer.calibrated else ()), out, folder=call.out)
-        except Failed as error:
+        except RunError as error:
             say(f"{peer.name}: {error}")
             failures.append({"model": peer.name, "failed": str(error)})
         else:

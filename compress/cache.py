@@ -1,27 +1,32 @@
 """Finished steps, kept by content: a step's key is a digest of all that decides its result.
 
-A step is a folder `<cache>/<key>` with its files and `record.json`, which holds their digests. It is made under another name
-and renamed when whole, so a folder under its key is a finished step; one that was damaged later is discarded and said so.
+A step is a folder `<cache>/<key>` with its files and `record.json`, which holds their digests. It is made under another
+name and renamed when whole, so a folder under its key is a finished step; one that was damaged later is discarded and
+said so. Drafts that a killed run left behind are swept away by the next one that writes.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("data", "export", "graph", "models", "passes", "quantize")
-"""The folders of `compress` whose code decides a step's result."""
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
-RECORD = "record.json"
+RECORD, DRAFT = "record.json", ".draft-"
+NEW_SECONDS = 5.0
+"""A draft younger than this is never swept: it may not be locked yet."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +50,85 @@ class StepCache:
     def get(self, key: str) -> Step | None:
         """The finished step of that key, with every file checked; None if there is none that is whole."""
         folder = self.root / key
-        if not self.has(key):
+        if not folder.exists():
             return None
-        try:
-            stored = json.loads((folder / RECORD).read_text())
-            whole = all(file_digest(folder / name) == digest for name, digest in stored["files"].items())
-        except (OSError, ValueError, KeyError):
-            whole = False
-        if whole:
-            return Step(folder, stored["record"])
+        record = _whole_record(folder)
+        if record is not None:
+            return Step(folder, record)
         self.log(f"cache: step {key[:12]} is damaged; it is discarded and done again")
-        shutil.rmtree(folder)
+        self._discard(folder)
         return None
 
     def put(self, key: str, write: Callable[[Path], dict[str, Any]]) -> Step:
-        """Let `write` fill a folder and give the record; the folder appears under `key` only when it is whole."""
+        """Let `write` fill a folder and give the record; the folder appears under `key` only when it is whole.
+
+        Where another run finished the same step meanwhile, its result is taken.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root))
-        try:
+        self._sweep()
+        with self._draft() as draft:
             record = write(draft)
             files = {str(p.relative_to(draft)): file_digest(p) for p in sorted(draft.rglob("*")) if p.is_file()}
             (draft / RECORD).write_text(json.dumps({"files": files, "record": record}, indent=1, sort_keys=True))
-            folder = self.root / key
-            if not folder.exists():
-                os.rename(draft, folder)
-            return Step(folder, record)
+            theirs = self._publish(draft, key)
+        return theirs or Step(self.root / key, record)
+
+    def _publish(self, draft: Path, key: str) -> Step | None:
+        """Give the draft the step's name; if another run's whole result has it, that one is returned."""
+        theirs = self.get(key)
+        if theirs is not None:
+            return theirs
+        try:
+            os.rename(draft, self.root / key)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return self.get(key)  # it came between the two lines
+        return None
+
+    @contextmanager
+    def _draft(self) -> Iterator[Path]:
+        """A new folder, locked as long as it is worked in, and gone afterwards unless it was renamed."""
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.root))
+        try:
+            with _locked(draft):
+                yield draft
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+    def _discard(self, folder: Path) -> None:
+        """Take a folder's name away at once, then its files: nobody meets it half removed."""
+        doomed = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.root))
+        os.rename(folder, doomed / "step")
+        shutil.rmtree(doomed)
+
+    def _sweep(self) -> None:
+        """Remove what killed runs left; a draft that is locked, or so new that its lock may be on its way, stays."""
+        for draft in self.root.glob(f"{DRAFT}*"):
+            with suppress(OSError), _locked(draft):  # another run may sweep the same one
+                if time.time() - draft.stat().st_mtime > NEW_SECONDS:
+                    shutil.rmtree(draft)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which ends with the process. BlockingIOError if another process has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _whole_record(folder: Path) -> dict[str, Any] | None:
+    """What a step's maker recorded, if every file is the one that it wrote."""
+    try:
+        stored = json.loads((folder / RECORD).read_text())
+        whole = all(file_digest(folder / name) == digest for name, digest in stored["files"].items())
+        return stored["record"] if whole else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not there, not JSON, not of this form
+        return None
 
 
 def default_root() -> Path:
@@ -88,13 +145,12 @@ def step_key(*parts: Any) -> str:
 
 @cache
 def code_version() -> str:
-    """A digest of the sources of the rooms that decide results, and of the libraries' versions."""
+    """A digest of the sources of `compress` and `runtime`, and of the libraries' versions."""
     sha = hashlib.sha256(json.dumps(library_versions(), sort_keys=True).encode())
     package = Path(__file__).parent
-    runtime = package.parent / "runtime"
-    files = [file for room in ROOMS for file in sorted((package / room).rglob("*.py"))]
-    for file in [*files, *sorted(runtime.rglob("*.py"))]:
-        sha.update(f"{file.name}\n".encode() + file.read_bytes())
+    for room in (package, package.parent / "runtime"):
+        for file in sorted(room.rglob("*.py")):
+            sha.update(f"{file.relative_to(package.parent)}\n".encode() + file.read_bytes())
     return sha.hexdigest()
 
 

@@ -46,4 +46,10 @@ class ExportError(CompressError):
 
 
 class OutputError(CompressError):
-    """The output folder or the cache cannot be written, is in use, or is not ours to replace."""
+    """The output folder or the cache cannot be written."""
+
+
+class OutputRefused(OutputError):
+    """The call names an output folder that is in use, not ours to replace, or in a place that cannot be written."""
+
+    exit_code = 2

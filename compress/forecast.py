@@ -41,7 +41,9 @@ def forecast(recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dic
     seconds += 3 * evaluation * forward
     speed = recipe.validate_.benchmark
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)
-    seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size + min(60.0, 40 * single * speed.throughput_batch_size)
+    seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size + min(
+        60.0, 40 * single * speed.throughput_batch_size
+    )
     memory = LIBRARIES_BYTES + COPIES * before.n_bytes + 2 * batch * before.peak_activation_bytes
     disk = 2 * before.n_bytes + (len(recipe.passes) + 2) * before.n_bytes + after.n_bytes
     return Forecast(seconds, memory, disk)

@@ -81,14 +81,18 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples | None
 class Batches(Sequence[Feeds]):
     """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded."""
 
-    def __init__(self, samples: Samples, inputs: Inputs, specs: tuple[TensorSpec, ...], size: int | None = None) -> None:
+    def __init__(
+        self, samples: Samples, inputs: Inputs, specs: tuple[TensorSpec, ...], size: int | None = None
+    ) -> None:
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.folder)
         task = inputs.recipe.model.task
         self.views = encoding_views(task, samples.columns)
         fixed = {spec.shape[0] for spec in specs if isinstance(spec.shape[0], int)}
         self.size = size or (min(fixed) if fixed else 1 if inputs.preprocess.kind == "text" else IMAGE_BATCH)
         starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
-        self.rows = [(view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts]
+        self.rows = [
+            (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)

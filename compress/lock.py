@@ -30,7 +30,12 @@ def make_lock(inputs: Inputs, keys: StepKeys, sets: Mapping[str, Samples], parit
         },
         "data": {name: _data(inputs, name, samples) for name, samples in sets.items()},
         "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
-        "host": {"system": platform.system(), "machine": platform.machine(), "cpu": cpu_info()[0], "cores": os.cpu_count()},
+        "host": {
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "cpu": cpu_info()[0],
+            "cores": os.cpu_count(),
+        },
     }
 
 

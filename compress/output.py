@@ -10,26 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compress.errors import OutputError
+from compress.errors import OutputError, OutputRefused
+from runtime.bundle import is_measurement, read_manifest
+from runtime.errors import BundleError
+from runtime.files import regular_files
 
 
 @contextmanager
 def reserved(out: Path) -> Iterator[Path]:
-    """Hold `out` for this run and yield an empty staging folder beside it.
+    """Hold `out` (absolute) for this run and yield an empty staging folder beside it.
 
     What an earlier run left there half-done is removed; a bundle that it had moved aside is moved back.
-    Raises OutputError when another run writes `out`, it is not ours to replace, or the place cannot be written.
+    Raises OutputRefused when another run writes `out`, it is not ours to replace, or the place cannot be written.
     """
-    parent = out.absolute().parent
-    with explained(out):
-        parent.mkdir(parents=True, exist_ok=True)
-        lock = (parent / f".{out.name}.lock").open("w")
+    with explained(out, OutputRefused):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle = _lock(out)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputError(f"{out}: another run is writing it; wait for it or choose another --out") from error
-        with explained(out):
+        with explained(out, OutputRefused):
             _recover(out)
             _refuse_foreign(out)
             staging = _beside(out, "partial")
@@ -40,8 +38,8 @@ def reserved(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     finally:
-        (parent / f".{out.name}.lock").unlink(missing_ok=True)
-        lock.close()
+        _beside(out, "lock").unlink(missing_ok=True)
+        os.close(handle)
 
 
 def publish(staging: Path, out: Path) -> None:
@@ -55,14 +53,29 @@ def publish(staging: Path, out: Path) -> None:
 
 
 @contextmanager
-def explained(place: Path) -> Iterator[None]:
-    """Turn what the file system says into one clear OutputError."""
+def explained(place: Path, kind: type[OutputError] = OutputError) -> Iterator[None]:
+    """Turn what the file system says while something is written into one clear error."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "the disk is full; finished steps are kept, free some space and run again" if full else error.strerror
-        raise OutputError(f"{error.filename or place}: cannot be written: {why}") from error
+        raise kind(f"{error.filename or place}: cannot be written: {why or error}") from error
+
+
+def _lock(out: Path) -> int:
+    """The descriptor of the lock file, locked; the lock ends with the process, whatever happens to the file."""
+    path = _beside(out, "lock")
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise OutputRefused(f"{out}: another run is writing it; wait for it or choose another --out") from error
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            return handle
+        os.close(handle)  # its holder removed the file when it ended; the next one makes it anew
 
 
 def _recover(out: Path) -> None:
@@ -73,11 +86,20 @@ def _recover(out: Path) -> None:
 
 
 def _refuse_foreign(out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()) and not (out / "manifest.json").is_file():
-        raise OutputError(f"{out}: a folder with other things in it; choose another --out or empty it")
+    """Only an absent or empty folder, or a bundle with nothing added to it, is replaced."""
     if out.exists() and not out.is_dir():
-        raise OutputError(f"{out}: a file; --out names a folder")
+        raise OutputRefused(f"{out}: a file; --out names a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    try:
+        ours = read_manifest(out).files
+    except BundleError as error:
+        raise OutputRefused(f"{out}: a folder with other things in it; choose another --out or empty it") from error
+    files, odd = regular_files(out)
+    added = sorted(name for name in files if name not in ours and not is_measurement(name)) + odd
+    if added:
+        raise OutputRefused(f"{out}: a bundle to which {added[0]} was added; move that away or choose another --out")
 
 
 def _beside(out: Path, word: str) -> Path:
-    return out.absolute().parent / f".{out.name}.{word}"
+    return out.parent / f".{out.name}.{word}"

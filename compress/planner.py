@@ -70,13 +70,23 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     keys = step_keys(inputs)
     store = StepCache(cache or default_root())
     problems = [*_data_problems(inputs), *_order_problems(recipe.passes)]
-    steps = [PlannedStep("export to float ONNX", keys.float_graph, store.has(keys.float_graph), inputs.facts.n_bytes, inputs.facts.n_bytes)]
+    steps = [
+        PlannedStep(
+            "export to float ONNX",
+            keys.float_graph,
+            store.has(keys.float_graph),
+            inputs.facts.n_bytes,
+            inputs.facts.n_bytes,
+        )
+    ]
     facts = inputs.facts
     for index, (one, key) in enumerate(zip(recipe.passes, keys.passes, strict=True)):
         planned = one.check(facts, TARGETS[recipe.target])
         problems += [f"passes.{index}: {problem}" for problem in planned.problems]
         steps.append(
-            PlannedStep(one.kind, key, store.has(key), facts.n_bytes, planned.facts.n_bytes, planned.decisions, planned.notes)
+            PlannedStep(
+                one.kind, key, store.has(key), facts.n_bytes, planned.facts.n_bytes, planned.decisions, planned.notes
+            )
         )
         facts = planned.facts
     problems += _export_problems(recipe)
@@ -134,7 +144,9 @@ def _limit_problems(recipe: Recipe, expected: Forecast) -> list[str]:
             "use a smaller model or calibration batch, or raise the limit"
         )
     if limits.disk_gib is not None and expected.disk_bytes > limits.disk_gib * 2**30:
-        problems.append(f"limits.disk_gib: about {expected.disk_bytes / 2**30:.1f} GiB are needed, {limits.disk_gib:g} are allowed")
+        problems.append(
+            f"limits.disk_gib: about {expected.disk_bytes / 2**30:.1f} GiB are needed, {limits.disk_gib:g} are allowed"
+        )
     return problems
 
 
@@ -142,10 +154,21 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
     recipe = inputs.recipe
     notes = [Note("warning", text) for text in inputs.facts.notes]
     calibration, evaluation = recipe.data.calibration, recipe.data.evaluation
-    if calibration is not None and evaluation is not None and inputs.data["calibration"].digest == inputs.data["evaluation"].digest:
-        notes.append(Note("warning", "data: calibration and evaluation come from one file; apply counts the samples that stand in both"))
+    if (
+        calibration is not None
+        and evaluation is not None
+        and inputs.data["calibration"].digest == inputs.data["evaluation"].digest
+    ):
+        notes.append(
+            Note(
+                "warning",
+                "data: calibration and evaluation come from one file; apply counts the samples that stand in both",
+            )
+        )
     if not TARGETS[recipe.target].runs_here:
-        notes.append(Note("warning", f"{recipe.target} does not run here: the bundle is judged in onnxruntime-cpu instead"))
+        notes.append(
+            Note("warning", f"{recipe.target} does not run here: the bundle is judged in onnxruntime-cpu instead")
+        )
     if not recipe.validate_.gates:
         notes.append(Note("warning", "validate: no gates; the verdict will be pass whatever is measured"))
     return tuple(notes)

@@ -25,7 +25,9 @@ JUDGE = "onnxruntime-cpu"
 """Where a bundle is judged whose target does not run on the building machine."""
 
 
-def run_graph(path: Path, inputs: Inputs, specs: tuple[TensorSpec, ...], columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def run_graph(
+    path: Path, inputs: Inputs, specs: tuple[TensorSpec, ...], columns: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """The outputs of a model file over samples, on the recipe's target if it runs here."""
     recipe = inputs.recipe
     name = recipe.target if TARGETS[recipe.target].runs_here else JUDGE

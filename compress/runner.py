@@ -138,7 +138,9 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     n_classes = width if task.endswith("classification") and isinstance(width, int) else None
     sets = {name: loaded for name in SETS if (loaded := load_set(plan.inputs, name, n_classes)) is not None}
     if sets.keys() >= {"calibration", "evaluation"} and (shared := overlap(sets["calibration"], sets["evaluation"])):
-        journal.log(f"data: {shared} of {sets['evaluation'].n} evaluation samples are also calibration samples; the verdict is optimistic")
+        journal.log(
+            f"data: {shared} of {sets['evaluation'].n} evaluation samples are also calibration samples; the verdict is optimistic"
+        )
     if not sets["evaluation"].n:
         raise PlanError("data.evaluation: no samples")
     return sets

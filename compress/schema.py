@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from compress.export.onnx_record import OnnxExport
+from compress.exports import OnnxExport
 from compress.passes import PASSES, Pass
 from compress.passes.base import Record
 from compress.targets import TargetName

@@ -24,7 +24,11 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     expected = plan.forecast
     return {
         "name": plan.recipe.name,
-        "model": {"source": plan.recipe.model.source, "architecture": plan.before.architecture, "macs": plan.before.macs},
+        "model": {
+            "source": plan.recipe.model.source,
+            "architecture": plan.before.architecture,
+            "macs": plan.before.macs,
+        },
         "target": plan.recipe.target,
         "size_bytes": {"before": plan.before.n_bytes, "after": plan.after.n_bytes},
         "steps": [
@@ -34,13 +38,22 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
                 "cached": step.cached,
                 "before_bytes": step.before_bytes,
                 "after_bytes": step.after_bytes,
-                "layers": [{"layer": d.layer, "type": d.type, "action": d.action, "reason": d.reason} for d in step.decisions],
+                "layers": [
+                    {"layer": d.layer, "type": d.type, "action": d.action, "reason": d.reason} for d in step.decisions
+                ],
                 "notes": [{"level": note.level, "text": note.text} for note in step.notes],
             }
             for step in plan.steps
         ],
-        "data": {name: {"source": f.source, "samples": f.n_samples, "digest": f.digest} for name, f in plan.inputs.data.items()},
-        "forecast": {"seconds": expected.seconds, "memory_bytes": expected.memory_bytes, "disk_bytes": expected.disk_bytes},
+        "data": {
+            name: {"source": f.source, "samples": f.n_samples, "digest": f.digest}
+            for name, f in plan.inputs.data.items()
+        },
+        "forecast": {
+            "seconds": expected.seconds,
+            "memory_bytes": expected.memory_bytes,
+            "disk_bytes": expected.disk_bytes,
+        },
         "notes": [{"level": note.level, "text": note.text} for note in plan.notes],
     }
 
@@ -51,7 +64,11 @@ def render_plan(plan: Plan, console: Console) -> None:
     table = Table("step", "done already", "weights before", "after", "layers")
     for step in plan.steps:
         table.add_row(
-            step.name, "cached" if step.cached else "", size_text(step.before_bytes), size_text(step.after_bytes), _counts(step.decisions)
+            step.name,
+            "cached" if step.cached else "",
+            size_text(step.before_bytes),
+            size_text(step.after_bytes),
+            _counts(step.decisions),
         )
     console.print(table)
     for step in plan.steps:
@@ -94,12 +111,18 @@ def _print_layers(decisions: Sequence[LayerDecision], step: str, console: Consol
     """The layers that are left, with the reason, and the first of those that are touched."""
     touched = [d for d in decisions if d.action != "kept"]
     for decision in touched[:MOST_LAYERS]:
-        console.print(f"  {step}: {escape(decision.layer)} ({decision.type}) {decision.action} {escape(decision.reason)}", highlight=False)
+        console.print(
+            f"  {step}: {escape(decision.layer)} ({decision.type}) {decision.action} {escape(decision.reason)}",
+            highlight=False,
+        )
     if len(touched) > MOST_LAYERS:
         console.print(f"  {step}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
     for decision in decisions:
         if decision.action == "kept":
-            console.print(f"  {step}: {escape(decision.layer)} ({decision.type}) stays: {escape(decision.reason)}", highlight=False)
+            console.print(
+                f"  {step}: {escape(decision.layer)} ({decision.type}) stays: {escape(decision.reason)}",
+                highlight=False,
+            )
 
 
 def _mark(level: str) -> str:

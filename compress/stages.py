@@ -42,7 +42,11 @@ class FloatModel:
 
 
 def float_model(
-    cache: StepCache, key: str, load: Callable[[], LoadedModel], batches: Callable[[tuple[TensorSpec, ...]], Batches], opset: int
+    cache: StepCache,
+    key: str,
+    load: Callable[[], LoadedModel],
+    batches: Callable[[tuple[TensorSpec, ...]], Batches],
+    opset: int,
 ) -> FloatModel:
     """Export, check parity on real inputs, keep; the weights are loaded only if the step is not in the cache."""
 
@@ -78,7 +82,9 @@ def pass_step(cache: StepCache, key: str, one: Pass, state: GraphState, context:
     return _read_result(step)
 
 
-def baseline_step(cache: StepCache, key: str, model: FloatModel, inputs: Inputs, columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def baseline_step(
+    cache: StepCache, key: str, model: FloatModel, inputs: Inputs, columns: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """The float model's outputs over the evaluation samples."""
 
     def write(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, Q
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 
-class Batches(CalibrationDataReader):  # type: ignore[misc]  (onnxruntime has no types)
+class Batches(CalibrationDataReader):
     """Hands out one batch after the other."""
 
     def __init__(self, batches: list[Batch]) -> None:

@@ -66,7 +66,9 @@ def assemble(staging: Path, contents: Contents) -> Manifest:
         target = export.target or recipe.target
         main = target == recipe.target
         graph = finished_graph(contents.state, TARGETS[target])
-        folder, name = (staging / "model", "candidate") if main else (staging / f"model-{target}", f"candidate-{target}")
+        folder, name = (
+            (staging / "model", "candidate") if main else (staging / f"model-{target}", f"candidate-{target}")
+        )
         artifacts.append(_write_model(folder, graph, name, precision(contents.state), contents, target))
         _copy_folder_files(contents.folder, folder)
     evaluation = write_samples(staging, contents.samples)

@@ -46,5 +46,7 @@ Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}); the evalua
 def model_card(manifest: Manifest, lock: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
     """Markdown with the YAML header that model hubs read."""
     actions = Counter(str(layer["action"]) for layer in layers).most_common()
-    template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(TEMPLATE)
+    template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(
+        TEMPLATE
+    )
     return template.render(manifest=manifest, lock=lock, actions=actions)

@@ -16,6 +16,7 @@ import torch
 from onnx_ir.passes.common import ShapeInferencePass
 
 from compress.errors import ExportError
+from compress.graph.channels import pad_input_channels
 from compress.graph.edit import strip_metadata, tidy
 from compress.graph.half import to_half
 from compress.graph.norms import keep_norms_apart
@@ -39,7 +40,9 @@ def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: in
     if loaded.onnx_path is not None:
         return read_graph(loaded.onnx_path)
     assert loaded.module is not None and loaded.parameters is not None
-    arguments = {loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names}
+    arguments = {
+        loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names
+    }
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -82,6 +85,7 @@ def finished_graph(state: GraphState, target: Target) -> ir.Model:
         to_half(model, state.half, state.half_kept)
     if target.name == "onnxruntime-cpu":
         keep_norms_apart(model)
+        pad_input_channels(model)
     if any(weight.bits == 4 or weight.group_size > 0 for weight in state.weights.values()):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     strip_metadata(model)
@@ -139,7 +143,9 @@ def _name_nodes(model: ir.Model) -> None:
 
 
 def _first_lines(error: Exception, most: int = 6) -> str:
-    return " | ".join(line.strip() for line in str(error).splitlines() if line.strip()[:1] not in ("", "=", "-"))[: most * 160]
+    return " | ".join(line.strip() for line in str(error).splitlines() if line.strip()[:1] not in ("", "=", "-"))[
+        : most * 160
+    ]
 
 
 @contextmanager

@@ -32,7 +32,9 @@ def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds])
         expected = _torch_outputs(loaded, feeds)
         for name, values in outputs.items():
             if values.shape != expected[name].shape:
-                raise ExportError(f"parity: output {name!r} has shape {values.shape}, torch gives {expected[name].shape}")
+                raise ExportError(
+                    f"parity: output {name!r} has shape {values.shape}, torch gives {expected[name].shape}"
+                )
             worst = max(worst, relative_difference(expected[name], values))
     if worst > TOLERANCE:
         where = first_difference(loaded, model, batches)

@@ -98,7 +98,7 @@ def choose_range(
     """The interval to quantize, always holding zero; symmetric ones are (-m, m).
 
     minmax: all that was seen. percentile: the central `percentile` percent. mse: the interval that minimises the expected
-    squared rounding and clipping error at 256 levels (a grid of 96 shrinkages). entropy: the one that minimises the
+    squared rounding and clipping error at 256 levels (a grid of 96 shrinkages of each end). entropy: the one that minimises the
     Kullback-Leibler divergence of the quantized histogram (Migacz, 8-bit inference with TensorRT, 2017), on the same grid.
     """
     low, high = min(seen.low, 0.0), max(seen.high, 0.0)
@@ -112,17 +112,24 @@ def choose_range(
         return (-max(-low, high), max(-low, high)) if symmetric else (low, max(high, low + 1e-6))
     if method in ("mse", "entropy"):
         score = _squared_error if method == "mse" else _divergence
-        return _best_shrinkage(seen, low, high, score)
+        return _best_shrinkage(seen, low, high, score, symmetric)
     return low, high
 
 
-def _best_shrinkage(seen: Observer, low: float, high: float, score: Score) -> tuple[float, float]:
+def _best_shrinkage(seen: Observer, low: float, high: float, score: Score, symmetric: bool) -> tuple[float, float]:
+    """Both ends shrunk alike, then each end on its own: an outlier on one side must not cost the other (Gelu has a floor)."""
     used = np.flatnonzero(seen.counts)
     centres, counts = seen.centres[used], seen.counts[used]
     grid = np.concatenate([np.linspace(1.0, 0.3, 64), np.geomspace(0.29, 0.01, 32)])
-    errors = [score(centres, counts, low * g, high * g) for g in grid]
-    best = grid[int(np.argmin(errors))]
-    return low * best, high * best
+
+    def best_of(spans: list[tuple[float, float]]) -> tuple[float, float]:
+        return min(spans, key=lambda span: score(centres, counts, *span))
+
+    best = best_of([(low * g, high * g) for g in grid])
+    if symmetric or low == 0 or high == 0:
+        return best
+    best = best_of([best, *((best[0], high * g) for g in grid)])
+    return best_of([best, *((low * g, best[1]) for g in grid)])
 
 
 def _levels(centres: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:

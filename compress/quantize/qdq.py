@@ -7,6 +7,8 @@ Dynamic int8 is written as DynamicQuantizeLinear and MatMulInteger, which is the
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import onnx_ir as ir
 
@@ -93,11 +95,10 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
 
 def _stored(model: ir.Model, layer: GraphLayer, suffix: str, tensor: ir.TensorProtocol) -> ir.Value:
     """A constant named after the weight: layers that share the weight share it, unless they round it differently."""
-    name = f"{layer.weight.name}/{suffix}"
-    held = model.graph.initializers.get(name)
-    if held is not None and not _same(held.const_value, tensor):
-        name = f"{layer.name}/weight/{suffix}"
-    return initializer(model, name, tensor)
+    base = f"{layer.weight.name}/{suffix}"
+    names = (base if i == 1 else f"{base}#{i}" for i in count(1))
+    held = model.graph.initializers
+    return initializer(model, next(n for n in names if n not in held or _same(held[n].const_value, tensor)), tensor)
 
 
 def _same(a: ir.TensorProtocol | None, b: ir.TensorProtocol) -> bool:

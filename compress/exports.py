@@ -1,4 +1,4 @@
-"""`export: {kind: onnx}`: what a recipe may say about the ONNX file. The exporter itself is `compress.export.onnx`."""
+"""The vocabulary of a recipe's `export:`. The exporters themselves are in `compress.export`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Writing what the passes decided: float ONNX with parity, the file each target gets, the bundle around it."""

@@ -1,0 +1,248 @@
+"""The `int8` pass: which layers, which ranges, what it corrects, what it sees collapse, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import graphs
+import numpy as np
+import onnx_ir as ir
+import pytest
+from graphs import context, facts_of, operators, written
+from pydantic import ValidationError
+
+from compress.errors import PassError
+from compress.graph.edit import initializer
+from compress.graph.layers import constant, find_layers
+from compress.passes import FoldBatchNorm, Int8
+from compress.passes.context import PassResult
+from compress.quantize.measure import output_cosine
+from compress.quantize.qdq import write_state
+from compress.quantize.state import GraphState
+from compress.targets import TARGETS
+
+CPU = TARGETS["onnxruntime-cpu"]
+
+
+def apply(model: ir.Model, feeds: list[Any], log: list[str] | None = None, **knobs: Any) -> PassResult:
+    return Int8(**knobs).apply(GraphState(model), context(feeds, log=log))
+
+
+def cosine(result: PassResult, model: ir.Model, feeds: list[Any]) -> float:
+    return output_cosine(graphs.run(model, feeds), graphs.run(write_state(result.model, "u8s8"), feeds))
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_outputs_stay_close(mode: str) -> None:
+    model, feeds = graphs.transformer(), graphs.tokens()
+    assert cosine(apply(model, feeds, mode=mode), model, feeds) > 0.99
+    if mode == "static":
+        model, feeds = graphs.residual_cnn(), graphs.images()
+        assert cosine(apply(model, feeds), model, feeds) > 0.99
+
+
+def test_the_float_model_is_left_as_it_was() -> None:
+    model, feeds = graphs.residual_cnn(), graphs.images()
+    before = operators(model)
+    apply(model, feeds)
+    assert operators(model) == before
+
+
+def test_outliers_in_the_residual_stream_ruin_placement_all_and_not_inputs() -> None:
+    model, feeds = graphs.transformer(outlier=300), graphs.tokens()
+    found = {kind: cosine(apply(model, feeds, placement=kind), model, feeds) for kind in ("all", "inputs")}
+    assert found["inputs"] > found["all"] + 0.01
+
+
+@pytest.mark.parametrize(
+    ("knobs", "taken"),
+    [
+        ({"ignore": ("fc", "re:one\\..*")}, {"stem", "two.conv1", "two.conv2", "shortcut/select"}),
+        ({"ignore": ("Conv2d",)}, {"fc"}),
+        ({"ignore": ("Conv",)}, {"fc"}),
+        ({"targets": ("Linear", "stem")}, {"fc", "stem"}),
+        ({"targets": ("re:.*conv1",), "ignore": ("two.conv1",)}, {"one.conv1"}),
+    ],
+)
+def test_layers_are_chosen_by_name_pattern_and_type(knobs: dict[str, Any], taken: set[str]) -> None:
+    result = apply(graphs.residual_cnn(), graphs.images(), **knobs)
+    assert set(result.model.integer) == taken
+    for decision in result.decisions:
+        assert decision.action == ("int8" if decision.layer in taken else "kept")
+        assert decision.action == "int8" or decision.reason
+    planned = {d.layer: d.action for d in Int8(**knobs).check(facts_of(graphs.residual_cnn()), CPU).decisions}
+    assert {name for name, action in planned.items() if action == "int8"} == taken - {"shortcut/select"}
+
+
+def test_overrides_change_the_ranges_of_their_layers_alone() -> None:
+    model, feeds = graphs.residual_cnn(), graphs.images()
+    plain = apply(model, feeds, calibration="mse").model.ranges
+    override = {"targets": ("one.conv1",), "calibration": "percentile", "percentile": 90.0}
+    changed = apply(model, feeds, overrides=(override,)).model.ranges
+    assert {name for name, span in plain.items() if changed[name] != span} == {"a", "one_relu"}
+
+
+def test_methods_differ_in_what_they_clip() -> None:
+    model, feeds = graphs.residual_cnn(), graphs.images()
+    spans = {method: apply(model, feeds, calibration=method).model.ranges["x"] for method in ("minmax", "mse")}
+    whole = np.concatenate([f["x"] for f in feeds])
+    assert (spans["minmax"].low, spans["minmax"].high) == (whole.min(), whole.max())
+    assert spans["mse"].high < spans["minmax"].high
+    assert spans["minmax"].peak == np.abs(whole).max()
+
+
+def test_bias_correction_takes_out_the_mean_shift() -> None:
+    """Against the outputs of the layer itself, float and rounded, on the calibration data."""
+    feeds = [{"x": f["x"] + 2} for f in graphs.vectors(64)]
+    model = graphs.one_layer(64, 8)
+    x = np.concatenate([f["x"] for f in feeds]).astype(np.float64)
+    (layer,) = find_layers(model)
+    with_it, without = (apply(model, feeds, bias_correction=on).model for on in (True, False))
+    assert not without.biases
+    rounded = x @ with_it.weights["fc"].dequantize().T + with_it.biases["fc"]
+    exact = x @ layer.matrix().T + constant(layer.bias)
+    np.testing.assert_allclose(rounded.mean(axis=0), exact.mean(axis=0), atol=1e-5)
+
+
+def test_an_exact_weight_has_its_bias_left_as_it_is() -> None:
+    model = graphs.one_layer(64, 8)
+    grid = np.random.default_rng(0).integers(-127, 128, (64, 8)).astype(np.float32)
+    grid[0] = 127
+    initializer(model, "fc.weight", grid)
+    state = apply(model, graphs.vectors(64)).model
+    np.testing.assert_array_equal(state.biases["fc"], constant(find_layers(model)[0].bias))
+
+
+def test_embeddings_are_taken_once_they_are_large() -> None:
+    result = apply(graphs.transformer(), graphs.tokens())
+    assert result.model.weight_only == ["embedding"]
+    decided = {decision.layer: decision for decision in result.decisions}
+    assert decided["embedding"].reason == "W8, looked up as integers"
+    assert result.measured["embedding"]["sqnr_db"] > 30
+
+
+def test_measured_numbers_come_with_the_result() -> None:
+    result = apply(graphs.residual_cnn(), graphs.images())
+    numbers = result.measured["stem"]
+    assert numbers["sqnr_db"] > 20
+    whole = np.concatenate([f["x"] for f in graphs.images()])
+    assert numbers["input_low"] == pytest.approx(whole.min(), abs=1e-4)
+    assert numbers["input_spread"] == pytest.approx(np.abs(whole).max() / np.median(np.abs(whole)), rel=0.01)
+
+
+def broken_sum(factor: float = 4000.0) -> ir.Model:
+    """The second sum adds two huge channels that cancel in the classifier: what it gives cannot be held in eight bits."""
+    model = graphs.residual_cnn()
+    layers = {layer.name: layer for layer in find_layers(model)}
+    weight, bias = constant(layers["two.conv2"].weight).copy(), constant(layers["two.conv2"].bias).copy()
+    weight[:2], bias[:2] = 0, factor
+    classifier = constant(layers["fc"].weight).copy()
+    classifier[:, :2] = 0
+    initializer(model, "two.conv2.weight", weight)
+    initializer(model, "two.conv2.bias", bias)
+    initializer(model, "fc.weight", classifier)
+    return model
+
+
+def test_a_collapse_is_seen_blamed_and_healed() -> None:
+    model, feeds, log = broken_sum(), graphs.images(), list[str]()
+    result = apply(model, feeds, log, calibration="minmax")
+    assert any("outputs collapsed" in line for line in log)
+    warnings = [note.text for note in result.notes if note.level == "warning"]
+    assert "are to blame" in warnings[0] and "They stay float" in warnings[0]
+    blamed = result.model.leave_out
+    assert blamed and all(f"quantized outputs of {operator} are to blame" in " ".join(warnings) for operator in blamed)
+    tensors = {"Add": "c", "Conv": "two_out", "GlobalAveragePool": "pooled"}
+    assert tensors[blamed[0]] in warnings[0].partition("tensors: ")[2]
+    assert "x its median" in warnings[0]
+    before = written(apply(model, feeds, calibration="minmax", placement="all").model, feeds)
+    after = written(result.model, feeds)
+    exact = np.concatenate(graphs.run(model, feeds))
+    assert output_cosine([exact], [after]) > output_cosine([exact], [before])
+
+
+def test_with_an_explicit_placement_a_collapse_is_reported_only() -> None:
+    result = apply(broken_sum(), graphs.images(), calibration="minmax", placement="all")
+    assert not result.model.leave_out
+    assert "Use placement: auto or inputs" in result.notes[0].text
+
+
+def test_a_collapse_that_no_operator_explains_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.passes.int8_steps.COLLAPSE", 1.1)
+    result = apply(graphs.transformer(), graphs.tokens(), mode="dynamic")
+    assert "leaving out no one operator helps" in result.notes[0].text
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_values_are_named(value: float) -> None:
+    model, feeds = graphs.residual_cnn(), graphs.images()
+    feeds[0]["x"][0, 0, 0, 0] = value
+    with pytest.raises(PassError, match="int8: tensor 'x': NaN or Inf among the values on calibration batch 1"):
+        apply(model, feeds)
+    weight = constant(find_layers(model)[1].weight).copy()
+    weight[0, 0, 0, 0] = value
+    initializer(model, "one.conv1.weight", weight)
+    with pytest.raises(PassError, match="int8: one.conv1: the weight holds NaN or Inf"):
+        apply(model, graphs.images())
+    with pytest.raises(PassError, match="int8: there is no calibration data"):
+        apply(graphs.residual_cnn(), [])
+
+
+def test_a_second_pass_may_not_change_the_mode() -> None:
+    feeds = graphs.tokens()
+    first = apply(graphs.transformer(), feeds, targets=("up",)).model
+    second = Int8(targets=("down",)).apply(first, context(feeds)).model
+    assert second.integer == ["up", "down"]
+    with pytest.raises(PassError, match="put all layers into one int8 pass"):
+        Int8(targets=("down",), mode="dynamic").apply(first, context(feeds))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "problem"),
+    [
+        ({"ignore": ("nowhere",)}, "int8: ignore: 'nowhere' matches no layer (this model has stem, one.conv1, one.conv2, ...)"),
+        ({"targets": ("re:decoder",)}, "int8: targets: 're:decoder' matches no layer"),
+        ({"overrides": ({"targets": ("x",)},)}, "int8: overrides.0.targets: 'x' matches no layer"),
+        ({"ignore": ("Conv2d", "Linear")}, "no convolution or matrix product is left to quantize (ignore: Conv2d; ignore: Linear)"),
+        ({"mode": "dynamic", "placement": "all"}, "int8: mode: dynamic quantizes inputs only"),
+        ({"mode": "dynamic", "overrides": ({"targets": ("fc",)},)}, "int8: overrides set calibrated ranges, and mode: dynamic has none"),
+        ({"attention": True, "placement": "all"}, "int8: attention: true needs mode: static and placement: inputs"),
+    ],
+)
+def test_check_says_what_cannot_work(knobs: dict[str, Any], problem: str) -> None:
+    problems = Int8(**knobs).check(facts_of(graphs.residual_cnn()), CPU).problems
+    assert any(problem in text for text in problems), problems
+
+
+def test_a_plan_without_problems_promises_eight_bits() -> None:
+    plan = Int8().check(facts_of(graphs.residual_cnn()), CPU)
+    assert not plan.problems
+    assert {layer.bits for layer in plan.facts.layers} == {8}
+    dynamic = Int8(mode="dynamic").check(facts_of(graphs.transformer()), CPU)
+    assert {d.reason for d in dynamic.decisions} == {"W8A8 dynamic", "W8"}
+    again = Int8().check(plan.facts, CPU)
+    assert {d.reason for d in again.decisions} == {"already in 8 bits"}
+
+
+def test_a_broken_regular_expression_is_refused_at_once() -> None:
+    with pytest.raises(ValidationError, match=r"'re:\(' is no regular expression"):
+        Int8(ignore=("re:(",))
+
+
+def test_fold_batchnorm_folds_before_int8_only() -> None:
+    model, feeds = graphs.residual_cnn(batchnorm=True), graphs.images()
+    result = FoldBatchNorm().apply(GraphState(model), context(feeds))
+    assert len(result.decisions) == 5 and "BatchNormalization" in operators(model)
+    np.testing.assert_allclose(written(result.model, feeds), np.concatenate(graphs.run(model, feeds)), atol=1e-5)
+    rounded = Int8().check(facts_of(model), CPU).facts
+    assert "fold_batchnorm: must come before the pass that rounds stem" in FoldBatchNorm().check(rounded, CPU).problems
+    nothing = FoldBatchNorm().check(facts_of(graphs.transformer()), CPU)
+    assert nothing.problems == ("fold_batchnorm: the model has no batch normalisation; remove the pass",)
+
+
+@pytest.mark.parametrize("operator", ["BatchNormalization", "aten.native_batch_norm"])
+def test_fold_batchnorm_knows_the_operator_under_both_names(operator: str) -> None:
+    from dataclasses import replace
+
+    facts = replace(facts_of(graphs.residual_cnn()), operators=(operator,))
+    assert not FoldBatchNorm().check(facts, CPU).problems

@@ -1,0 +1,379 @@
+"""The claims scripts: how they refuse, how a claim is decided, and what a failing peer does. Nothing is measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPTS = ("int8_cnn", "int8_encoder", "interop_optimum")
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def common(load: Any) -> Any:
+    return load("common")
+
+
+@pytest.fixture
+def measuring(load: Any) -> Any:
+    return load("measuring")
+
+
+def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "COMPRESS_BENCH"}
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_says_what_is_claimed(script: str) -> None:
+    done = call(script, "--help")
+    assert done.returncode == 0
+    assert "recipes/" in done.stdout
+    assert all(option in done.stdout for option in ("--bench", "--ours", "--out", "--keep"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_a_bench_folder_it_says_how_to_give_one(script: str) -> None:
+    done = call(script)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "--bench DIR or set COMPRESS_BENCH" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_bench_folder_without_its_files_is_refused_by_their_names(script: str, tmp_path: Path, load: Any) -> None:
+    done = call(script, "--bench", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip() == f"error: {tmp_path}: missing: {', '.join(load(script).NEEDS)}"
+
+
+def test_bench_folder_comes_from_the_environment(common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESS_BENCH", str(tmp_path))
+    assert common.find_bench(None, []) == tmp_path.resolve()
+    with pytest.raises(common.CallError, match="missing: data"):
+        common.find_bench(None, ["data"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "holds"),
+    [
+        ("at_least", 2.0, True),
+        ("at_least", math.nextafter(2.0, 0), False),
+        ("at_most", 2.0, True),
+        ("at_most", math.nextafter(2.0, 3), False),
+        ("at_least", None, False),
+        ("at_most", None, False),
+        ("at_least", math.nan, False),
+        ("at_most", math.nan, False),
+    ],
+)
+def test_a_claim_holds_up_to_its_bar_and_never_unmeasured(
+    common: Any, rule: str, value: float | None, holds: bool
+) -> None:
+    assert getattr(common, rule)("x", value, 2.0).holds is holds
+
+
+def run(common: Any, tmp_path: Path, measure: Any, *arguments: str) -> int:
+    code: int = common.run_script("about", (), measure, ["--bench", str(tmp_path), *arguments])
+    return code
+
+
+@pytest.mark.parametrize(("values", "code"), [((1.0, 1.0), 0), ((1.0, 0.9), 1), ((), 1)])
+def test_exit_code_and_the_one_line_on_stdout(
+    common: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: tuple[float, ...], code: int
+) -> None:
+    def measure(asked: Any) -> Any:
+        print("a library talks")
+        assert asked.bench == tmp_path.resolve()
+        return [common.at_least(f"c{i}", value, 1.0) for i, value in enumerate(values)], [{"model": "m"}]
+
+    assert run(common, tmp_path, measure) == code
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    wanted = [{"name": f"c{i}", "value": v, "bar": 1.0, "holds": v >= 1} for i, v in enumerate(values)]
+    assert json.loads(line) == {"claims": wanted, "rows": [{"model": "m"}]}
+    assert "a library talks" in said.err
+    assert said.err.count("FAILS") == sum(value < 1 for value in values)
+
+
+@pytest.mark.parametrize(("error", "code"), [("RunError", 1), ("CallError", 2)])
+def test_a_run_that_cannot_be_finished_claims_nothing(
+    common: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: str, code: int
+) -> None:
+    def measure(asked: Any) -> Any:
+        raise getattr(common, error)("the reason")
+
+    assert run(common, tmp_path, measure) == code
+    assert capsys.readouterr() == ("", "error: the reason\n")
+
+
+def test_work_folder_is_empty_at_first_and_gone_in_the_end_unless_it_was_named(common: Any, tmp_path: Path) -> None:
+    with common.work_folder(None, False) as folder:
+        (folder / "file").write_text("x")
+    assert not folder.exists()
+    with common.work_folder(None, True) as folder:
+        pass
+    folder.rmdir()
+    named = tmp_path / "a" / "b"
+    with common.work_folder(named, False) as folder:
+        (folder / "file").write_text("x")
+    assert named.is_dir()
+    with pytest.raises(common.CallError, match="new or empty"), common.work_folder(named, False):
+        pass
+
+
+CNN = (
+    "evaluated_images",
+    "top1_drop",
+    "agreement",
+    "size_ratio",
+    "latency_p50_ratio_batch1",
+    "latency_p50_ratio_batch64",
+)
+ENCODER = (
+    "evaluated_pairs",
+    "spearman_drop",
+    "cosine",
+    "size_mb",
+    "latency_p50_ratio_onnxruntime",
+    "latency_p50_ratio_openvino",
+)
+
+
+def cnn_claims(module: Any, **change: float) -> list[Any]:
+    """Every value on its bar, or changed."""
+    at = {"n": 5000, "top1": 0.873, "agreement": 0.993, "size": 1000, "batch1": 2.4, "batch64": 2.5} | change
+    report = {
+        "n_samples": at["n"],
+        "baseline": {"metrics": {"top1": 0.875}, "size_bytes": 3200},
+        "candidate": {"metrics": {"top1": at["top1"], "agreement": at["agreement"]}, "size_bytes": at["size"]},
+    }
+    speeds = {"latency_p50_ratio_batch1": at["batch1"], "latency_p50_ratio_batch64": at["batch64"]}
+    other = {"model": "ours", "backend": "openvino"} | dict.fromkeys(speeds, 9.0)
+    return list(module.claims(report, [other, {"model": "ours", "backend": "onnxruntime-cpu"} | speeds]))
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({}, None),
+        ({"n": 4999}, "evaluated_images"),
+        ({"top1": 0.8729}, "top1_drop"),
+        ({"agreement": 0.9929}, "agreement"),
+        ({"size": 1001}, "size_ratio"),
+        ({"batch1": 2.39}, "latency_p50_ratio_batch1"),
+        ({"batch64": 2.49}, "latency_p50_ratio_batch64"),
+    ],
+)
+def test_claims_of_the_cnn(load: Any, change: dict[str, float], fails: str | None) -> None:
+    claims = cnn_claims(load("int8_cnn"), **change)
+    assert tuple(claim.name for claim in claims) == CNN
+    assert [claim.name for claim in claims if not claim.holds] == [name for name in (fails,) if name]
+
+
+def encoder_claims(module: Any, **change: float) -> list[Any]:
+    bars = {"n": 1500, "spearman": 0.873, "cosine": 0.996, "size": 23_500_000, "onnxruntime": 2.2, "openvino": 3.3}
+    at = bars | change
+    report = {
+        "n_samples": at["n"],
+        "baseline": {"metrics": {"spearman": 0.875}, "size_bytes": 90_000_000},
+        "candidate": {"metrics": {"spearman": at["spearman"], "cosine": at["cosine"]}, "size_bytes": at["size"]},
+    }
+    rows = [
+        {"model": "ours", "backend": "onnxruntime-cpu", "latency_p50_ratio": at["onnxruntime"]},
+        {"model": "ours", "backend": "openvino", "latency_p50_ratio": at["openvino"]},
+    ]
+    return list(module.claims(report, rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({}, None),
+        ({"n": 1499}, "evaluated_pairs"),
+        ({"spearman": 0.8729}, "spearman_drop"),
+        ({"cosine": 0.9959}, "cosine"),
+        ({"size": 23_500_001}, "size_mb"),
+        ({"onnxruntime": 2.19}, "latency_p50_ratio_onnxruntime"),
+        ({"openvino": 3.29}, "latency_p50_ratio_openvino"),
+    ],
+)
+def test_claims_of_the_encoder(load: Any, change: dict[str, float], fails: str | None) -> None:
+    claims = encoder_claims(load("int8_encoder"), **change)
+    assert tuple(claim.name for claim in claims) == ENCODER
+    assert [claim.name for claim in claims if not claim.holds] == [name for name in (fails,) if name]
+
+
+def test_a_model_that_is_better_than_float_has_no_drop(common: Any) -> None:
+    report = {"baseline": {"metrics": {"top1": 0.5}}, "candidate": {"metrics": {"top1": 0.75}}}
+    assert common.drop(report, "top1") == -0.25
+    assert common.drop({**report, "candidate": {"metrics": {}}}, "top1") is None
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_a_bundle_whose_gates_fell_short_is_measured_nevertheless(
+    common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def apply(command: list[str], **_: Any) -> Any:
+        assert f"vars.bench={tmp_path}" in command
+        (tmp_path / "bundle").mkdir()
+        (tmp_path / "bundle/report.json").write_text('{"verdict": "fail"}')
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(common.subprocess, "run", apply)
+    asked = common.Call(tmp_path, False, tmp_path)
+    if code in (0, 3):
+        assert common.make_bundle(Path("r.yaml"), asked) == (tmp_path / "bundle", {"verdict": "fail"})
+    else:
+        with pytest.raises(common.CallError if code == 2 else common.RunError, match=f"exit code {code}"):
+            common.make_bundle(Path("r.yaml"), asked)
+
+
+def test_speed_is_the_ratio_of_medians_to_the_first(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def open_(path: Path, threads: int, options: Any) -> Any:
+        opened.append((path, threads))
+        return SimpleNamespace(close=lambda: None)
+
+    seconds = np.array([[4.0, 6.0, 90.0], [2.0, 2.0, 1.0], [6.0, 0.1, 12.0]])
+    monkeypatch.setattr(measuring, "find_backend", lambda name: SimpleNamespace(open=open_))
+    monkeypatch.setattr(measuring, "time_rounds", lambda *_: seconds)
+    entries = [measuring.Entry(name, Path(name)) for name in "abc"]
+    assert measuring.speedups(entries, [], 3) == [1.0, 3.0, 1.0]
+    assert opened == [(Path(name), 1) for name in "abc"]
+
+
+def fake_compare(measuring: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> tuple[list[Any], list[str]]:
+    timed: list[str] = []
+
+    def quality(judged: Any, entry: Any, names: Any) -> dict[str, float]:
+        if entry.model == broken:
+            raise measuring.RuntimeFailure("does not run")
+        return dict.fromkeys(names, 0.5)
+
+    def speedups(entries: Any, feeds: Any, rounds: int) -> list[float]:
+        timed.extend(entry.model for entry in entries)
+        return [float(i + 1) for i in range(len(entries))]
+
+    monkeypatch.setattr(measuring, "quality", quality)
+    monkeypatch.setattr(measuring, "speedups", speedups)
+    monkeypatch.setattr(measuring, "feeds_for", lambda *_: [])
+    monkeypatch.setattr(measuring, "model_size", lambda path: {"float": 400, "ours": 100, "peer": 200}[path.name])
+    entries = [measuring.Entry(name, Path(name)) for name in ("float", "peer", "ours")]
+    return measuring.compare(None, entries, ["top1"], {"speed": measuring.Timing(1, 3)}), timed
+
+
+def test_a_file_that_does_not_run_has_a_row_and_is_not_timed(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, timed = fake_compare(measuring, monkeypatch, "peer")
+    assert timed == ["float", "ours"]
+    base = {"backend": "onnxruntime-cpu"}
+    assert rows == [
+        {"model": "float", **base, "size_bytes": 400, "size_ratio": 1.0, "top1": 0.5, "speed": 1.0},
+        {"model": "peer", **base, "size_bytes": 200, "size_ratio": 2.0, "failed": "does not run"},
+        {"model": "ours", **base, "size_bytes": 100, "size_ratio": 4.0, "top1": 0.5, "speed": 2.0},
+    ]
+
+
+def test_without_the_float_model_there_is_nothing_to_compare(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(measuring.RunError, match="does not run"):
+        fake_compare(measuring, monkeypatch, "float")
+
+
+def test_a_peer_that_fails_has_a_row_with_the_end_of_its_log(
+    measuring: Any, common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text(sys.argv[2])")
+    (tmp_path / "bad.py").write_text("print('first'); raise SystemExit('no such operator')")
+    monkeypatch.setattr(measuring, "write_calibration", lambda *_: None)
+    peers = [common.Peer(name, str(tmp_path / f"{name}.py")) for name in ("good", "bad")]
+    judged, asked = SimpleNamespace(float_model=tmp_path / "float.onnx"), common.Call(tmp_path, False, tmp_path)
+    made, failures = measuring.make_peer_models(peers, judged, Path("r.yaml"), asked)
+    assert made == {"good": tmp_path / "good.onnx"}
+    assert (tmp_path / "good.onnx").read_text() == str(tmp_path / "calibration.npz")
+    ((name, said),) = [(row["model"], row["failed"]) for row in failures]
+    assert name == "bad"
+    assert "exit code 1" in said
+    assert said.endswith("no such operator")
+
+
+def test_a_peers_environment_is_made_once_for_its_pins(
+    common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peers").mkdir()
+    pins = tmp_path / "peers" / "tool.txt"
+    pins.write_text("tool==1\n")
+    commands: list[str] = []
+
+    def run_command(command: list[str], log: Path, cwd: Path) -> None:
+        commands.append(command[2])
+        (tmp_path / ".venvs/tool/bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venvs/tool/bin/python").touch()
+
+    monkeypatch.setattr(common, "HERE", tmp_path)
+    monkeypatch.setattr(common, "_run", run_command)
+    for _ in range(2):
+        assert common.peer_python("tool") == tmp_path / ".venvs/tool/bin/python"
+    assert commands == ["venv", "pip"]
+    pins.write_text("tool==2\n")
+    common.peer_python("tool")
+    assert commands == ["venv", "pip"] * 2
+
+
+@pytest.mark.parametrize("pins", sorted((BENCHMARKS / "peers").glob("*.txt")), ids=lambda path: path.stem)
+def test_a_peers_environment_names_exact_versions(pins: Path) -> None:
+    lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
+    assert lines
+    assert all("==" in line and "+" not in line for line in lines)
+
+
+def test_calibration_batches_come_back_in_order(load: Any, tmp_path: Path) -> None:
+    format_ = load("peers.batches")
+    batches = [{"ids": np.arange(i + 1)[None], "mask/x": np.ones((1, i + 1))} for i in range(12)]
+    format_.write_batches(tmp_path / "b.npz", batches)
+    back = format_.read_batches(tmp_path / "b.npz")
+    assert len(back) == 12
+    for got, given in zip(back, batches, strict=True):
+        assert got.keys() == given.keys()
+        assert all(np.array_equal(got[name], given[name]) for name in given)
+
+
+def test_an_embedding_that_differs_or_a_loader_that_fails_breaks_the_claim(
+    load: Any, common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interop = load("interop_optimum")
+    ours = np.zeros((2, 3), np.float32)
+    asked, peer = common.Call(tmp_path, False, tmp_path), interop.PEERS[0]
+
+    def gives(shift: float) -> Any:
+        return lambda *_, folder: np.save(folder / f"{peer.name}.npy", ours - np.float32(shift))
+
+    for shift in (0.0, 0.5):
+        monkeypatch.setattr(interop, "run_peer", gives(shift))
+        assert interop.compare(peer, tmp_path, ["a", "b"], 128, ours, asked) == {"max_abs_difference": shift}
+
+    def fails(*_: Any, folder: Path) -> None:
+        raise common.RunError("does not load")
+
+    monkeypatch.setattr(interop, "run_peer", fails)
+    assert interop.compare(peer, tmp_path, ["a", "b"], 128, ours, asked) == {"failed": "does not load"}
+    with pytest.raises(common.RunError, match="shape"):
+        interop.largest(ours, ours[:1])
