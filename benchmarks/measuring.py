@@ -108,15 +108,19 @@ def feeds_for(judged: Judged, batch_size: int, sequence_length: int | None = Non
 
 
 def speedups(entries: Sequence[Entry], feeds: Sequence[Batch], rounds: int) -> list[float]:
-    """How many times faster each entry is than the first: ratio of median times, taken in turns in this process."""
+    """How many times faster each entry is than the first: in each round the ratio to the first, of these the median.
+
+    The files run in turns in this process. On an idle machine this is the ratio of the median times; when other work
+    slows some rounds down, the ratio of medians may set a slowed call against one that was not (1.1 and 4.2 were seen
+    where 2.6 is right), while a round's own ratio is nearly always of two calls under the same conditions.
+    """
     with ExitStack() as stack:
         sessions = [find_backend(entry.backend).open(entry.path, THREADS, {}) for entry in entries]
         for session in sessions:
             stack.callback(session.close)
         seconds = time_rounds(sessions, [feeds] * len(entries), rounds, WARMUP, SEED, BUDGET_S)
     say(f"timed {len(entries)} models in {seconds.shape[1]} rounds")
-    medians = np.median(seconds, axis=1)
-    return [float(medians[0] / median) for median in medians]
+    return [float(ratio) for ratio in np.median(seconds[0] / seconds, axis=1)]
 
 
 def compare(

@@ -35,6 +35,10 @@ BundleFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The bundle's 
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="PATH=VALUE", help="As in passes.0.bits=4 or vars.x=y; repeat it.")
 ]
+Cache = Annotated[
+    Path | None,
+    typer.Option("--cache", metavar="DIR", help="Where finished steps are kept; default: $COMPRESS_CACHE."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -65,7 +69,7 @@ def apply(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the bundle goes.")],
     overrides: Overrides = [],  # noqa: B006  (typer copies it)
     as_json: AsJson = False,
-    cache: Annotated[Path | None, typer.Option("--cache", metavar="DIR", help="Where finished steps are kept.")] = None,
+    cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
 ) -> None:
     """Do what a recipe says, write the bundle and judge it."""
@@ -75,18 +79,23 @@ def apply(
             from compress.runner import apply_recipe
 
             report = apply_recipe(loaded, out, cache, quiet or as_json)
-        _show_report(report, as_json)
+        _show_report(report, as_json, out)
 
 
 @app.command()
-def plan(recipe: RecipeFile, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
     """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
     with ending(as_json):
         loaded = _load(recipe, overrides)
         with quiet_stdout(as_json):
             from compress.planner import make_plan
 
-            made = make_plan(loaded)
+            made = make_plan(loaded, cache)
         if as_json:
             print_json(made.to_dict())
         else:
@@ -206,13 +215,16 @@ def _load(recipe: Path, overrides: list[str]) -> Recipe:
     return loaded
 
 
-def _show_report(report: Any, as_json: bool) -> None:
+def _show_report(report: Any, as_json: bool, bundle: Path | None = None) -> None:
+    """Print it, and where the bundle is if it is new; end with the verdict's exit code."""
     from runtime.report import render_text, to_dict
 
     if as_json:
         print_json(to_dict(report))
     else:
         typer.echo(render_text(report))
+        if bundle is not None:
+            typer.echo(f"bundle: {bundle}")
     raise typer.Exit(report.exit_code)
 
 

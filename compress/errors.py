@@ -49,7 +49,7 @@ class OutputError(CompressError):
     """The output folder or the cache cannot be written."""
 
 
-class OutputRefused(OutputError):
+class PlaceError(OutputError):
     """The call names an output folder that is in use, not ours to replace, or in a place that cannot be written."""
 
     exit_code = 2

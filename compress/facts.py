@@ -115,7 +115,7 @@ class PassPlan:
 
 
 def matches(pattern: str, name: str, *types: str) -> bool:
-    """True if `pattern` selects a layer: an exact name, a type (Linear, Conv, ...), or `re:` and a regex searched from the start of the name."""
+    """True if `pattern` selects a layer: a name, a type (Linear, Conv, ...), `re:` and a regex for the name's start."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return pattern == name or pattern in types

@@ -15,7 +15,7 @@ LIBRARIES_BYTES = 700 * 2**20
 """torch, transformers and ONNX Runtime once imported."""
 EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
-CALIBRATION_PASSES = {"int8": 1.6, "smoothquant": 2.2, "autocast": 1.3}
+CALIBRATION_PASSES = {"int8": 1.6, "smoothquant": 2.2, "autocast": 1.3, "equalize": 1.3}
 """Forward passes over the calibration data that a pass costs, its own arithmetic counted in."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
@@ -31,7 +31,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dict[str, int], batch: int) -> Forecast:
-    """Add up what each step needs. `samples`: set name -> number; `batch`: samples that go through the graph together."""
+    """Add up what each step needs. `samples`: set name -> number; `batch`: samples in the graph together."""
     flops = 2 * before.macs
     per_second = matrix_rate() * EFFICIENCY
     forward = flops / per_second

@@ -1,4 +1,4 @@
-"""What a recipe's model and data are, before anything heavy is loaded: the ground that a plan and a run both stand on."""
+"""What a recipe's model and data are, before anything heavy is loaded: what a plan and a run both stand on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ IMAGE_BATCH = 32
 
 @dataclass(frozen=True)
 class Inputs:
-    """`feeds`: model input -> (shape without batch, dtype). `data`: set name -> its facts. `digest`: of the model."""
+    """`feeds`: model input -> (shape without batch, dtype). `data`: set name -> its facts. `digest`: of the model.
+
+    `problems`: what is wrong with the sets that are not in `data`.
+    """
 
     recipe: Recipe
     preprocess: PreprocessSpec
@@ -39,12 +42,13 @@ class Inputs:
     facts: ModelFacts
     digest: str
     folder: Path | None
+    problems: tuple[str, ...] = ()
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
     """Look at the model's shapes and the data's columns; no weight is read.
 
-    Raises SourceError with everything that is wrong with the data sets, or with the model.
+    Raises SourceError for the model, or when no data set tells the shape of a sample; PlanError without any data.
     """
     root, spec = recipe.root, recipe.model
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
@@ -58,14 +62,15 @@ def read_inputs(recipe: Recipe) -> Inputs:
             data[name] = inspect_data(declared, root, spec.task, names, spec.class_names)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
-    if problems:
-        raise SourceError(problems)
-    if not data:
+    if not data and not problems:
         raise PlanError("data: the recipe names no data set; an evaluation set is what the result is judged on")
+    if not data:
+        raise SourceError(problems)
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(spec, root, preprocess, shapes)
     facts = model_facts(spec, root, feeds)
-    return Inputs(recipe, preprocess, names, data, feeds, facts, model_digest(spec, root), locate(spec, root).folder)
+    digest, folder = model_digest(spec, root), locate(spec, root).folder
+    return Inputs(recipe, preprocess, names, data, feeds, facts, digest, folder, tuple(problems))
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples | None:
@@ -78,6 +83,11 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples | None
     return load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
 
 
+def fixed_batch(specs: Sequence[TensorSpec]) -> int | None:
+    """The batch size that a model is bound to, if it is."""
+    return next((spec.shape[0] for spec in specs if spec.shape and isinstance(spec.shape[0], int)), None)
+
+
 class Batches(Sequence[Feeds]):
     """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded."""
 
@@ -87,8 +97,8 @@ class Batches(Sequence[Feeds]):
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.folder)
         task = inputs.recipe.model.task
         self.views = encoding_views(task, samples.columns)
-        fixed = {spec.shape[0] for spec in specs if isinstance(spec.shape[0], int)}
-        self.size = size or (min(fixed) if fixed else 1 if inputs.preprocess.kind == "text" else IMAGE_BATCH)
+        fixed = fixed_batch(specs)
+        self.size = size or fixed or (1 if inputs.preprocess.kind == "text" else IMAGE_BATCH)
         starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
         self.rows = [
             (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts
@@ -97,7 +107,7 @@ class Batches(Sequence[Feeds]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         view, rows = self.rows[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +26,23 @@ class Journal:
         file.write_text("")
 
     def log(self, text: str) -> None:
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(f"{time.monotonic() - self.start:9.2f}s  {text}\n")
+        self._write(text)
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False)
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Write into the file, not on the terminal, what ends the run before its end."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(OSError):  # a full disk may be why
+                self._write(f"failed: {error or type(error).__name__}")
+            raise
+
+    def _write(self, text: str) -> None:
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(f"{time.monotonic() - self.start:9.2f}s  {text}\n")
 
     def progress(self, items: Sequence[T], text: str) -> Iterable[T]:
         """The items, with a bar on a terminal."""

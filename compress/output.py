@@ -7,11 +7,11 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from compress.errors import OutputError, OutputRefused
-from runtime.bundle import is_measurement, read_manifest
+from compress.errors import OutputError, PlaceError
+from runtime.bundle import MANIFEST, is_hashed, read_manifest
 from runtime.errors import BundleError
 from runtime.files import regular_files
 
@@ -21,13 +21,13 @@ def reserved(out: Path) -> Iterator[Path]:
     """Hold `out` (absolute) for this run and yield an empty staging folder beside it.
 
     What an earlier run left there half-done is removed; a bundle that it had moved aside is moved back.
-    Raises OutputRefused when another run writes `out`, it is not ours to replace, or the place cannot be written.
+    Raises PlaceError when another run writes `out`, it is not ours to replace, or the place cannot be written.
     """
-    with explained(out, OutputRefused):
+    with explained(out, PlaceError):
         out.parent.mkdir(parents=True, exist_ok=True)
         handle = _lock(out)
     try:
-        with explained(out, OutputRefused):
+        with explained(out, PlaceError):
             _recover(out)
             _refuse_foreign(out)
             staging = _beside(out, "partial")
@@ -72,10 +72,11 @@ def _lock(out: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(handle)
-            raise OutputRefused(f"{out}: another run is writing it; wait for it or choose another --out") from error
-        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-            return handle
-        os.close(handle)  # its holder removed the file when it ended; the next one makes it anew
+            raise PlaceError(f"{out}: another run is writing it; wait for it or choose another --out") from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        os.close(handle)  # its holder ended and removed the file; the next round makes it anew
 
 
 def _recover(out: Path) -> None:
@@ -87,18 +88,20 @@ def _recover(out: Path) -> None:
 
 def _refuse_foreign(out: Path) -> None:
     """Only an absent or empty folder, or a bundle with nothing added to it, is replaced."""
+    if Path.cwd().is_relative_to(out):
+        raise PlaceError(f"{out}: the working directory lies in it; --out names a folder of the bundle's own")
     if out.exists() and not out.is_dir():
-        raise OutputRefused(f"{out}: a file; --out names a folder")
+        raise PlaceError(f"{out}: a file; --out names a folder")
     if not out.is_dir() or not any(out.iterdir()):
         return
     try:
-        ours = read_manifest(out).files
+        ours = {MANIFEST, *read_manifest(out).files}
     except BundleError as error:
-        raise OutputRefused(f"{out}: a folder with other things in it; choose another --out or empty it") from error
+        raise PlaceError(f"{out}: holds other things than a whole bundle; choose another --out or empty it") from error
     files, odd = regular_files(out)
-    added = sorted(name for name in files if name not in ours and not is_measurement(name)) + odd
+    added = [*odd, *sorted(name for name in files if name not in ours and is_hashed(name))]
     if added:
-        raise OutputRefused(f"{out}: a bundle to which {added[0]} was added; move that away or choose another --out")
+        raise PlaceError(f"{out}: a bundle to which {added[0]} was added; move that away or choose another --out")
 
 
 def _beside(out: Path, word: str) -> Path:

@@ -1,4 +1,4 @@
-"""A recipe and the facts about its model and data become a plan: what will be done, to what, and whether it can work."""
+"""A recipe and the facts about its model and data become a plan: what will be done, and whether it can work."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from compress.cache import StepCache, default_root
 from compress.errors import PlanError
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
-from compress.inputs import IMAGE_BATCH, Inputs, read_inputs
+from compress.inputs import IMAGE_BATCH, Inputs, fixed_batch, read_inputs
 from compress.passes import Pass
 from compress.schema import Recipe
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
+from runtime.benchmark import choose_backend
+from runtime.errors import UsageError
+from runtime.gates import check_gates
 
 
 @dataclass(frozen=True)
@@ -64,49 +67,70 @@ class Plan:
 def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     """Check that the recipe can work and say how. Loads no weights.
 
-    Raises PlanError with all problems at once (naming layers), SourceError for the model or the data.
+    Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     inputs = read_inputs(recipe)
     keys = step_keys(inputs)
     store = StepCache(cache or default_root())
-    problems = [*_data_problems(inputs), *_order_problems(recipe.passes)]
-    steps = [
-        PlannedStep(
-            "export to float ONNX",
-            keys.float_graph,
-            store.has(keys.float_graph),
-            inputs.facts.n_bytes,
-            inputs.facts.n_bytes,
-        )
-    ]
-    facts = inputs.facts
-    for index, (one, key) in enumerate(zip(recipe.passes, keys.passes, strict=True)):
-        planned = one.check(facts, TARGETS[recipe.target])
-        problems += [f"passes.{index}: {problem}" for problem in planned.problems]
-        steps.append(
-            PlannedStep(
-                one.kind, key, store.has(key), facts.n_bytes, planned.facts.n_bytes, planned.decisions, planned.notes
-            )
-        )
-        facts = planned.facts
-    problems += _export_problems(recipe)
+    before = inputs.facts
+    done, problems = _planned_passes(inputs, keys, store)
+    after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
-    batch = 1 if inputs.preprocess.kind == "text" else IMAGE_BATCH
-    expected = forecast(recipe, inputs.facts, facts, samples, batch)
-    problems += _limit_problems(recipe, expected)
+    batch = 1 if inputs.preprocess.kind == "text" else fixed_batch(before.inputs) or IMAGE_BATCH
+    expected = forecast(recipe, before, after, samples, batch)
+    problems = [
+        *inputs.problems,
+        *_data_problems(inputs),
+        *_order_problems(recipe.passes),
+        *problems,
+        *_export_problems(recipe),
+        *_gate_problems(inputs),
+        *_limit_problems(recipe, expected),
+    ]
     if problems:
         raise PlanError(problems)
-    steps.append(PlannedStep("baseline outputs", keys.baseline, store.has(keys.baseline), facts.n_bytes, facts.n_bytes))
-    return Plan(recipe, inputs, tuple(steps), keys, inputs.facts, facts, _notes(inputs), expected)
+    first = [
+        PlannedStep(name, key, store.has(key), before.n_bytes, before.n_bytes)
+        for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
+    ]
+    steps = (*first, *(one.step for one in done))
+    return Plan(recipe, inputs, steps, keys, before, after, _notes(inputs), expected)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A pass that has been planned, and the model's facts after it."""
+
+    step: PlannedStep
+    after: ModelFacts
+
+
+def _planned_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list[_Done], list[str]]:
+    """Each pass checked on the facts that the one before it leaves, and the problems of all of them."""
+    recipe, facts = inputs.recipe, inputs.facts
+    done, problems = [], []
+    for index, (one, key) in enumerate(zip(recipe.passes, keys.passes, strict=True)):
+        plan = one.check(facts, TARGETS[recipe.target])
+        problems += [f"passes.{index}: {problem}" for problem in plan.problems]
+        sizes = facts.n_bytes, plan.facts.n_bytes
+        done.append(_Done(PlannedStep(one.kind, key, store.has(key), *sizes, plan.decisions, plan.notes), plan.facts))
+        facts = plan.facts
+    return done, problems
 
 
 def _data_problems(inputs: Inputs) -> list[str]:
     recipe, problems = inputs.recipe, []
     calibrated = [one.kind for one in recipe.passes if one.needs_calibration]
-    if calibrated and "calibration" not in inputs.data:
+    if calibrated and recipe.data.calibration is None:
         problems.append(f"data: {calibrated[0]} needs a calibration set; add data.calibration")
-    if "evaluation" not in inputs.data:
+    if recipe.data.evaluation is None:
         problems.append("data: there is no evaluation set to judge the result on; add data.evaluation")
+    fixed, calibration = fixed_batch(inputs.facts.inputs), inputs.data.get("calibration")
+    if fixed is not None and calibration is not None and calibration.n_samples < fixed:
+        problems.append(
+            f"data.calibration: {calibration.n_samples} samples do not fill one batch of {fixed}, which the model is "
+            "bound to; give more, or export the model with a free batch"
+        )
     return problems
 
 
@@ -122,9 +146,13 @@ def _order_problems(passes: tuple[Pass, ...]) -> list[str]:
 
 def _export_problems(recipe: Recipe) -> list[str]:
     """Every further flavour must be able to hold what the passes leave."""
-    problems, seen = [], set()
+    problems, seen, opset = [], set(), recipe.export[0].opset
     for index, export in enumerate(recipe.export):
         name = export.target or recipe.target
+        if export.opset != opset:
+            problems.append(
+                f"export.{index}: opset {export.opset}, but export.0 has {opset}; one graph serves them all"
+            )
         if name in seen:
             problems.append(f"export.{index}: a second file for target {name}; give each target once")
         seen.add(name)
@@ -136,39 +164,39 @@ def _export_problems(recipe: Recipe) -> list[str]:
     return problems
 
 
+def _gate_problems(inputs: Inputs) -> list[str]:
+    """Gates and metrics that could not be judged at the end are refused now."""
+    evaluation = inputs.data.get("evaluation")
+    if evaluation is None:
+        return []
+    try:
+        check_gates(inputs.recipe.validate_, inputs.recipe.model.task, evaluation.has_labels)
+    except UsageError as error:
+        return [f"validate: {problem}" for problem in error.problems]
+    return []
+
+
 def _limit_problems(recipe: Recipe, expected: Forecast) -> list[str]:
     limits, problems = recipe.limits, []
-    if limits.memory_gib is not None and expected.memory_bytes > limits.memory_gib * 2**30:
+    memory, disk = expected.memory_bytes / 2**30, expected.disk_bytes / 2**30
+    if limits.memory_gib is not None and memory > limits.memory_gib:
         problems.append(
-            f"limits.memory_gib: about {expected.memory_bytes / 2**30:.1f} GiB are needed, {limits.memory_gib:g} are allowed; "
-            "use a smaller model or calibration batch, or raise the limit"
+            f"limits.memory_gib: about {memory:.1f} GiB are needed, {limits.memory_gib:g} are allowed; use a smaller "
+            "model, or raise the limit"
         )
-    if limits.disk_gib is not None and expected.disk_bytes > limits.disk_gib * 2**30:
-        problems.append(
-            f"limits.disk_gib: about {expected.disk_bytes / 2**30:.1f} GiB are needed, {limits.disk_gib:g} are allowed"
-        )
+    if limits.disk_gib is not None and disk > limits.disk_gib:
+        problems.append(f"limits.disk_gib: about {disk:.1f} GiB are needed, {limits.disk_gib:g} are allowed")
     return problems
 
 
 def _notes(inputs: Inputs) -> tuple[Note, ...]:
-    recipe = inputs.recipe
-    notes = [Note("warning", text) for text in inputs.facts.notes]
-    calibration, evaluation = recipe.data.calibration, recipe.data.evaluation
-    if (
-        calibration is not None
-        and evaluation is not None
-        and inputs.data["calibration"].digest == inputs.data["evaluation"].digest
-    ):
-        notes.append(
-            Note(
-                "warning",
-                "data: calibration and evaluation come from one file; apply counts the samples that stand in both",
-            )
-        )
-    if not TARGETS[recipe.target].runs_here:
-        notes.append(
-            Note("warning", f"{recipe.target} does not run here: the bundle is judged in onnxruntime-cpu instead")
-        )
+    recipe, data = inputs.recipe, inputs.data
+    texts = list(inputs.facts.notes)
+    if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
+        texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
+    _, elsewhere = choose_backend(recipe.target, None)
+    if elsewhere is not None:
+        texts.append(f"{recipe.target} does not run here: the bundle is judged in onnxruntime-cpu instead")
     if not recipe.validate_.gates:
-        notes.append(Note("warning", "validate: no gates; the verdict will be pass whatever is measured"))
-    return tuple(notes)
+        texts.append("validate: no gates; the verdict will be pass whatever is measured")
+    return tuple(Note("warning", text) for text in texts)

@@ -10,7 +10,6 @@ from typing import Any
 
 from compress.cache import StepCache, default_root
 from compress.data.samples import Samples, overlap
-from compress.errors import PlanError
 from compress.export.bundle import Contents, assemble
 from compress.export.onnx import save_graph
 from compress.facts import Note
@@ -44,36 +43,50 @@ class Ground:
 
 
 def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report:
-    """Do what the recipe says, write the bundle to `out`, judge it. Steps that are in `cache` are not done again.
+    """Do what the recipe says, judge the bundle, write it to `out`. Steps that are in `cache` are not done again.
 
-    The bundle appears under its name only when it is whole; the report is written into it afterwards. The log is
-    `<out>/compress.log`, or `<out>.log` when the run fails. Raises CompressError and runtime failures.
+    The bundle appears under its name only when it is whole and judged, whatever the verdict; until then the one that
+    was there stays. The log is `<out>/compress.log`, or `<out>.compress.log` when the run fails. Raises CompressError
+    and runtime failures.
     """
     restrict_network(recipe)
-    out = Path(out)
+    out, root = Path(out).resolve(), cache or default_root()
     with reserved(out) as staging:
-        log_file = out.absolute().with_name(f"{out.name}.log")
+        log_file = out.with_name(f"{out.name}.{LOG}")
         with explained(out):
             journal = Journal(log_file, quiet)
-        plan = make_plan(recipe, cache)
-        with explained(cache or default_root()):
-            _build(Ground(plan, StepCache(cache or default_root(), journal.log), journal, {}), staging)
-        with explained(out):
-            publish(staging, out)
-        with journal.step("judging"):
-            report = validate(out, [recipe.target] if not TARGETS[recipe.target].runs_here else None)
-        journal.log(f"verdict: {report.verdict}")
-        shutil.move(log_file, out / LOG)
+        with journal.failures():
+            ground = _prepare(recipe, StepCache(root, journal.log), journal)
+            with explained(root):
+                _build(ground, staging)
+            with explained(out):
+                report = _judge(staging, journal)
+                shutil.copyfile(log_file, staging / LOG)
+                publish(staging, out)
+                log_file.unlink()
+    return report
+
+
+def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> Ground:
+    """The plan and the data."""
+    plan = make_plan(recipe, cache.root)
+    for note in plan.notes:
+        journal.log(note.text)
+    with journal.step("loading data"):
+        return Ground(plan, cache, journal, _load_sets(plan, journal))
+
+
+def _judge(bundle: Path, journal: Journal) -> Report:
+    with journal.step("judging"):
+        report = validate(bundle)
+    journal.log(f"verdict: {report.verdict}")
     return report
 
 
 def _build(ground: Ground, staging: Path) -> None:
+    """Run the steps and write the bundle into `staging`."""
     plan, journal, cache = ground.plan, ground.journal, ground.cache
     inputs, recipe = plan.inputs, plan.recipe
-    for note in plan.notes:
-        journal.log(note.text)
-    with journal.step("loading data"):
-        ground.sets.update(_load_sets(plan, journal))
     evaluation = ground.sets["evaluation"]
     calibration = ground.sets.get("calibration", evaluation)
     with journal.step("exporting to float ONNX"):
@@ -100,7 +113,7 @@ def _build(ground: Ground, staging: Path) -> None:
                 preprocess=inputs.preprocess,
                 inputs=model.inputs,
                 outputs=model.outputs,
-                folder=model.folder,
+                folder=inputs.folder,
                 class_names=model.class_names,
                 samples=evaluation.columns,
                 baseline_outputs=baseline,
@@ -118,7 +131,7 @@ def _run_passes(ground: Ground, model: FloatModel, baseline: dict[str, Any]) -> 
         seed=plan.recipe.seed,
         log=journal.log,
         progress=journal.progress,
-        shortfalls=shortfall_finder(plan.inputs, model.inputs, evaluation.columns, baseline, save_graph),
+        shortfalls=shortfall_finder(plan.inputs, model.inputs, evaluation.columns, baseline, save_graph, journal.log),
     )
     results: list[PassResult] = []
     state = model.state
@@ -137,12 +150,10 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
     n_classes = width if task.endswith("classification") and isinstance(width, int) else None
     sets = {name: loaded for name in SETS if (loaded := load_set(plan.inputs, name, n_classes)) is not None}
-    if sets.keys() >= {"calibration", "evaluation"} and (shared := overlap(sets["calibration"], sets["evaluation"])):
-        journal.log(
-            f"data: {shared} of {sets['evaluation'].n} evaluation samples are also calibration samples; the verdict is optimistic"
-        )
-    if not sets["evaluation"].n:
-        raise PlanError("data.evaluation: no samples")
+    shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
+    if shared:
+        of = f"{shared} of {sets['evaluation'].n} evaluation samples"
+        journal.log(f"data: {of} are also calibration samples; the verdict is optimistic")
     return sets
 
 

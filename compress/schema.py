@@ -128,7 +128,7 @@ class Recipe(Record):
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()
     """What is done to the model, in this order."""
-    export: tuple[OnnxExport, ...] = (OnnxExport(),)
+    export: Annotated[tuple[OnnxExport, ...], Field(min_length=1)] = (OnnxExport(),)
     """The files that are written."""
     validate_: Annotated[Judgement, Field(alias="validate")] = Judgement()
     """What decides whether the result is good enough."""

@@ -88,7 +88,8 @@ def plan_html(plan: Plan) -> str:
         for s in plan.steps
     )
     head = "<tr><th>step</th><th>done already</th><th>weights before</th><th>after</th><th>layers</th></tr>"
-    return f"<p><b>{html_escape(plan.recipe.name)}</b></p><table>{head}{rows}</table><p>{html_escape(_forecast_line(plan))}</p>"
+    name, total = html_escape(plan.recipe.name), html_escape(_forecast_line(plan))
+    return f"<p><b>{name}</b></p><table>{head}{rows}</table><p>{total}</p>"
 
 
 def _forecast_line(plan: Plan) -> str:
@@ -96,7 +97,8 @@ def _forecast_line(plan: Plan) -> str:
     ratio = plan.before.n_bytes / max(plan.after.n_bytes, 1)
     return (
         f"weights {size_text(plan.before.n_bytes)} -> {size_text(plan.after.n_bytes)} ({ratio:.1f}x smaller); about "
-        f"{expected.seconds:.0f} s, {size_text(expected.memory_bytes)} of memory at the peak, {size_text(expected.disk_bytes)} of disk"
+        f"{expected.seconds:.0f} s, {size_text(expected.memory_bytes)} of memory at the peak, "
+        f"{size_text(expected.disk_bytes)} of disk"
     )
 
 
@@ -111,18 +113,16 @@ def _print_layers(decisions: Sequence[LayerDecision], step: str, console: Consol
     """The layers that are left, with the reason, and the first of those that are touched."""
     touched = [d for d in decisions if d.action != "kept"]
     for decision in touched[:MOST_LAYERS]:
-        console.print(
-            f"  {step}: {escape(decision.layer)} ({decision.type}) {decision.action} {escape(decision.reason)}",
-            highlight=False,
-        )
+        _print_layer(decision, f"{decision.action} {decision.reason}", step, console)
     if len(touched) > MOST_LAYERS:
         console.print(f"  {step}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
     for decision in decisions:
         if decision.action == "kept":
-            console.print(
-                f"  {step}: {escape(decision.layer)} ({decision.type}) stays: {escape(decision.reason)}",
-                highlight=False,
-            )
+            _print_layer(decision, f"stays: {decision.reason}", step, console)
+
+
+def _print_layer(decision: LayerDecision, what: str, step: str, console: Console) -> None:
+    console.print(f"  {step}: {decision.layer} ({decision.type}) {what}", highlight=False, markup=False)
 
 
 def _mark(level: str) -> str:

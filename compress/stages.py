@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from compress.cache import Step, StepCache
-from compress.export.onnx import export_float, float_graph, save_graph
+from compress.errors import ExportError, OutputError
+from compress.export.onnx import export_float, float_graph, save_graph, write_graph
 from compress.export.parity import check_parity
 from compress.facts import LayerDecision, Note
-from compress.inputs import Batches, Inputs
+from compress.inputs import Batches, Inputs, fixed_batch
 from compress.models.load import LoadedModel
 from compress.passes import Pass
 from compress.passes.context import PassContext, PassResult
 from compress.quality import run_graph
 from compress.quantize.state import GraphState, restore_state
 from runtime.bundle import TensorSpec
+from runtime.metrics import NonFiniteOutputs, check_finite
 from runtime.samples import read_npz, write_npz
 
 GRAPH, ARRAYS, STATE = "graph.onnx", "arrays.safetensors", "state.json"
@@ -36,7 +39,6 @@ class FloatModel:
     state: GraphState
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    folder: Path | None
     class_names: tuple[str, ...]
     parity: float
 
@@ -53,13 +55,13 @@ def float_model(
     def write(folder: Path) -> dict[str, Any]:
         loaded = load()
         sample = batches(loaded.inputs)
-        graph = export_float(loaded, _example(sample, loaded.inputs), opset)
-        parity = check_parity(loaded, graph, sample[:PARITY_BATCHES])
-        ir.save(graph, folder / GRAPH)
+        example = _example(sample, loaded.inputs)
+        graph = export_float(loaded, example, opset)
+        parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
+        write_graph(graph, folder / GRAPH)
         return {
             "inputs": [asdict(spec) for spec in loaded.inputs],
             "outputs": [asdict(spec) for spec in loaded.outputs],
-            "folder": str(loaded.folder) if loaded.folder else None,
             "class_names": list(loaded.class_names),
             "parity": float(f"{parity:.2e}"),
         }
@@ -70,7 +72,6 @@ def float_model(
         GraphState(ir.load(step.folder / GRAPH)),
         tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in record["inputs"]),
         tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in record["outputs"]),
-        Path(record["folder"]) if record["folder"] else None,
         tuple(record["class_names"]),
         record["parity"],
     )
@@ -90,34 +91,49 @@ def baseline_step(
     def write(folder: Path) -> dict[str, Any]:
         save_graph(float_graph(model.state.model), folder / "model.onnx")
         outputs = run_graph(folder / "model.onnx", inputs, model.inputs, columns)
+        _refuse_broken(outputs)
         for path in folder.iterdir():
             path.unlink()
         write_npz(folder / "outputs.npz", outputs)
         return {}
 
     step = cache.get(key) or cache.put(key, write)
-    return dict(read_npz(step.folder / "outputs.npz"))
+    return {name: np.asarray(values) for name, values in read_npz(step.folder / "outputs.npz").items()}
+
+
+def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
+    """A float model that gives NaN or infinity cannot be compared with: refused before any pass works on it."""
+    try:
+        check_finite(outputs)
+    except NonFiniteOutputs as error:
+        raise ExportError(f"the float model's outputs on the evaluation set are broken: {error}") from error
 
 
 def _example(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
-    """A batch of two samples (where the batch is free), so that the exporter does not take a size of one for a constant."""
-    feeds = batches[0]
-    free = all(isinstance(spec.shape[0], str) for spec in specs)
-    if free and len(next(iter(feeds.values()))) < 2:
+    """A batch of two samples, where the batch is free, so that the exporter takes no size of one for a constant."""
+    feeds: dict[str, np.ndarray] = batches[0]
+    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
         return {name: np.concatenate([values, values]) for name, values in feeds.items()}
     return feeds
 
 
 def _write_result(folder: Path, result: PassResult) -> dict[str, Any]:
     state: GraphState = result.model
-    ir.save(state.model, folder / GRAPH)
-    save_file({name: np.ascontiguousarray(array) for name, array in state.arrays().items()}, folder / ARRAYS)
+    write_graph(state.model, folder / GRAPH)
+    _save_arrays({name: np.ascontiguousarray(array) for name, array in state.arrays().items()}, folder / ARRAYS)
     (folder / STATE).write_text(json.dumps(state.record(), indent=1))
     return {
         "decisions": [asdict(decision) for decision in result.decisions],
         "notes": [asdict(note) for note in result.notes],
         "measured": result.measured,
     }
+
+
+def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OutputError(f"{path}: cannot be written: {error}; finished steps are kept, run again") from error
 
 
 def _read_result(step: Step) -> PassResult:

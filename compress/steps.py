@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.cache import step_key
+from compress.cache import file_digest, step_key
 from compress.inputs import Inputs
-from runtime.bundle import Judgement
+from runtime.bundle import Benchmark, Judgement
 from runtime.metrics import METRICS
+from runtime.preprocess import TextPreprocess
 from runtime.records import to_json
 
 
@@ -24,9 +25,10 @@ class StepKeys:
 def step_keys(inputs: Inputs) -> StepKeys:
     """Chained keys: a step's key holds that of the step before it."""
     recipe = inputs.recipe
-    preprocess = to_json(inputs.preprocess)
     data = {name: _set(inputs, name) for name in inputs.data}
-    float_graph = step_key("export", inputs.digest, inputs.feeds, preprocess, recipe.export[0].opset, data)
+    example = data.get("calibration") or data.get("evaluation")
+    names, opset = list(recipe.model.class_names), recipe.export[0].opset
+    float_graph = step_key("export", inputs.digest, inputs.feeds, _preprocess(inputs), opset, names, example)
     keys, previous = [], float_graph
     quality = quality_gates(recipe.validate_)
     for one in recipe.passes:
@@ -35,13 +37,24 @@ def step_keys(inputs: Inputs) -> StepKeys:
             uses += [data.get("calibration"), to_json(quality), data.get("evaluation")]
         previous = step_key("pass", previous, uses)
         keys.append(previous)
-    baseline = step_key("baseline", float_graph, data.get("evaluation"), recipe.validate_.batch_size)
+    judged = recipe.validate_
+    how = [recipe.target, judged.batch_size, judged.benchmark.threads]
+    baseline = step_key("baseline", float_graph, data.get("evaluation"), how)
     return StepKeys(float_graph, tuple(keys), baseline)
 
 
 def quality_gates(judgement: Judgement) -> Judgement:
-    """The judgement with only those gates that speak of outputs, not of speed or size."""
-    return replace(judgement, gates=tuple(gate for gate in judgement.gates if gate.metric in METRICS))
+    """The judgement without what it says of speed and size: only gates that speak of outputs."""
+    gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS)
+    return replace(judgement, gates=gates, benchmark=Benchmark())
+
+
+def _preprocess(inputs: Inputs) -> list[Any]:
+    """What is said of preprocessing, and the tokenizer's digest."""
+    said = inputs.preprocess
+    if not isinstance(said, TextPreprocess) or inputs.folder is None:
+        return [to_json(said)]
+    return [to_json(said), file_digest(inputs.folder / said.tokenizer)]
 
 
 def _set(inputs: Inputs, name: str) -> list[Any]:

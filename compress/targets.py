@@ -1,7 +1,7 @@
 """What each target runtime does with each format: facts as data, which plans quote before any work is done.
 
-Measured on ONNX Runtime 1.31, OpenVINO 2026.4 and the TensorRT-RTX 1.7 builder; `benchmarks/` holds scripts for those of them
-that a README claim rests on.
+Measured on ONNX Runtime 1.31, OpenVINO 2026.4 and the TensorRT-RTX 1.7 builder; `benchmarks/` holds scripts for those
+of them that a README claim rests on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FormatFact:
 
 @dataclass(frozen=True)
 class Target:
-    """One runtime. `flavour` is the Q/DQ form that it fuses; `group_sizes` those that its 4-bit kernels have (empty: any)."""
+    """One runtime. `flavour`: the Q/DQ form it fuses; `group_sizes`: those that its 4-bit kernels have (empty: any)."""
 
     name: str
     flavour: Literal["u8s8", "s8s8"]
@@ -36,7 +36,7 @@ class Target:
         return self.formats[name]
 
 
-_S8S8 = "symmetric int8 activations and per-channel weights are fused; zero points are refused, so the s8s8 flavour is written"
+_S8S8 = "fuses symmetric int8 activations and per-channel weights, refuses zero points: the s8s8 flavour is written"
 _TENSORRT_FORMATS = {
     "int8-static": FormatFact("fast", _S8S8),
     "int8-dynamic": FormatFact("refused", "has no run-time activation quantization for int8; use mode: static"),
@@ -55,15 +55,16 @@ TARGETS: dict[str, Target] = {
         formats={
             "int8-static": FormatFact(
                 "fast",
-                "uint8 activations with int8 weights fuse into QLinearConv and MatMulIntegerToFloat; symmetric int8 activations "
-                "(S8S8) would be slower than float32 on encoders, so the u8s8 flavour is written",
+                "uint8 activations with int8 weights fuse into QLinearConv and MatMulIntegerToFloat; symmetric int8 "
+                "activations (S8S8) would be slower than float32 on encoders, so the u8s8 flavour is written",
             ),
             "int8-dynamic": FormatFact(
                 "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"
             ),
             "w8": FormatFact(
                 "fast",
-                "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; level 0 would run at 0.02x",
+                "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; "
+                "level 0 would run at 0.02x",
             ),
             "w4": FormatFact(
                 "fast", "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing"

@@ -53,6 +53,7 @@ __all__ = [
     "TensorSpec",
     "canonical_json",
     "inside",
+    "is_hashed",
     "model_files",
     "model_size",
     "read_manifest",
@@ -88,7 +89,7 @@ def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
     if problems:
         raise BundleError(problems)
     records = {
-        name: FileRecord(sha256_of(path), path.stat().st_size) for name, path in files.items() if _is_hashed(name)
+        name: FileRecord(sha256_of(path), path.stat().st_size) for name, path in files.items() if is_hashed(name)
     }
     manifest = replace(manifest, files=records, digest="")
     manifest = replace(manifest, digest=_digest(to_json(manifest)))
@@ -130,7 +131,7 @@ def verify(path: Path) -> Manifest:
     """
     manifest = read_manifest(path)
     files, problems = regular_files(path)
-    unlisted = sorted(name for name in files.keys() - manifest.files.keys() if _is_hashed(name))
+    unlisted = sorted(name for name in files.keys() - manifest.files.keys() if is_hashed(name))
     problems += [f"{name}: not in the manifest; remove it" for name in unlisted]
     for name, record in sorted(manifest.files.items()):
         problems += _file_problems(files.get(name), name, record)
@@ -252,14 +253,15 @@ def _path_problems(root: Path, manifest: Manifest) -> Iterator[str]:
     yield from (
         f"{name}: named in the manifest, but not among its files" for name in used if name not in manifest.files
     )
-    yield from (f"{name}: may not be among the manifest's files" for name in manifest.files if not _is_hashed(name))
+    yield from (f"{name}: may not be among the manifest's files" for name in manifest.files if not is_hashed(name))
     folded: dict[str, str] = {}
     for name in manifest.files:
         if folded.setdefault(name.casefold(), name) != name:
             yield f"{name}: the same file as {folded[name.casefold()]} where case is not told apart"
 
 
-def _is_hashed(name: str) -> bool:
+def is_hashed(name: str) -> bool:
+    """False for the manifest itself and for what validation writes afterwards."""
     return name not in (MANIFEST, "compress.log") and not ("/" not in name and name.startswith("report."))
 
 

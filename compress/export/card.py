@@ -17,8 +17,8 @@ tags: [compressed, {{ manifest.target }}]
 ---
 # {{ manifest.name }}
 
-{{ manifest.task }}, compressed for {{ manifest.target }} by {{ manifest.created_by }}. `report.md` holds what was measured,
-`recipe.yaml` what was asked for, `lock.json` every version, seed and digest that went in.
+{{ manifest.task }}, compressed for {{ manifest.target }} by {{ manifest.created_by }}. `report.md` holds what was
+measured, `recipe.yaml` what was asked for, `lock.json` every version, seed and digest that went in.
 
 | model | file | weights | bytes |
 |---|---|---|---|
@@ -39,7 +39,8 @@ python -m runtime predict {{ manifest.name }} INPUT
 python -m runtime validate {{ manifest.name }}
 ```
 
-Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}); the evaluation set has {{ manifest.evaluation.n_samples }} samples.
+Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}).
+The evaluation set has {{ manifest.evaluation.n_samples }} samples.
 """
 
 

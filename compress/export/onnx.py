@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from compress.errors import ExportError
 from compress.graph.channels import pad_input_channels
 from compress.graph.edit import strip_metadata, tidy
 from compress.graph.half import to_half
+from compress.graph.layers import find_layers
 from compress.graph.norms import keep_norms_apart
 from compress.graph.run import clone
 from compress.models.load import LoadedModel
@@ -39,7 +40,8 @@ def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: in
     """
     if loaded.onnx_path is not None:
         return read_graph(loaded.onnx_path)
-    assert loaded.module is not None and loaded.parameters is not None
+    assert loaded.module is not None
+    assert loaded.parameters is not None
     arguments = {
         loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names
     }
@@ -101,28 +103,33 @@ def float_graph(model: ir.Model) -> ir.Model:
 
 
 def save_graph(model: ir.Model, path: Path) -> None:
-    """Write model.onnx (weights beside it in model.onnx.data over 2 GiB), check it, and load it once.
-
-    Raises ExportError when the checker or ONNX Runtime refuses it.
-    """
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    """Write the file, check it, and load it once. Raises ExportError when the checker or ONNX Runtime refuses it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(model, path, external_data=f"{path.name}.data" if size > TWO_GIB else None)
+    write_graph(model, path)
     try:
         onnx.checker.check_model(str(path))
         options = ort.SessionOptions()
         options.log_severity_level = 3
         ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except (onnx.checker.ValidationError, *ORT_ERRORS) as error:
+    except REFUSALS as error:
         raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
 
 
-ORT_ERRORS = tuple(
-    kind
-    for kind in vars(ort.capi.onnxruntime_pybind11_state).values()
-    if isinstance(kind, type) and issubclass(kind, Exception)
+def write_graph(model: ir.Model, path: Path) -> None:
+    """Write the file; over 2 GiB, which is what protobuf can hold, with the weights beside it in <name>.data."""
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    ir.save(model, path, external_data=f"{path.name}.data" if size > TWO_GIB else None)
+
+
+REFUSALS: tuple[type[Exception], ...] = (
+    onnx.checker.ValidationError,
+    *(
+        kind
+        for kind in vars(ort.capi.onnxruntime_pybind11_state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ),
 )
-"""What ONNX Runtime raises; they have no common base of their own."""
+"""What the checker and ONNX Runtime raise; the latter's have no common base of their own."""
 
 
 def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
@@ -136,20 +143,20 @@ def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Names for the nodes that have none, so that reports can name them."""
+    """Names for the nodes that have none, so that reports can name them; layers get those that the plan knows."""
+    layers = {layer.node: layer.name for layer in find_layers(model)}
     for index, node in enumerate(model.graph):
         if not node.name:
-            node.name = f"{node.op_type}_{index}"
+            node.name = layers.get(node, f"{node.op_type}_{index}")
 
 
 def _first_lines(error: Exception, most: int = 6) -> str:
-    return " | ".join(line.strip() for line in str(error).splitlines() if line.strip()[:1] not in ("", "=", "-"))[
-        : most * 160
-    ]
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " | ".join(line for line in lines if line[:1] not in ("", "=", "-"))[: most * 160]
 
 
 @contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """The exporter's progress and warnings about optional packages stay out of the user's terminal."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -46,7 +46,7 @@ def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds])
 
 def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
     """max |expected - got| / max |expected|; infinite where either is not finite and they differ."""
-    if not np.isfinite(got).all():
+    if not (np.isfinite(got).all() and np.isfinite(expected).all()):
         return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
     scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
     return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
@@ -74,7 +74,7 @@ def first_difference(loaded: LoadedModel, model: ir.Model, batches: Sequence[Fee
     return "every layer with a weight agrees: the difference is in what stands between or after them"
 
 
-def _keep(seen: dict[str, np.ndarray], name: str):
+def _keep(seen: dict[str, np.ndarray], name: str) -> Callable[[torch.nn.Module, object, object], None]:
     def hook(module: torch.nn.Module, args: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and name not in seen:
             seen[name] = output.detach().numpy()
@@ -83,7 +83,8 @@ def _keep(seen: dict[str, np.ndarray], name: str):
 
 
 def _torch_outputs(loaded: LoadedModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    assert loaded.module is not None and loaded.parameters is not None
+    assert loaded.module is not None
+    assert loaded.parameters is not None
     tensors = {loaded.parameters[n]: torch.from_numpy(np.ascontiguousarray(feeds[n])) for n in loaded.input_names}
     outputs = run(loaded.module, tensors)
     return {name: part.numpy() for name, part in zip(loaded.output_names, outputs.values(), strict=True)}

@@ -1,1 +1,1 @@
-"""ONNX graphs as the passes see them: read, written, searched for layers, run over calibration data. Built on onnx-ir."""
+"""ONNX graphs as the passes see them: read, written, searched for layers, run over calibration data."""

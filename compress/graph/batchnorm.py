@@ -10,7 +10,7 @@ from compress.graph.layers import constant, is_constant
 
 
 def fold_batchnorms(model: ir.Model) -> list[str]:
-    """Fold each BatchNormalization whose input is a Conv output that nothing else reads, in place; outputs keep their names.
+    """Fold each BatchNormalization that alone reads a Conv's output, in place; graph outputs keep their names.
 
     W' = W * g, b' = (b - mean) * g + beta with g = gamma / sqrt(variance + epsilon), computed in float64.
     Returns the names of the nodes that went (the exporter folds most of them itself).

@@ -1,8 +1,8 @@
 """Input channels of int8 convolutions, padded to what the kernels take.
 
-ONNX Runtime's direct int8 convolution needs the input channels in multiples of four; an image's three send the first, and
-largest, layer through im2col instead (measured: 32 against 18 + 4 microseconds on a 32 x 32 image). A fourth channel that
-holds the zero point meets zero weights, so every sum stays the same.
+ONNX Runtime's direct int8 convolution needs the input channels in multiples of four; an image's three send the first,
+and largest, layer through im2col instead (measured: 32 against 18 + 4 microseconds on a 32 x 32 image). A fourth
+channel that holds the zero point meets zero weights, so every sum stays the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def pad_input_channels(model: ir.Model) -> int:
         missing = -values.shape[1] % MULTIPLE
         shape = (values.shape[0], missing, *values.shape[2:])
         name = f"{weight.inputs[0].name}/padded"  # type: ignore[union-attr]
-        weight.replace_input_with(0, initializer(model, name, np.concatenate([values, np.zeros(shape, np.int8)], axis=1)))
+        weight.replace_input_with(
+            0, initializer(model, name, np.concatenate([values, np.zeros(shape, np.int8)], axis=1))
+        )
         pads = np.zeros(2 * values.ndim, np.int64)
         pads[values.ndim + 1] = missing
         spec = initializer(model, f"{node.name}/channel_padding", pads)

@@ -54,7 +54,7 @@ def alone_reads(node: ir.Node, value: ir.Value) -> bool:
 
 
 def take_over(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """`new` gets the name, type and readers of `old` (but for the node that makes `new`), and its place as a graph output."""
+    """`new` gets the name, type and readers of `old` (but for the node that makes `new`) and its place as an output."""
     reroute([(node, index) for node, index in uses_of(old) if node is not new.producer()], new)
     name = old.name
     old.name, new.name = f"{name}/before", name
@@ -79,7 +79,7 @@ def tidy(model: ir.Model) -> None:
 
 
 def strip_metadata(model: ir.Model) -> None:
-    """Remove stack traces, module paths and doc strings: they name the machine and cost a small model a tenth of its size."""
+    """Remove stack traces, module paths and doc strings: they name the machine and take up space."""
     model.doc_string = None
     model.metadata_props.clear()
     model.graph.doc_string = None

@@ -21,7 +21,7 @@ HALF_SCALES_OPSET = 19
 
 
 def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
-    """Rewrite `model` in place: nodes not in `kept` (see `node_name`) compute in `dtype`; graph inputs and outputs stay float32.
+    """Let nodes not in `kept` (see `node_name`) compute in `dtype`, in place; graph inputs and outputs stay float32.
 
     What computes in integers stays as it is. Needs the dtype of every value (run shape inference before).
     """

@@ -19,7 +19,7 @@ CONV_TYPES = {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"}
 
 @dataclass(frozen=True, eq=False)
 class GraphLayer:
-    """A node with a constant weight. `axis` is the weight's output-channel axis; `bias` its constant bias [out], if any."""
+    """A node with a constant weight. `axis`: the weight's output-channel axis; `bias`: a constant [out], or None."""
 
     name: str
     type: str
@@ -67,7 +67,7 @@ def is_constant(value: ir.Value | None) -> bool:
 
 
 def find_layers(model: ir.Model) -> list[GraphLayer]:
-    """Every layer, in graph order. Names are module paths where the exporter left them, node names otherwise; unique."""
+    """Every layer, in graph order. Names are module paths where the exporter left them, else node names; unique."""
     layers: list[GraphLayer] = []
     taken: dict[str, int] = {}
     for node in model.graph:

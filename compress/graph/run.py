@@ -29,7 +29,7 @@ def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True
 
 
 def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """A copy of `model` whose outputs are the named tensors instead of its own. Raises KeyError for one that it does not have."""
+    """A copy of `model` whose outputs are the named tensors, not its own. Raises KeyError for one it does not have."""
     copy = clone(model)
     values = {value.name: value for node in copy.graph for value in node.outputs}
     values |= {value.name: value for value in copy.graph.inputs}

@@ -14,7 +14,7 @@ from compress.graph.layers import constant, is_constant
 
 
 def shortcuts_to_convolutions(model: ir.Model) -> list[str]:
-    """Replace every such Slice/Pad chain on an [N, C, H, W] float32 tensor, in place; returns the names of the new nodes."""
+    """Replace each such Slice/Pad chain on an [N, C, H, W] float32 tensor, in place; returns the new nodes' names."""
     made = []
     for pad in [node for node in model.graph if node.op_type == "Pad"]:
         strides, source = _strided_source(pad.inputs[0])

@@ -2,11 +2,12 @@
 
 from compress.passes.autocast import Autocast
 from compress.passes.base import Pass, Record
+from compress.passes.equalize import Equalize
 from compress.passes.fold_batchnorm import FoldBatchNorm
 from compress.passes.int8 import Int8
 from compress.passes.rtn import Rtn
 from compress.passes.smoothquant import SmoothQuant
 
-PASSES: tuple[type[Pass], ...] = (Autocast, FoldBatchNorm, Int8, Rtn, SmoothQuant)
+PASSES: tuple[type[Pass], ...] = (Autocast, Equalize, FoldBatchNorm, Int8, Rtn, SmoothQuant)
 
-__all__ = ["PASSES", "Autocast", "FoldBatchNorm", "Int8", "Pass", "Record", "Rtn", "SmoothQuant"]
+__all__ = ["PASSES", "Autocast", "Equalize", "FoldBatchNorm", "Int8", "Pass", "Record", "Rtn", "SmoothQuant"]

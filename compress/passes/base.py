@@ -45,7 +45,7 @@ class Pass(Record):
     kind: str
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        """What the pass would do to a model like this. Raises nothing: what is wrong goes into `problems`, naming layers."""
+        """What the pass would do to such a model. Raises nothing: what is wrong goes into `problems`, naming layers."""
         raise NotImplementedError
 
     def refused_by(self, target: Target) -> str | None:

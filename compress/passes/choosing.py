@@ -17,7 +17,8 @@ def choose_layers(
 ) -> tuple[list[LayerFacts], list[LayerDecision]]:
     """The layers to take, and a decision with its reason for each of the others.
 
-    `unfit` says why a layer cannot be taken, or None. Layers already in fewer than 16 bits are left to the pass that made them so.
+    `unfit` says why a layer cannot be taken, or None. Layers already in fewer than 16 bits are left to the pass that
+    made them so.
     """
     ignored, wanted = select(layers, ignore), select(layers, targets)
     taken, kept = [], []

@@ -19,8 +19,9 @@ class PassContext:
     """The surroundings of one step.
 
     `batches`: the calibration data, encoded, in a fixed order (empty when the recipe has none); may be iterated again.
-    `shortfalls`: given an ONNX graph, the quality gates of the recipe that it does not hold, as sentences (empty: all hold);
-    None when the recipe has no quality gate to hold. `progress`: wraps an iterable in a progress bar. `log`: one line for the log.
+    `shortfalls`: given an ONNX graph, the quality gates of the recipe that it does not hold, as sentences (empty: all
+    hold); None when the recipe has no quality gate to hold. `progress`: wraps an iterable in a progress bar. `log`: one
+    line for the log.
     """
 
     batches: Sequence[Feeds]

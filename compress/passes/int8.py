@@ -37,7 +37,7 @@ class Restore(Record):
 
 
 class Int8(Pass):
-    """Eight-bit weights (symmetric, per output channel) and activations (per tensor, from calibration or at run time)."""
+    """Eight-bit weights (symmetric, per output channel) and activations (per tensor, calibrated or at run time)."""
 
     needs_calibration: ClassVar[bool] = True
 
@@ -104,7 +104,7 @@ class Int8(Pass):
         return refusal(target, "int8-static" if self.mode == "static" else "int8-dynamic", self.kind)
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState. Observes, rounds, corrects, looks for a collapse, and restores layers if gates ask for it."""
+        """`model`: a GraphState. Observes, rounds, corrects, looks for a collapse, restores layers if gates ask."""
         from compress.passes.int8_steps import apply_int8  # numpy, onnx-ir and onnxruntime: not at `compress check`
 
         return apply_int8(self, model, context)

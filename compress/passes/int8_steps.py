@@ -92,7 +92,7 @@ def _settings(knobs: Int8, state: GraphState) -> Callable[[str], Setting]:
 def _heal_collapse(
     knobs: Int8, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: PassContext
 ) -> tuple[GraphState, list[Note]]:
-    """Compare outputs with float; where they collapsed, find the operator kind to blame, name its tensors, leave it float.
+    """Compare outputs with float; where they collapsed, blame an operator kind, name its tensors, leave it float.
 
     The kind is left out only with placement: auto; with an explicit placement the finding is reported. So is a collapse
     that no one operator kind explains.

@@ -128,7 +128,7 @@ class Rtn(Pass):
         return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState; each layer's weights are rounded with a searched scale for each group. Raises PassError."""
+        """`model`: a GraphState; weights are rounded with a searched scale for each group. Raises PassError."""
         from compress.errors import PassError
         from compress.graph.layers import find_layers, layer_facts  # numpy, onnx-ir
         from compress.passes.context import PassResult

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SmoothQuant(Pass):
-    """Per-channel scaling of what matrix products read, folded into the normalisation before them where that is exact."""
+    """Per-channel scaling of what matrix products read, folded into the normalisation before where that is exact."""
 
     needs_calibration: ClassVar[bool] = True
 

@@ -1,7 +1,7 @@
-"""Bias correction: rounding a weight shifts its layer's mean output; the shift is known, so it is taken out of the bias.
+"""Bias correction: rounding a weight shifts its layer's mean output; the shift is known, and the bias can take it.
 
-Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction (2019), section 4.2, with the input means
-measured on calibration data. It depends on the weights' rounding alone, so it serves every flavour.
+Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction (2019), section 4.2, with the input
+means measured on calibration data. It depends on the weights' rounding alone, so it serves every flavour.
 """
 
 from __future__ import annotations

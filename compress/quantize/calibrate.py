@@ -18,7 +18,8 @@ def observe(
 ) -> dict[str, Observer]:
     """Run `batches` and watch the tensors named in `axes` (name -> channel axis, None: no channel statistics).
 
-    Returns one Observer for each. Raises ValueError, naming the tensor, when one holds NaN or Inf, or when there is no batch.
+    Returns one Observer for each. Raises ValueError, naming the tensor, when one holds NaN or Inf, or when there is no
+    batch.
     """
     seen = {name: Observer(axis) for name, axis in axes.items()}
     if not seen:

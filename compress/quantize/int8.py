@@ -27,8 +27,8 @@ def with_integer_layers(
 ) -> GraphState:
     """The state with these layers' weights rounded to int8, per output channel (embeddings: per column).
 
-    Raises ValueError when a weight is not finite, or when the state holds int8 layers with other settings: they are one for
-    the whole graph.
+    Raises ValueError when a weight is not finite, or when the state holds int8 layers with other settings: they are one
+    for the whole graph.
     """
     if state.integer and (state.placement, state.attention, state.dynamic) != (placement, attention, dynamic):
         raise ValueError(

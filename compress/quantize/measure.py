@@ -31,7 +31,8 @@ class Suspect:
 def output_cosine(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     """Mean over samples of the cosine between two sets of first outputs, flattened to [n, features].
 
-    Equal samples count 1 (zeros too), samples that are not finite on one side only count -1: they are no likeness at all.
+    Equal samples count 1 (zeros too), samples that are not finite on one side only count -1: they are no likeness at
+    all.
     """
     cosines = [_cosines(left, right) for left, right in zip(a, b, strict=True)]
     return float(np.concatenate(cosines).mean()) if cosines else 0.0
@@ -79,7 +80,7 @@ def decibel(signal: float, noise: float) -> float:
 def sensitivities(
     state: GraphState, batches: Sequence[Feeds], flavour: Flavour, progress: Callable[[Sequence[str]], Iterable[str]]
 ) -> dict[str, float]:
-    """How much each layer alone hurts: 1 - mean output cosine with only that layer quantized. One run for each layer."""
+    """How much each layer alone hurts: 1 - mean output cosine with only it quantized. One run for each layer."""
     exact = outputs_of(state.model, batches)
     found = {}
     for name in progress([*state.integer, *state.weight_only]):

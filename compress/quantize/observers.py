@@ -1,7 +1,8 @@
 """What calibration keeps of an activation, and how a quantization range is chosen from it.
 
-An `Observer` holds a histogram over [-m, m], m a power of two that grows with what it sees (bins merge in pairs), so one pass
-over the data serves every method. `choose_range` turns it into the real interval [low, high] that 256 levels will cover.
+An `Observer` holds a histogram over [-m, m], m a power of two that grows with what it sees (bins merge in pairs), so
+one pass over the data serves every method. `choose_range` turns it into the real interval [low, high] that 256 levels
+will cover.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ def choose_range(
 ) -> tuple[float, float]:
     """The interval to quantize, always holding zero; symmetric ones are (-m, m).
 
-    minmax: all that was seen. percentile: the central `percentile` percent. mse: the interval that minimises the expected
-    squared rounding and clipping error at 256 levels (a grid of 96 shrinkages of each end). entropy: the one that minimises the
-    Kullback-Leibler divergence of the quantized histogram (Migacz, 8-bit inference with TensorRT, 2017), on the same grid.
+    minmax: all that was seen. percentile: the central `percentile` percent. mse: the interval that minimises the
+    expected squared rounding and clipping error at 256 levels (a grid of 96 shrinkages of each end). entropy: the one
+    that minimises the Kullback-Leibler divergence of the quantized histogram (Migacz, 8-bit inference with TensorRT,
+    2017), on the same grid.
     """
     low, high = min(seen.low, 0.0), max(seen.high, 0.0)
     if symmetric:
@@ -117,7 +119,7 @@ def choose_range(
 
 
 def _best_shrinkage(seen: Observer, low: float, high: float, score: Score, symmetric: bool) -> tuple[float, float]:
-    """Both ends shrunk alike, then each end on its own: an outlier on one side must not cost the other (Gelu has a floor)."""
+    """Both ends shrunk alike, then each alone: an outlier on one side must not cost the other (Gelu has a floor)."""
     used = np.flatnonzero(seen.counts)
     centres, counts = seen.centres[used], seen.counts[used]
     grid = np.concatenate([np.linspace(1.0, 0.3, 64), np.geomspace(0.29, 0.01, 32)])
@@ -146,7 +148,7 @@ def _squared_error(centres: np.ndarray, counts: np.ndarray, low: float, high: fl
 
 
 def _divergence(centres: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-    """KL(p || q): p, the histogram with what is clipped moved to the edge bins; q, its counts evened out within each level."""
+    """KL(p || q): p, the histogram, clipped values in its edge bins; q, its counts evened out within each level."""
     inside = (centres >= low) & (centres <= high)
     if not inside.any():
         return np.inf

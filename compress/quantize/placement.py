@@ -1,8 +1,8 @@
 """Where quantize/dequantize pairs go: the decision that makes int8 fast or slow, accurate or ruined.
 
 Two placements. `all` keeps activations in eight bits from layer to layer, which is what convolutional nets gain from.
-`inputs` quantizes only what matrix products read and leaves their outputs, the residual stream and normalisation in float,
-because one scale for a transformer's residual stream must cover outliers hundreds of times its median.
+`inputs` quantizes only what matrix products read and leaves their outputs, the residual stream and normalisation in
+float, because one scale for a transformer's residual stream must cover outliers hundreds of times its median.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Placement:
     """Which tensors are quantized, for whom.
 
     `consumers`: tensor -> the (node, input index) pairs that read its quantized form; none listed means all of them.
-    `writers`: tensor -> the operator after which its pair stands ("Conv", "Add", ...). `shared`: tensor -> the tensor whose
-    scale it takes.
+    `writers`: tensor -> the operator after which its pair stands ("Conv", "Add", ...). `shared`: tensor -> the tensor
+    whose scale it takes.
     """
 
     consumers: dict[str, list[Use]] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """Writing a quantized state into its graph as standard ONNX, in the flavour a target is fast on.
 
-Flavours come from one calibration: `u8s8` (uint8 activations with a zero point, int8 per-channel weights, int32 biases), which
-ONNX Runtime's CPU kernels and OpenVINO fuse; `s8s8` (symmetric int8 activations, float biases), which TensorRT fuses.
-Dynamic int8 is written as DynamicQuantizeLinear and MatMulInteger, which is the only standard form it has.
+Flavours come from one calibration: `u8s8` (uint8 activations with a zero point, int8 per-channel weights, int32
+biases), which ONNX Runtime's CPU kernels and OpenVINO fuse; `s8s8` (symmetric int8 activations, float biases), which
+TensorRT fuses. Dynamic int8 is written as DynamicQuantizeLinear and MatMulInteger, which is the only standard form it
+has.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 
 
 def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Iterable[Feeds]) -> dict[str, float]:
-    """Node name -> largest magnitude among its float inputs and outputs, for nodes that `dtype` cannot hold with `headroom`.
+    """Node name -> largest magnitude among its float inputs and outputs, where `dtype` has not the `headroom` for it.
 
-    An infinity (a mask, say) counts as what the type cannot hold. Raises ValueError when there is no batch or a value is NaN.
+    An infinity (a mask, say) counts as what the type cannot hold. Raises ValueError when there is no batch or a value
+    is NaN.
     """
     limit = LARGEST[dtype] / headroom
     names = [v.name for node in model.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v.name]

@@ -34,7 +34,8 @@ def restore_until_held(
 ) -> Restored:
     """Restore layers in order of falling sensitivity until `shortfalls` is empty or a budget ends.
 
-    `short`: the shortfalls of the state as it is. The state is copied; the best that was reached is returned even when the gates still do not hold.
+    `short`: the shortfalls of the state as it is. The state is copied; the best that was reached is returned even when
+    the gates still do not hold.
     """
     state = replace(state, weights=dict(state.weights), biases=dict(state.biases))
     order = sorted(sensitivity, key=lambda name: -sensitivity[name])

@@ -1,8 +1,9 @@
 """SmoothQuant's scales, with the migration strength chosen for each group by the error it leaves.
 
-Xiao et al., SmoothQuant (2022, arXiv:2211.10438), equation 4: s = max|X|^alpha / max|W|^(1 - alpha) for each input channel;
-X / s and W * s give the same product. A fixed alpha of 0.5 ruins layers whose activations carry a few huge channels
-(the second feed-forward product of BERT-like encoders), so alpha is searched, and "leave it alone" is among the candidates.
+Xiao et al., SmoothQuant (2022, arXiv:2211.10438), equation 4: s = max|X|^alpha / max|W|^(1 - alpha) for each input
+channel; X / s and W * s give the same product. A fixed alpha of 0.5 ruins layers whose activations carry a few huge
+channels (the second feed-forward product of BERT-like encoders), so alpha is searched, and "leave it alone" is among
+the candidates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Applying smoothing scales to a graph: folded into the layer before where that is exact, a multiplication otherwise."""
+"""Applying smoothing scales to a graph: folded into the norm before where that is exact, else a multiplication."""
 
 from __future__ import annotations
 

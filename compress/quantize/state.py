@@ -38,8 +38,9 @@ class GraphState:
     """A float graph and the decisions about it.
 
     `integer`: layers computed in int8 (weights and activations). `weight_only`: layers whose weights alone are rounded.
-    Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8 only).
-    `biases`: layer -> corrected bias. `half`: the float type that the rest is computed in, and the nodes kept in float32.
+    Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
+    only). `biases`: layer -> corrected bias. `half`: the float type that the rest is computed in, and the nodes kept in
+    float32.
     """
 
     model: ir.Model

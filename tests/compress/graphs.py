@@ -27,7 +27,7 @@ def build(
     outputs: dict[str, tuple[Any, ...]],
     opset: int = 20,
 ) -> ir.Model:
-    """A graph with inferred shapes. Inputs are int64 where they are called ids, float32 otherwise; nodes are named after outputs."""
+    """A graph with inferred shapes. An input called ids is int64, others float32; nodes are named after outputs."""
     for node in nodes:
         node.name = node.name or f"node_{node.output[0]}"
     graph = helper.make_graph(
@@ -62,7 +62,7 @@ def one_layer(inputs: int = 64, outputs: int = 8, op: str = "MatMul", seed: int 
 
 
 def residual_cnn(batchnorm: bool = False, seed: int = 0) -> ir.Model:
-    """x [N, 3, 8, 8] -> stem, a plain block, a block with an option-A shortcut (Slice, Slice, Pad), pool, Gemm -> [N, 5]."""
+    """x [N, 3, 8, 8] -> stem, a plain block, a block with an option-A shortcut, pool, Gemm -> logits [N, 5]."""
     rng = np.random.default_rng(seed)
     make, constants = helper.make_node, {}
 
@@ -115,9 +115,10 @@ def residual_cnn(batchnorm: bool = False, seed: int = 0) -> ir.Model:
 
 
 def transformer(post_norm: bool = True, outlier: float = 1.0, seed: int = 0) -> ir.Model:
-    """ids [N, 6] -> embedding -> q k v attention -> feed-forward with Gelu, both residual, normalised before or after -> [N, 6, 32].
+    """ids [N, 6] -> embedding -> attention -> feed-forward with Gelu, both residual, normed before or after -> hidden.
 
-    `outlier` scales two channels of the feed-forward's output (as in BERT) and of the normalisations' gains.
+    `outlier` scales two channels of the feed-forward's output and of the first normalisation, as in BERT; the last
+    one's gains take them back.
     """
     rng = np.random.default_rng(seed)
     make = helper.make_node
@@ -157,6 +158,7 @@ def transformer(post_norm: bool = True, outlier: float = 1.0, seed: int = 0) -> 
     nodes = [make("Gather", ["embedding.weight", "ids"], ["embedded"]), *before, *attention, middle, *feed_forward]
     constants["down.weight"][:, :2] *= outlier
     constants["norm1.gain"][:2] *= np.sqrt(outlier)
+    constants["last_norm.gain"][:2] /= outlier
     return build(nodes, constants, {"ids": ("n", "length")}, {"hidden": ("n", "length", WIDTH)})
 
 
@@ -180,7 +182,9 @@ def run(model: ir.Model, batches: Sequence[Feeds], optimize: bool = True) -> lis
     return [next(iter(outputs.values())) for outputs in run_batches(open_session(model, 1, optimize), batches)]
 
 
-def written(state: GraphState, batches: Sequence[Feeds], flavour: Flavour = "u8s8", optimize: bool = False) -> np.ndarray:
+def written(
+    state: GraphState, batches: Sequence[Feeds], flavour: Flavour = "u8s8", optimize: bool = False
+) -> np.ndarray:
     """All outputs of a written state, one after another."""
     return np.concatenate(run(write_state(state, flavour), batches, optimize))
 

@@ -48,7 +48,8 @@ def overflowing(factor: float = 1e6) -> ir.Model:
 def test_a_tame_model_is_halved_throughout(dtype: str) -> None:
     model, feeds = graphs.transformer(), graphs.tokens()
     result = apply(model, feeds, dtype=dtype)
-    assert not result.notes and not result.model.half_kept
+    assert not result.notes
+    assert not result.model.half_kept
     assert {decision.action for decision in result.decisions} == {dtype}
     cast = half_graph(result.model)
     inner = [v.dtype for node in cast.graph if node.op_type == "MatMul" for v in node.inputs if v is not None]
@@ -60,7 +61,8 @@ def test_a_tame_model_is_halved_throughout(dtype: str) -> None:
 def test_a_node_that_would_overflow_stays_float_and_is_named() -> None:
     model, feeds = overflowing(), graphs.tokens()
     result = apply(model, feeds)
-    assert "node_up_out_mm" in result.model.half_kept and "node_q_mm" not in result.model.half_kept
+    assert "node_up_out_mm" in result.model.half_kept
+    assert "node_q_mm" not in result.model.half_kept
     assert result.notes[0].level == "warning"
     assert "autocast: could overflow float16 and stay float32" in result.notes[0].text
     assert "node_up_out_mm (largest value" in result.notes[0].text
@@ -68,8 +70,8 @@ def test_a_node_that_would_overflow_stays_float_and_is_named() -> None:
     assert (decided["up"].action, decided["up"].reason) == ("float32", "could overflow")
     assert decided["query"].action == "float16"
     np.testing.assert_allclose(graphs.run(half_graph(result.model), feeds)[0], graphs.run(model, feeds)[0], atol=0.05)
-    unguarded = half_graph(GraphState(model, half="float16"))
-    assert not np.isfinite(graphs.run(unguarded, feeds)[0]).all()
+    unguarded = graphs.run(half_graph(GraphState(model, half="float16")), feeds, optimize=False)
+    assert np.abs(unguarded[0] - graphs.run(model, feeds)[0]).max() > 0.5 or not np.isfinite(unguarded[0]).all()
 
 
 def test_headroom_keeps_more_in_float() -> None:
@@ -82,7 +84,8 @@ def test_ignored_layers_keep_their_product_and_bias() -> None:
     result = apply(graphs.transformer(), graphs.tokens(), ignore=("up",))
     assert result.model.half_kept == ["node_up_out", "node_up_out_mm"]
     product = node_of(half_graph(result.model), "up_out_mm")
-    assert product.inputs[1] is not None and product.inputs[1].dtype == ir.DataType.FLOAT
+    assert product.inputs[1] is not None
+    assert product.inputs[1].dtype == ir.DataType.FLOAT
 
 
 def test_nodes_without_a_name_are_kept_by_their_output() -> None:
@@ -102,7 +105,7 @@ def test_integer_layers_stay_as_they_are() -> None:
     assert decided["up"].reason == "already in 8 bits"
     model = half_graph(result.model)
     assert node_of(model, "up_out_mm").inputs[0].producer().op_type == "DequantizeLinear"  # type: ignore[union-attr]
-    assert node_of(model, "q_mm").op_type == "Cast"
+    assert node_of(model, "q_mm/float16").op_type == "MatMul"
     np.testing.assert_allclose(graphs.run(model, feeds)[0], graphs.run(write_state(state, "u8s8"), feeds)[0], atol=0.1)
 
 
@@ -112,7 +115,8 @@ def test_infinite_masks_stay_float_and_nan_is_refused() -> None:
     model = graphs.build(nodes, {"mask": np.float32([0, -np.inf])}, {"x": ("n", 2)}, {"y": ("n", 2)})
     feeds = [{"x": np.zeros((1, 2), np.float32)}]
     result = apply(model, feeds)
-    assert result.model.half_kept == ["node_masked", "node_y"] and "largest value inf" in result.notes[0].text
+    assert result.model.half_kept == ["node_masked", "node_y"]
+    assert "largest value inf" in result.notes[0].text
     np.testing.assert_array_equal(graphs.run(half_graph(result.model), feeds)[0], [[1, 0]])
     feeds[0]["x"][0, 0] = np.nan
     with pytest.raises(PassError, match="autocast: tensor 'masked': NaN among the values"):
@@ -129,4 +133,5 @@ def test_check_refuses_what_matches_nothing_and_what_the_target_lacks() -> None:
     plan = Autocast(dtype="bfloat16").check(facts, TARGETS["onnxruntime-cpu"])
     assert "has no bfloat16 CPU kernels" in plan.problems[0]
     plan = Autocast().check(facts, TARGETS["onnxruntime-cpu"])
-    assert plan.notes[0].level == "slow" and "slower than float32" in plan.notes[0].text
+    assert plan.notes[0].level == "slow"
+    assert "slower than float32" in plan.notes[0].text

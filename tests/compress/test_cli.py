@@ -280,7 +280,7 @@ def report(verdict: Any) -> Report:
 
 
 def test_plan(room: Callable[..., None]) -> None:
-    room("compress.planner", make_plan=lambda recipe: FakePlan())
+    room("compress.planner", make_plan=lambda recipe, cache: FakePlan())
     assert run("plan", "recipe.yaml").stdout == "the plan\n"
     assert json.loads(run("plan", "recipe.yaml", "--json").stdout) == {"steps": []}
 

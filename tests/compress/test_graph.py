@@ -38,8 +38,10 @@ def test_layers_of_a_cnn_and_a_transformer() -> None:
     assert names(graphs.residual_cnn()) == ["stem", "one.conv1", "one.conv2", "two.conv1", "two.conv2", "fc"]
     layers = {layer.name: layer for layer in find_layers(graphs.transformer())}
     assert list(layers) == ["embedding", "query", "key", "value", "projection", "up", "down"]
-    assert layers["embedding"].type == "Embedding" and layers["embedding"].matrix().shape == (256, 32)
-    assert layers["down"].matrix().shape == (32, 64) and layers["down"].output.name == "down_out"
+    assert layers["embedding"].type == "Embedding"
+    assert layers["embedding"].matrix().shape == (256, 32)
+    assert layers["down"].matrix().shape == (32, 64)
+    assert layers["down"].output.name == "down_out"
 
 
 def test_layers_that_share_a_weight_have_names_of_their_own() -> None:
@@ -106,7 +108,8 @@ def test_folding_batchnorm_changes_nothing_but_the_graph() -> None:
     model, feeds = graphs.residual_cnn(batchnorm=True), graphs.images()
     expected = graphs.run(model, feeds)
     folded = fold_batchnorms(model)
-    assert len(folded) == 5 and "BatchNormalization" not in graphs.operators(model)
+    assert len(folded) == 5
+    assert "BatchNormalization" not in graphs.operators(model)
     for got, want in zip(graphs.run(model, feeds), expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -126,7 +129,9 @@ def test_folding_keeps_output_names_and_copies_a_shared_weight() -> None:
         make("BatchNormalization", ["c2", "g2", "b2", "m2", "v2"], ["z"]),
     ]
     shape = ("n", 4, 8, 8)
-    model = graphs.build(nodes, {"w": weight} | batchnorm_constants("1", "2"), {"x": ("n", 3, 8, 8)}, {"y": shape, "z": shape})
+    model = graphs.build(
+        nodes, {"w": weight} | batchnorm_constants("1", "2"), {"x": ("n", 3, 8, 8)}, {"y": shape, "z": shape}
+    )
     (expected,) = run_batches(open_session(model), graphs.images(1))
     assert len(fold_batchnorms(model)) == 2
     (got,) = run_batches(open_session(model), graphs.images(1))

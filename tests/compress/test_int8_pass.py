@@ -130,39 +130,45 @@ def test_measured_numbers_come_with_the_result() -> None:
     assert numbers["input_spread"] == pytest.approx(np.abs(whole).max() / np.median(np.abs(whole)), rel=0.01)
 
 
-def broken_sum(factor: float = 4000.0) -> ir.Model:
-    """The second sum adds two huge channels that cancel in the classifier: what it gives cannot be held in eight bits."""
-    model = graphs.residual_cnn()
-    layers = {layer.name: layer for layer in find_layers(model)}
-    weight, bias = constant(layers["two.conv2"].weight).copy(), constant(layers["two.conv2"].bias).copy()
-    weight[:2], bias[:2] = 0, factor
-    classifier = constant(layers["fc"].weight).copy()
-    classifier[:, :2] = 0
-    initializer(model, "two.conv2.weight", weight)
-    initializer(model, "two.conv2.bias", bias)
-    initializer(model, "fc.weight", classifier)
-    return model
+def broken_sum() -> ir.Model:
+    """A residual sum with one channel thousands of times the others, which the classifier does not look at."""
+    rng = np.random.default_rng(0)
+    make = graphs.helper.make_node
+    gain = np.zeros((1, 4, 1, 1), np.float32)
+    gain[:, 0] = 5000
+    constants = {
+        "conv1.weight": rng.normal(size=(4, 3, 3, 3)).astype(np.float32),
+        "conv2.weight": rng.normal(size=(4, 4, 3, 3)).astype(np.float32),
+        "gain": gain,
+        "fc.weight": np.float32([[0, 1, -1, 0.5], [0, -1, 0.3, 1]]),
+    }
+    nodes = [
+        make("Conv", ["x", "conv1.weight"], ["a"], pads=[1] * 4),
+        make("Conv", ["a", "conv2.weight"], ["b"], pads=[1] * 4),
+        make("Mul", ["a", "gain"], ["huge"]),
+        make("Add", ["b", "huge"], ["sum"]),
+        make("GlobalAveragePool", ["sum"], ["pooled"]),
+        make("Flatten", ["pooled"], ["flat"]),
+        make("Gemm", ["flat", "fc.weight"], ["y"], transB=1),
+    ]
+    return graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"y": ("n", 2)})
 
 
 def test_a_collapse_is_seen_blamed_and_healed() -> None:
     model, feeds, log = broken_sum(), graphs.images(), list[str]()
-    result = apply(model, feeds, log, calibration="minmax")
+    result = apply(model, feeds, log, calibration="minmax", ignore=("fc",))
+    (warning,) = [note.text for note in result.notes if note.level == "warning"]
+    assert warning.startswith("int8: outputs collapsed (mean cosine 0.")
+    assert "quantized outputs of Add are to blame: without them 1.000" in warning
+    assert warning.partition("tensors: ")[2].startswith("sum (largest value ")
+    assert "They stay float" in warning
     assert any("outputs collapsed" in line for line in log)
-    warnings = [note.text for note in result.notes if note.level == "warning"]
-    assert "are to blame" in warnings[0] and "They stay float" in warnings[0]
-    blamed = result.model.leave_out
-    assert blamed and all(f"quantized outputs of {operator} are to blame" in " ".join(warnings) for operator in blamed)
-    tensors = {"Add": "c", "Conv": "two_out", "GlobalAveragePool": "pooled"}
-    assert tensors[blamed[0]] in warnings[0].partition("tensors: ")[2]
-    assert "x its median" in warnings[0]
-    before = written(apply(model, feeds, calibration="minmax", placement="all").model, feeds)
-    after = written(result.model, feeds)
-    exact = np.concatenate(graphs.run(model, feeds))
-    assert output_cosine([exact], [after]) > output_cosine([exact], [before])
+    assert result.model.leave_out == ["Add"]
+    assert cosine(result, model, feeds) > 0.99
 
 
 def test_with_an_explicit_placement_a_collapse_is_reported_only() -> None:
-    result = apply(broken_sum(), graphs.images(), calibration="minmax", placement="all")
+    result = apply(broken_sum(), graphs.images(), calibration="minmax", placement="all", ignore=("fc",))
     assert not result.model.leave_out
     assert "Use placement: auto or inputs" in result.notes[0].text
 
@@ -182,7 +188,7 @@ def test_bad_values_are_named(value: float) -> None:
     weight = constant(find_layers(model)[1].weight).copy()
     weight[0, 0, 0, 0] = value
     initializer(model, "one.conv1.weight", weight)
-    with pytest.raises(PassError, match="int8: one.conv1: the weight holds NaN or Inf"):
+    with pytest.raises(PassError, match=r"int8: one\.conv1: the weight holds NaN or Inf"):
         apply(model, graphs.images())
     with pytest.raises(PassError, match="int8: there is no calibration data"):
         apply(graphs.residual_cnn(), [])
@@ -200,12 +206,21 @@ def test_a_second_pass_may_not_change_the_mode() -> None:
 @pytest.mark.parametrize(
     ("knobs", "problem"),
     [
-        ({"ignore": ("nowhere",)}, "int8: ignore: 'nowhere' matches no layer (this model has stem, one.conv1, one.conv2, ...)"),
+        (
+            {"ignore": ("nowhere",)},
+            "int8: ignore: 'nowhere' matches no layer (this model has stem, one.conv1, one.conv2, ...)",
+        ),
         ({"targets": ("re:decoder",)}, "int8: targets: 're:decoder' matches no layer"),
         ({"overrides": ({"targets": ("x",)},)}, "int8: overrides.0.targets: 'x' matches no layer"),
-        ({"ignore": ("Conv2d", "Linear")}, "no convolution or matrix product is left to quantize (ignore: Conv2d; ignore: Linear)"),
+        (
+            {"ignore": ("Conv2d", "Linear")},
+            "no convolution or matrix product is left to quantize (ignore: Conv2d; ignore: Linear)",
+        ),
         ({"mode": "dynamic", "placement": "all"}, "int8: mode: dynamic quantizes inputs only"),
-        ({"mode": "dynamic", "overrides": ({"targets": ("fc",)},)}, "int8: overrides set calibrated ranges, and mode: dynamic has none"),
+        (
+            {"mode": "dynamic", "overrides": ({"targets": ("fc",)},)},
+            "int8: overrides set calibrated ranges, and mode: dynamic has none",
+        ),
         ({"attention": True, "placement": "all"}, "int8: attention: true needs mode: static and placement: inputs"),
     ],
 )
@@ -232,7 +247,8 @@ def test_a_broken_regular_expression_is_refused_at_once() -> None:
 def test_fold_batchnorm_folds_before_int8_only() -> None:
     model, feeds = graphs.residual_cnn(batchnorm=True), graphs.images()
     result = FoldBatchNorm().apply(GraphState(model), context(feeds))
-    assert len(result.decisions) == 5 and "BatchNormalization" in operators(model)
+    assert len(result.decisions) == 5
+    assert "BatchNormalization" in operators(model)
     np.testing.assert_allclose(written(result.model, feeds), np.concatenate(graphs.run(model, feeds)), atol=1e-5)
     rounded = Int8().check(facts_of(model), CPU).facts
     assert "fold_batchnorm: must come before the pass that rounds stem" in FoldBatchNorm().check(rounded, CPU).problems

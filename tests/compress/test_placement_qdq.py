@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 from graphs import context, makers, node_of, operators, written
 
+from compress.graph.channels import pad_input_channels
 from compress.graph.half import to_half
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import tap
@@ -97,11 +98,13 @@ def test_convolutional_nets_stay_in_eight_bits(cnn: GraphState) -> None:
 def test_u8s8_has_uint8_activations_and_int32_biases(cnn: GraphState) -> None:
     model = write_state(cnn, "u8s8")
     quantizers = [node for node in model.graph if node.op_type == "QuantizeLinear"]
-    assert quantizers and {constant(node.inputs[2]).dtype for node in quantizers} == {np.dtype(np.uint8)}
+    assert quantizers
+    assert {constant(node.inputs[2]).dtype for node in quantizers} == {np.dtype(np.uint8)}
     for layer in find_layers(cnn.model):
         if layer.bias is not None:
             bias = node_of(model, layer.node.outputs[0].name or "").inputs[2]
-            assert bias is not None and bias.producer() is not None
+            assert bias is not None
+            assert bias.producer() is not None
             assert constant(bias.producer().inputs[0]).dtype == np.int32  # type: ignore[union-attr]
 
 
@@ -110,7 +113,8 @@ def test_s8s8_is_symmetric_with_float_biases(cnn: GraphState) -> None:
     for node in model.graph:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             zero = constant(node.inputs[2])
-            assert zero.dtype == np.int8 and not zero.any()
+            assert zero.dtype == np.int8
+            assert not zero.any()
     for layer in find_layers(cnn.model):
         if layer.bias is not None:
             bias = node_of(model, layer.node.outputs[0].name or "").inputs[2]
@@ -148,7 +152,8 @@ def test_attention_products_are_quantized_where_asked() -> None:
 def test_an_embedding_is_looked_up_in_integers(encoder: GraphState) -> None:
     model, feeds = write_state(encoder, "u8s8"), graphs.tokens(1)
     gather = next(node for node in model.graph if node.op_type == "Gather")
-    assert constant(gather.inputs[0]).dtype == np.int8 and constant(gather.inputs[0]).shape == (256, 32)
+    assert constant(gather.inputs[0]).dtype == np.int8
+    assert constant(gather.inputs[0]).shape == (256, 32)
     assert node_of(model, "embedded").op_type == "DequantizeLinear"
     expected = encoder.weights["embedding"].dequantize().T[feeds[0]["ids"]]
     np.testing.assert_array_equal(graphs.run(tap(model, ["embedded"]), feeds, optimize=False)[0], expected)
@@ -210,7 +215,9 @@ def test_tied_weights_are_stored_once_unless_they_are_rounded_differently() -> N
     state = GraphState(model, weight_only=[la.name for la in layers], weights=weights)
     feeds = [{"ids": rng.integers(0, 64, (8, 1))}]
     rows = weights[layers[0].name].dequantize().T[feeds[0]["ids"][:, 0]]
-    np.testing.assert_allclose(written(state, feeds), rows @ weights[layers[1].name].dequantize().T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        written(state, feeds), rows @ weights[layers[1].name].dequantize().T, rtol=1e-4, atol=1e-4
+    )
     tables = [v for v in write_state(state, "u8s8").graph.initializers.values() if constant(v).shape == (64, 16)]
     assert len(tables) == 2
 
@@ -243,16 +250,21 @@ def test_pools_and_moves_share_a_range() -> None:
     placement = place(model, find_layers(model), "all")
     assert placement.source("flat") == "pooled"
     assert placement.source("shortcut") == placement.source("quarter") == "b"
-    assert placement.writers["b"] == "Add" and placement.writers["a"] == "Conv"
+    assert placement.writers["b"] == "Add"
+    assert placement.writers["a"] == "Conv"
     assert "logits" not in placement.writers
 
 
 def test_ranges_give_the_field_s_parameters() -> None:
     span = Range(-1.0, 3.0, 3.0)
     scale, zero = span.parameters("u8s8")
-    assert scale == np.float32(4 / 255) and zero == round(255 / 4) and zero.dtype == np.uint8
+    assert scale == np.float32(4 / 255)
+    assert zero == round(255 / 4)
+    assert zero.dtype == np.uint8
     scale, zero = span.parameters("s8s8")
-    assert scale == np.float32(3 / 127) and zero == 0 and zero.dtype == np.int8
+    assert scale == np.float32(3 / 127)
+    assert zero == 0
+    assert zero.dtype == np.int8
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
@@ -279,5 +291,54 @@ def test_a_four_bit_weight_follows_its_layer_into_half() -> None:
     plain = np.concatenate(graphs.run(model, feeds))
     to_half(model, "float16", ())
     product = next(node for node in model.graph if node.op_type == "MatMul")
-    assert product.inputs[1] is not None and product.inputs[1].producer().op_type == "DequantizeLinear"  # type: ignore[union-attr]
+    assert product.inputs[1] is not None
+    assert product.inputs[1].producer().op_type == "DequantizeLinear"
     np.testing.assert_allclose(np.concatenate(graphs.run(model, feeds)), plain, atol=0.1)
+
+
+def test_padding_input_channels_changes_no_output(cnn: GraphState) -> None:
+    """Plain and fused: the stem's three channels become four, all else stays as it is."""
+    model, feeds = write_state(cnn, "u8s8"), graphs.images()
+    expected = graphs.run(model, feeds, optimize=False)
+    assert pad_input_channels(model) == 1
+    for got, want in zip(graphs.run(model, feeds, optimize=False), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    fused = np.concatenate(graphs.run(model, feeds))
+    assert output_cosine([fused], [np.concatenate(expected)]) > 0.999
+
+
+def identity_shortcut() -> ir.Model:
+    """Two sums before any layer, then conv1 -> Relu -> Identity and conv2 side by side, added."""
+    rng = np.random.default_rng(0)
+    make = graphs.helper.make_node
+    nodes = [
+        make("Neg", ["x"], ["negative"]),
+        make("Add", ["x", "negative"], ["nothing"]),
+        make("Add", ["nothing", "x"], ["plain_sum"]),
+        make("Conv", ["plain_sum", "conv1.weight"], ["a"], pads=[1] * 4),
+        make("Relu", ["a"], ["r"]),
+        make("Conv", ["plain_sum", "conv2.weight"], ["b"], pads=[1] * 4),
+        make("Identity", ["r"], ["copy"]),
+        make("Add", ["b", "copy"], ["sum"]),
+        make("Sigmoid", ["sum"], ["y"]),
+    ]
+    weights = {
+        "conv1.weight": rng.normal(size=(3, 3, 3, 3)).astype(np.float32),
+        "conv2.weight": rng.normal(size=(3, 3, 3, 3)).astype(np.float32),
+    }
+    return graphs.build(nodes, weights, {"x": ("n", 3, 8, 8)}, {"y": ("n", 3, 8, 8)})
+
+
+def test_a_tensor_that_shares_a_range_has_one_of_its_own_for_later() -> None:
+    """With conv1 back in float nothing gives `copy` a range to share, and the residual sum still reads it quantized."""
+    state = int8_state(identity_shortcut(), graphs.images())
+    assert placement_of(state).source("copy") == "r"
+    alone = replace(state, integer=["conv2"])
+    assert placement_of(alone).source("copy") == "copy"
+    assert makers(write_state(alone, "u8s8"), "sum") == ["DequantizeLinear", "DequantizeLinear"]
+
+
+def test_sums_away_from_layers_stay_float() -> None:
+    model = write_state(int8_state(identity_shortcut(), graphs.images()), "u8s8")
+    assert makers(model, "plain_sum") == ["Add"]
+    assert makers(model, "nothing") == ["Neg"]

@@ -71,7 +71,8 @@ def test_integers_keep_to_their_range() -> None:
     weight = np.append(WEIGHT, -10 * np.ones((6, 64), np.float32), axis=0)
     assert np.abs(round_to_nearest(weight, 4).values).max() == 7
     asymmetric = round_to_nearest(weight, 4, 32, symmetric=False)
-    assert asymmetric.values.dtype == np.uint8 and asymmetric.values.max() <= 15
+    assert asymmetric.values.dtype == np.uint8
+    assert asymmetric.values.max() <= 15
     assert asymmetric.scales.shape == (12, 2)
     assert np.abs(round_to_nearest(weight, 8).values).max() <= 127
 
@@ -79,7 +80,8 @@ def test_integers_keep_to_their_range() -> None:
 def test_convolution_weights_keep_their_shape() -> None:
     weight = np.random.default_rng(0).normal(size=(4, 3, 3, 3)).astype(np.float32)
     rounded = round_to_nearest(weight, 8)
-    assert rounded.values.shape == weight.shape and rounded.scales.shape == (4, 1)
+    assert rounded.values.shape == weight.shape
+    assert rounded.scales.shape == (4, 1)
     assert np.abs(rounded.dequantize() - weight).max() <= rounded.scales.max() / 2 + 1e-6
 
 
@@ -114,7 +116,8 @@ def test_onnx_runtime_dequantizes_what_we_wrote(op: str, bits: int, symmetric: b
     written = write_state(GraphState(model, weight_only=["fc"], weights={"fc": weight}), "u8s8")
     (again,) = [node for node in written.graph if node.op_type == layer.op]
     stored = again.inputs[1]
-    assert stored is not None and stored.name
+    assert stored is not None
+    assert stored.name
     stored.type = ir.TensorType(ir.DataType.FLOAT)
     written.graph.outputs.append(stored)
     (outputs,) = graphs.run_batches(graphs.open_session(written, 1, optimize=False), graphs.vectors(64, 1))

@@ -93,9 +93,12 @@ def test_onnx_runtime_fuses_every_layout(op: str, knobs: dict[str, Any], tmp_pat
 def test_block_wise_weights_raise_the_opset() -> None:
     model = graphs.transformer()
     state = Rtn().apply(GraphState(model), context([])).model
-    assert write_state(state, "u8s8").opset_imports[""] == 21 and model.opset_imports[""] == 20
+    assert write_state(state, "u8s8").opset_imports[""] == 21
+    assert model.opset_imports[""] == 20
     model.opset_imports[""] = 17
-    with pytest.raises(PassError, match="rtn: block-wise weights need a graph of opset 20 or later, and this one has 17"):
+    with pytest.raises(
+        PassError, match="rtn: block-wise weights need a graph of opset 20 or later, and this one has 17"
+    ):
         Rtn().apply(GraphState(model), context([]))
 
 
@@ -113,14 +116,34 @@ def test_bad_weights_are_named(value: float) -> None:
 @pytest.mark.parametrize(
     ("knobs", "target", "problem"),
     [
-        ({"group_size": 48}, OPEN, "rtn: query has 32 inputs, which group_size 48 does not divide; use group_size: 16 or 32, or ignore it"),
-        ({"group_size": 0}, OPEN, "rtn: up has 32 inputs, which group_size 0 does not divide; use group_size: 1 or 2, or ignore it"),
-        ({"group_size": 128}, CPU, "rtn: down has 64 inputs, which group_size 128 does not divide; use group_size: 32 or 64, or ignore it"),
-        ({"group_size": 8}, CPU, "rtn: up: target onnxruntime-cpu has 4-bit kernels for group_size 16, 32, 64, 128, 256, not 8"),
+        (
+            {"group_size": 48},
+            OPEN,
+            "rtn: query has 32 inputs, which group_size 48 does not divide; use group_size: 16 or 32, or ignore it",
+        ),
+        (
+            {"group_size": 0},
+            OPEN,
+            "rtn: up has 32 inputs, which group_size 0 does not divide; use group_size: 1 or 2, or ignore it",
+        ),
+        (
+            {"group_size": 128},
+            CPU,
+            "rtn: down has 64 inputs, which group_size 128 does not divide; use group_size: 32 or 64, or ignore it",
+        ),
+        (
+            {"group_size": 8},
+            CPU,
+            "rtn: up: target onnxruntime-cpu has 4-bit kernels for group_size 16, 32, 64, 128, 256, not 8",
+        ),
         ({"group_size": -1}, CPU, "not -1; it would run slower than float32"),
         ({"scheme": "W8A16", "group_size": 16}, CPU, "has 8-bit kernels for group_size 32, not 16"),
         ({"scheme": "W8A16"}, TARGETS["tensorrt"], "rtn: target tensorrt takes block-wise weights in 4 bits only"),
-        ({"scheme": "W4A16_ASYM"}, TARGETS["tensorrt"], "rtn: target tensorrt refuses uint4 and zero points; use scheme: W4A16"),
+        (
+            {"scheme": "W4A16_ASYM"},
+            TARGETS["tensorrt"],
+            "rtn: target tensorrt refuses uint4 and zero points; use scheme: W4A16",
+        ),
         ({"ignore": ("nowhere",)}, CPU, "rtn: ignore: 'nowhere' matches no layer"),
         ({"targets": ("nowhere",)}, CPU, "rtn: no matrix product is left to round"),
         ({"overrides": ({"targets": ("x",)},)}, CPU, "rtn: overrides.0.targets: 'x' matches no layer"),
@@ -157,4 +180,5 @@ def test_a_plan_counts_the_scales() -> None:
     plan = Rtn(group_size=16).check(facts_of(graphs.transformer()), CPU)
     assert not plan.problems
     bits = {layer.name: layer.bits for layer in plan.facts.layers}
-    assert bits["up"] == 4 + 32 / 16 and bits["embedding"] == 32
+    assert bits["up"] == 4 + 32 / 16
+    assert bits["embedding"] == 32

@@ -12,7 +12,7 @@ import pytest
 from compress.errors import PassError
 from compress.graph.edit import initializer
 from compress.graph.layers import find_layers
-from compress.passes import SmoothQuant
+from compress.passes import Equalize, Int8, SmoothQuant
 from compress.quantize.observers import Observer, choose_range
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.smooth import search_smoothing, smoothing_scales
@@ -88,7 +88,8 @@ def test_scales_follow_equation_4() -> None:
     expected = x**0.7 / w**0.3
     np.testing.assert_allclose(smoothing_scales(x, w, 0.7), expected / np.exp(np.log(expected).mean()), rtol=1e-5)
     dead = smoothing_scales(np.float32([1, 0, 9]), np.float32([1, 1, 0]), 0.5)
-    assert np.isfinite(dead).all() and dead[1] == dead[2] == 1
+    assert np.isfinite(dead).all()
+    assert dead[1] == dead[2] == 1
 
 
 def int8_error(rows: np.ndarray, weight: np.ndarray) -> float:
@@ -99,7 +100,9 @@ def int8_error(rows: np.ndarray, weight: np.ndarray) -> float:
     step = (high - low) / 255
     x = np.clip(np.round((rows - low) / step), 0, 255) * step + low
     exact = rows @ weight.T
-    return float(np.square(x @ round_to_nearest(weight, 8, search=False).dequantize().T - exact).sum() / np.square(exact).sum())
+    return float(
+        np.square(x @ round_to_nearest(weight, 8, search=False).dequantize().T - exact).sum() / np.square(exact).sum()
+    )
 
 
 def test_the_search_lowers_the_error_where_channels_differ() -> None:
@@ -108,7 +111,8 @@ def test_the_search_lowers_the_error_where_channels_differ() -> None:
     rows[:, :2] *= 200
     weight = rng.normal(size=(16, 32)).astype(np.float32)
     found = search_smoothing(rows, np.abs(rows).max(axis=0), [weight[:8], weight[8:]])
-    assert found.scales is not None and found.error_after < 0.5 * found.error_before
+    assert found.scales is not None
+    assert found.error_after < 0.5 * found.error_before
     assert found.error_before == pytest.approx(int8_error(rows, weight), rel=1e-3)
     assert found.error_after == pytest.approx(int8_error(rows / found.scales, weight * found.scales), rel=1e-2)
 
@@ -118,7 +122,8 @@ def test_the_search_leaves_even_channels_alone() -> None:
     rows, weight = rng.uniform(-1, 1, (256, 32)).astype(np.float32), rng.uniform(-1, 1, (16, 32)).astype(np.float32)
     rows[0], weight[0] = 1, 1
     found = search_smoothing(rows, np.abs(rows).max(axis=0), [weight])
-    assert found.scales is None and found.error_after == found.error_before
+    assert found.scales is None
+    assert found.error_after == found.error_before
 
 
 def test_the_pass_smooths_outliers_and_keeps_the_function() -> None:
@@ -126,7 +131,8 @@ def test_the_pass_smooths_outliers_and_keeps_the_function() -> None:
     result = SmoothQuant().apply(GraphState(model), graphs.context(feeds))
     assert relative(graphs.run(result.model.model, feeds), graphs.run(model, feeds)) < 1e-4
     decided = {decision.layer: decision for decision in result.decisions}
-    assert decided["query"].action == "smoothed" and "folded into node_x1" in decided["query"].reason
+    assert decided["query"].action == "smoothed"
+    assert "folded into node_x1" in decided["query"].reason
     assert decided["embedding"].action == "kept"
     assert set(decided) == {layer.name for layer in find_layers(model)}
     for numbers in result.measured.values():
@@ -145,7 +151,8 @@ def test_a_group_with_an_ignored_layer_is_left_and_says_so() -> None:
     result = SmoothQuant(ignore=("key",)).apply(GraphState(model), graphs.context(graphs.tokens()))
     decided = {decision.layer: decision for decision in result.decisions}
     assert decided["key"].reason == "ignore: key"
-    assert decided["query"].action == "kept" and "reads embedded with a layer that is kept" in decided["query"].reason
+    assert decided["query"].action == "kept"
+    assert "reads embedded with a layer that is kept" in decided["query"].reason
     nothing = SmoothQuant(ignore=("Linear",)).apply(GraphState(model), graphs.context(graphs.tokens()))
     assert all(decision.action == "kept" for decision in nothing.decisions)
 
@@ -170,3 +177,34 @@ def test_check_refuses_what_matches_nothing_and_says_what_it_costs() -> None:
     assert "costs one multiplication" in plan.notes[0].text
     plan = SmoothQuant(ignore=("fc",)).check(graphs.facts_of(graphs.residual_cnn()), target)
     assert plan.problems == ("smoothquant: the model has no float matrix product to smooth",)
+
+
+def test_equalizing_keeps_the_function_and_evens_the_channels() -> None:
+    model, feeds = graphs.residual_cnn(), graphs.images()
+    result = Equalize().apply(GraphState(model), graphs.context(feeds))
+    equalized = {decision.layer for decision in result.decisions if decision.action == "equalized"}
+    assert equalized == {"one.conv2", "two.conv2"}  # the others read a tensor that a residual sum reads too
+    assert relative(graphs.run(result.model.model, feeds), graphs.run(model, feeds)) < 1e-5
+
+
+def test_what_others_see_or_another_pass_rounded_is_not_equalized() -> None:
+    make = graphs.helper.make_node
+    rng = np.random.default_rng(0)
+    weights = {f"{name}.weight": rng.normal(size=(4, 4)).astype(np.float32) for name in ("a", "b")}
+    nodes = [
+        make("MatMul", ["x", "a.weight"], ["h"]),
+        make("Relu", ["h"], ["r"]),
+        make("MatMul", ["r", "b.weight"], ["y"]),
+    ]
+    shape = ("n", 4)
+    feeds = graphs.vectors(4)
+
+    def equalized(state: GraphState) -> list[str]:
+        decisions = Equalize().apply(state, graphs.context(feeds)).decisions
+        return [decision.layer for decision in decisions if decision.action == "equalized"]
+
+    assert equalized(GraphState(graphs.build(nodes, weights, {"x": shape}, {"y": shape}))) == ["b"]
+    for seen in ("h", "r"):
+        assert not equalized(GraphState(graphs.build(nodes, weights, {"x": shape}, {"y": shape, seen: shape})))
+    model = graphs.build(nodes, weights, {"x": shape}, {"y": shape})
+    assert not equalized(Int8(targets=("a",)).apply(GraphState(model), graphs.context(feeds)).model)

@@ -1,0 +1,199 @@
+"""How far a quantized graph is from float, which layer is to blame, and giving back as few layers as the gates need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import graphs
+import numpy as np
+import onnx_ir as ir
+import pytest
+from graphs import context
+
+from compress.graph.edit import initializer
+from compress.graph.layers import constant, find_layers
+from compress.graph.run import open_session, run_batches, tap
+from compress.passes import Int8
+from compress.quantize.measure import COLLAPSE, decibel, layer_sqnr_db, output_cosine, sensitivities, spread
+from compress.quantize.observers import Observer
+from compress.quantize.qdq import write_state
+from compress.quantize.restore import Restored, restore_until_held
+from compress.quantize.state import GraphState
+
+FEEDS = graphs.images()
+
+
+def fragile_cnn() -> ir.Model:
+    """A CNN of whose layers one, two.conv1, has rows that a scale for each channel cannot hold."""
+    model = graphs.residual_cnn()
+    layer = next(layer for layer in find_layers(model) if layer.name == "two.conv1")
+    weight = constant(layer.weight).copy()
+    weight[:, 0, 0, 0] *= 300
+    initializer(model, "two.conv1.weight", weight)
+    return model
+
+
+@pytest.fixture(scope="module")
+def state() -> GraphState:
+    knobs = Int8(bias_correction=False, placement="inputs")
+    found: GraphState = knobs.apply(GraphState(fragile_cnn()), context(FEEDS)).model
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(state: GraphState) -> dict[str, float]:
+    return sensitivities(state, FEEDS, "u8s8", lambda names: names)
+
+
+def test_a_set_of_outputs_is_like_itself() -> None:
+    outputs = [np.random.default_rng(0).normal(size=(3, 4)), np.zeros((2, 4))]
+    assert output_cosine(outputs, outputs) == pytest.approx(1)
+    assert output_cosine(outputs[:1], [-outputs[0]]) == pytest.approx(-1)
+    assert output_cosine([np.float32([[1, 0], [0, 1]])], [np.float32([[1, 0], [1, 0]])]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_broken_outputs_are_a_collapse(value: float) -> None:
+    exact = np.ones((4, 2))
+    broken = exact.copy()
+    broken[0, 0] = value
+    assert output_cosine([exact], [broken]) == pytest.approx(0.5)
+    assert COLLAPSE > 0.5
+    assert output_cosine([broken], [broken]) == 1
+
+
+def test_decibels() -> None:
+    assert decibel(100, 1) == pytest.approx(20)
+    assert decibel(1, 0) == decibel(0, 0) == 200
+
+
+def test_spread_is_the_largest_over_the_median() -> None:
+    observer = Observer()
+    observer.update(np.append(np.ones(1000), -64).astype(np.float32))
+    assert spread(observer) == pytest.approx(64, rel=0.05)
+    assert spread(None) == 0
+
+
+def test_noise_of_a_layer_is_measured_at_its_output(state: GraphState) -> None:
+    quantized = write_state(state, "u8s8")
+    found = layer_sqnr_db(state.model, quantized, state.integer, FEEDS)
+    exact, rounded = (
+        np.concatenate([out["two_mid"] for out in run_batches(open_session(tap(model, ["two_mid"])), FEEDS)])
+        for model in (state.model, quantized)
+    )
+    expected = 10 * np.log10(np.square(exact).sum() / np.square(exact - rounded).sum())
+    assert found["two.conv1"] == pytest.approx(expected, abs=0.01)
+    assert layer_sqnr_db(state.model, state.model, ["fc"], FEEDS)["fc"] == 200
+
+
+@pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
+def test_dynamic_layers_are_measured_too(op: str) -> None:
+    result = Int8(mode="dynamic").apply(GraphState(graphs.one_layer(64, 8, op)), context(graphs.vectors(64)))
+    assert 20 < result.measured["fc"]["sqnr_db"] < 100
+
+
+def test_the_fragile_layer_is_the_most_sensitive(state: GraphState, measured: dict[str, float]) -> None:
+    assert set(measured) == set(state.integer)
+    assert max(measured, key=lambda name: measured[name]) == "two.conv1"
+    assert all(value > -1e-9 for value in measured.values())
+
+
+def restore(
+    state: GraphState, measured: dict[str, float], enough: int, max_layers: int = 8, max_minutes: float = 1.0
+) -> tuple[Restored, list[str]]:
+    """Gates that hold as soon as `enough` layers are float."""
+    log: list[str] = []
+    total = len(state.integer)
+
+    def shortfalls(model: ir.Model) -> list[str]:
+        floats = total - sum(node.op_type in ("Conv", "Gemm") and is_rounded(node) for node in model.graph)
+        return [] if floats >= enough else [f"{enough - floats} short"]
+
+    short = shortfalls(write_state(state, "u8s8"))
+    found = restore_until_held(state, short, measured, "u8s8", shortfalls, max_layers, max_minutes, log.append)
+    return found, log
+
+
+def is_rounded(node: ir.Node) -> bool:
+    maker = node.inputs[1].producer() if node.inputs[1] is not None else None
+    return maker is not None and maker.op_type == "DequantizeLinear"
+
+
+def test_the_most_sensitive_layers_come_back_until_the_gates_hold(
+    state: GraphState, measured: dict[str, float]
+) -> None:
+    before = state.record()
+    order = sorted(measured, key=lambda name: -measured[name])
+    found, log = restore(state, measured, enough=2)
+    assert found.layers == tuple(order[:2])
+    assert found.shortfalls == ()
+    assert found.ended == "the gates hold"
+    assert set(found.state.integer) == set(order[2:]) == set(found.state.weights)
+    assert log[0].startswith("int8: two.conv1 back to float32; 1 short")
+    assert log[1].endswith("the gates hold")
+    assert state.record() == before
+
+
+def test_nothing_comes_back_where_the_gates_hold(state: GraphState, measured: dict[str, float]) -> None:
+    found, log = restore(state, measured, enough=0)
+    assert found.layers == ()
+    assert found.ended == "the gates hold"
+    assert not log
+
+
+@pytest.mark.parametrize(
+    ("budget", "layers", "ended"),
+    [
+        ({"max_layers": 2}, 2, "max_layers 2 reached"),
+        ({"max_minutes": 1e-12}, 0, "max_minutes 1e-12 used"),
+        ({"max_layers": 100}, 7, "no layer is left"),
+    ],
+)
+def test_restoring_ends_at_its_budgets(
+    state: GraphState, measured: dict[str, float], budget: dict[str, float], layers: int, ended: str
+) -> None:
+    some = replace(state)
+    found, _ = restore(some, measured, enough=100, **budget)  # type: ignore[arg-type]
+    assert (len(found.layers), found.ended) == (min(layers, len(measured)), ended)
+    assert found.shortfalls
+
+
+def test_a_layer_given_back_computes_in_float(state: GraphState) -> None:
+    empty = replace(state, weights=dict(state.weights), biases=dict(state.biases))
+    for name in list(empty.integer):
+        empty.to_float(name)
+    assert not empty.integer
+    assert not empty.weights
+    expected = np.concatenate(graphs.run(state.model, FEEDS, optimize=False))
+    np.testing.assert_array_equal(graphs.written(empty, FEEDS), expected)
+
+
+def test_the_pass_restores_for_the_gates_and_says_so() -> None:
+    feeds, model = FEEDS, fragile_cnn()
+    exact = graphs.run(model, feeds)
+
+    def shortfalls(graph: ir.Model) -> list[str]:
+        cosine = output_cosine(exact, graphs.run(graph, feeds))
+        return [] if cosine >= 0.99999 else [f"cosine {cosine:.6f} below 0.99999"]
+
+    log: list[str] = []
+    knobs = Int8(placement="inputs", restore={"max_layers": 3})
+    result = knobs.apply(GraphState(model), context(feeds, log=log, shortfalls=shortfalls))
+    restored = [d for d in result.decisions if d.action == "float32"]
+    assert restored
+    assert restored[0].reason.startswith("restored: among the most sensitive")
+    assert {d.layer for d in restored} == {la.name for la in find_layers(model)} - set(result.model.integer)
+    assert "two.conv1" in {d.layer for d in restored}
+    assert len(restored) <= 3
+    assert result.notes[0].text.startswith("int8: back to float32 for the gates: two.conv1")
+    assert any("measuring each layer's sensitivity, because cosine" in line for line in log)
+    assert result.measured["two.conv1"]["sensitivity"] >= result.measured["fc"]["sensitivity"]
+
+
+def test_gates_that_never_hold_are_told() -> None:
+    knobs = Int8(restore={"max_layers": 1})
+    result = knobs.apply(GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"]))
+    assert result.notes[-1].text == "int8: gates still short (max_layers 1 reached): top1 too low"
+    knobs = Int8(restore={"max_layers": 0})
+    result = knobs.apply(GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"]))
+    assert not [d for d in result.decisions if d.action == "float32"]

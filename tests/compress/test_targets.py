@@ -1,0 +1,73 @@
+"""Targets are data: every format has a fact, and every fact that a user must know reaches the plan."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import graphs
+import pytest
+from graphs import facts_of
+
+from compress.facts import PassPlan
+from compress.passes import Autocast, Int8, Pass, Rtn
+from compress.targets import TARGETS, Format, Target, TargetName
+
+PASS_FOR: dict[str, Pass] = {
+    "int8-static": Int8(),
+    "int8-dynamic": Int8(mode="dynamic"),
+    "w8": Rtn(scheme="W8A16"),
+    "w4": Rtn(scheme="W4A16"),
+    "w4-asym": Rtn(scheme="W4A16_ASYM"),
+    "float16": Autocast(),
+    "bfloat16": Autocast(dtype="bfloat16"),
+}
+EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
+
+
+def plan(target: Target, one: str) -> PassPlan:
+    return PASS_FOR[one].check(facts_of(graphs.transformer()), target)
+
+
+def test_the_names_are_the_recipe_s() -> None:
+    assert set(TARGETS) == set(get_args(TargetName))
+    assert all(target.name == name for name, target in TARGETS.items())
+    assert set(PASS_FOR) == set(get_args(Format))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_format_has_a_fact(name: str) -> None:
+    assert set(TARGETS[name].formats) == set(get_args(Format))
+    assert all(fact.text for fact in TARGETS[name].formats.values())
+
+
+@pytest.mark.parametrize(("name", "one"), EVERY)
+def test_every_fact_reaches_the_plan(name: str, one: str) -> None:
+    target = TARGETS[name]
+    fact, found = target.formats[one], plan(target, one)
+    in_notes = [note for note in found.notes if fact.text in note.text]
+    in_problems = [problem for problem in found.problems if fact.text in problem]
+    if fact.verdict == "refused":
+        assert len(in_problems) == 1
+        assert not in_notes
+        assert in_problems[0].startswith(f"{PASS_FOR[one].kind}: target {name} ")
+        assert PASS_FOR[one].refused_by(target) == in_problems[0]
+    else:
+        assert not found.problems
+        assert PASS_FOR[one].refused_by(target) is None
+        assert [note.level for note in in_notes] == ["slow" if fact.verdict == "slow" else "info"]
+        assert in_notes[0].text.startswith(f"{name}: {one}: ")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_refused_or_slow_says_what_to_do_or_why(name: str) -> None:
+    for fact in TARGETS[name].formats.values():
+        if fact.verdict == "refused":
+            assert "use " in fact.text
+        if fact.verdict == "slow":
+            assert "slow" in fact.text or "use " in fact.text or "falls back" in fact.text
+
+
+def test_tensorrt_gets_symmetric_integers_and_cpus_get_zero_points() -> None:
+    flavours = {name: target.flavour for name, target in TARGETS.items()}
+    assert {flavours["onnxruntime-cpu"], flavours["openvino"]} == {"u8s8"}
+    assert {flavours["tensorrt"], flavours["tensorrt-rtx"]} == {"s8s8"}
