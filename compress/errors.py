@@ -1,7 +1,7 @@
 """Every error a user can meet on the build side, and the exit code each one ends the process with.
 
-An error names the place, the value, the rule and the way out. `problems` keeps several of them together, so that one run of
-`compress check` or `compress plan` shows everything that is wrong at once.
+An error names the place, the value, the rule and the way out. `problems` keeps several of them together, so that one
+run of `compress check` or `compress plan` shows everything that is wrong at once.
 """
 
 from __future__ import annotations

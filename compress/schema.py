@@ -52,7 +52,7 @@ class ModelSpec(Record):
     """What the model does: which inputs it takes, which metrics fit."""
     weights: str | None = None
     """For python: sources, a .safetensors file (or a .pt that loads with weights_only)."""
-    args: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
     revision: str | None = None
     """Of an hf: source: a branch, tag or commit."""
@@ -75,7 +75,7 @@ class DataSpec(Record):
     """Draw `samples` at random (by `seed`) rather than from the top; no effect on a whole set."""
     seed: int | None = None
     """Default: the recipe's seed."""
-    columns: dict[str, str | int] = {}  # noqa: RUF012
+    columns: dict[str, str | int] = {}
     """Role (image, text, text_pair, label, or an input name) -> its column in the file: a name, or an index."""
     names: tuple[str, ...] | None = None
     """Column names of a csv or tsv that has no header line."""

@@ -1,7 +1,8 @@
 """The other ways to run the same bundle here: other backends, and the float model in a lower precision.
 
-All are timed in the same rounds, so that their ratios are of one run; OpenVINO compiles for the shapes that are timed. A handful of samples says how close each stays to
-the baseline's frozen outputs, because a fast model that answers otherwise is no alternative.
+All are timed in the same rounds, so that their ratios are of one run; OpenVINO compiles for the shapes that are timed.
+A handful of samples says how close each stays to the baseline's frozen outputs, because a fast model that answers
+otherwise is no alternative.
 """
 
 from __future__ import annotations

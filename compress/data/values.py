@@ -121,7 +121,7 @@ class ColumnReader:
                 f"{', '.join(self.class_names)}; set `class_names` in the recipe's model, in the model's order and "
                 "with the data's names"
             )
-        return [-1 if label is None or label < 0 else mapped[label] for label in raw]  # type: ignore[misc]
+        return [-1 if label is None or label < 0 else mapped[label] for label in raw]
 
     def _parsed(self, column: str, raw: Any) -> Any:
         """Texts as numbers: int where all are written so, else float."""

@@ -57,7 +57,7 @@ def load_factory(code: tuple[str, str], root: Path) -> Callable[..., Any]:
     if not callable(factory):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise SourceError(f"python:{code[0]}:{code[1]}: there is no such function; the module has: {', '.join(names)}")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _import_module(code: tuple[str, str], root: Path) -> ModuleType:

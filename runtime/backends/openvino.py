@@ -61,8 +61,8 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
 
     The option `precision` is "f32", "bf16" or None (OpenVINO's default: bf16 where the CPU has it) and rules what the
     operators that are not quantized compute in. The option `static` (default False) compiles the model again for each
-    new set of input shapes, which takes as long as loading it and makes every later call with them some per cent faster:
-    for callers whose shapes seldom change.
+    new set of input shapes, which takes as long as loading it and makes every later call with them some per cent
+    faster: for callers whose shapes seldom change.
     """
     check_call("openvino", threads, options, ("precision", "static"))
     precision = options.get("precision")
