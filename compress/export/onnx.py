@@ -19,7 +19,7 @@ from compress.errors import ExportError
 from compress.graph.channels import pad_input_channels
 from compress.graph.edit import strip_metadata, tidy
 from compress.graph.half import to_half
-from compress.graph.layers import find_layers
+from compress.graph.normal import normalize
 from compress.graph.norms import keep_norms_apart
 from compress.graph.run import clone
 from compress.models.load import LoadedModel
@@ -27,8 +27,6 @@ from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
 from compress.targets import Target
 
-BLOCK_OPSET = 21
-"""The first opset with block-wise and 4-bit DequantizeLinear."""
 LOWEST_OPSET = 17
 TWO_GIB = 2**31 - 2**20
 
@@ -72,10 +70,10 @@ def read_graph(path: Path) -> ir.Model:
         if versions.get("", LOWEST_OPSET) < LOWEST_OPSET:
             proto = onnx.version_converter.convert_version(proto, LOWEST_OPSET)
         model = ir.from_proto(proto)
+        normalize(model)
         ShapeInferencePass()(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error
-    _name_nodes(model)
     return model
 
 
@@ -88,8 +86,6 @@ def finished_graph(state: GraphState, target: Target) -> ir.Model:
     if target.name == "onnxruntime-cpu":
         keep_norms_apart(model)
         pad_input_channels(model)
-    if any(weight.bits == 4 or weight.group_size > 0 for weight in state.weights.values()):
-        model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     strip_metadata(model)
     return model
 
@@ -140,14 +136,6 @@ def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
         loaded.parameters[spec.name]: {i: dims[dim] for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
         for spec in loaded.inputs
     }
-
-
-def _name_nodes(model: ir.Model) -> None:
-    """Names for the nodes that have none, so that reports can name them; layers get those that the plan knows."""
-    layers = {layer.node: layer.name for layer in find_layers(model)}
-    for index, node in enumerate(model.graph):
-        if not node.name:
-            node.name = layers.get(node, f"{node.op_type}_{index}")
 
 
 def _first_lines(error: Exception, most: int = 6) -> str:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts
 from compress.graph.layers import GraphLayer, find_layers
+from compress.graph.normal import normalize
 from compress.models.onnx_shapes import Shapes, fixed_batch, sample_shapes
 from compress.models.source import onnx_external_files, read_onnx
 from runtime.bundle import TensorSpec
@@ -38,6 +39,7 @@ def onnx_facts(path: Path, task: str, feeds: Feeds) -> ModelFacts:
     inputs, outputs = onnx_io(proto, task)
     _check_feeds(path, inputs, feeds)
     model = ir.load(path)
+    normalize(model)
     shapes, batch = sample_shapes(proto, feeds, path.parent), fixed_batch(proto)
     found = find_layers(model)
     layers = tuple(_layer(layer, shapes, batch) for layer in found)

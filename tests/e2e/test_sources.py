@@ -120,6 +120,7 @@ def test_onnx_made_by_hand(net: Net, cache: Path, tmp_path: Path) -> None:
     assert serve(tmp_path / "b", IMAGES, tmp_path)["shapes"]["logits"] == [3, 3]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_onnx_as_torch_exports_it_in_its_own_words(cache: Path, tmp_path: Path) -> None:
     """task: generic, judged against the float model alone."""
 
