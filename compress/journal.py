@@ -37,7 +37,7 @@ class Journal:
             yield
         except BaseException as error:
             with suppress(OSError):  # a full disk may be why
-                self._write(f"failed: {error or type(error).__name__}")
+                self._write(f"failed: {type(error).__name__}: {error}")
             raise
 
     def _write(self, text: str) -> None:

@@ -163,7 +163,7 @@ def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict
     for kind, result in zip(kinds, results, strict=True):
         for decision in result.decisions:
             row = rows.setdefault(decision.layer, {"layer": decision.layer, "type": decision.type, "action": "kept"})
-            if decision.action != "kept" or "pass" not in row:
+            if decision.action != "kept" or row["action"] == "kept":
                 row |= {"action": decision.action, "pass": kind, "reason": decision.reason}
             row.setdefault("history", []).append(f"{kind}: {decision.action} {decision.reason}".strip())
             row |= result.measured.get(decision.layer, {})

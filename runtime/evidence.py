@@ -156,7 +156,9 @@ def timing_evidence(
 ) -> Evidence:
     """Evidence of a percentile of paired times, seconds [2, rounds] (baseline, candidate).
 
-    Latency in ms or, given `batch_size`, throughput in samples per second. Rounds are resampled in pairs.
+    Latency in ms or, given `batch_size`, throughput in samples per second. Rounds are resampled in pairs. The speed-up of
+    medians is the median of the rounds' own ratios: equal on an idle machine, and steadier on a busy one, because what
+    slows a round slows both of its calls.
     """
 
     def scale(t: np.ndarray) -> np.ndarray:
@@ -169,13 +171,20 @@ def timing_evidence(
         percentile_interval(float(v), d, n, level) for v, d in zip(scale(value), map(scale, draws), strict=True)
     )
     shift = scale(draws[1]) - scale(draws[0])
+    speedup, ratios = float(value[0] / value[1]), draws[0] / draws[1]
+    if percentile == 50:
+        paired = seconds[0] / seconds[1]  # [rounds]
+        speedup, ratios = (
+            float(np.median(paired)),
+            bootstrap_percentiles(paired, 50, judgement.resamples, judgement.seed),
+        )
     return _measured(
         name,
         n,
         before=before,
         after=after,
         difference=percentile_interval(after.value - before.value, shift, n, level),
-        speedup=percentile_interval(float(value[0] / value[1]), draws[0] / draws[1], n, level),
+        speedup=percentile_interval(speedup, ratios, n, level),
     )
 
 

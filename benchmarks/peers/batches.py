@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ Batch = dict[str, np.ndarray]
 
 def write_batches(path: Path, batches: Sequence[Batch]) -> None:
     """Keys are '<number of the batch>/<input>'."""
-    np.savez(path, **{f"{i}/{name}": values for i, batch in enumerate(batches) for name, values in batch.items()})
+    arrays: dict[str, Any] = {f"{i}/{name}": v for i, batch in enumerate(batches) for name, v in batch.items()}
+    np.savez(path, **arrays)
 
 
 def read_batches(path: Path) -> list[Batch]:

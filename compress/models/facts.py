@@ -114,7 +114,7 @@ def layer_type(layer: nn.Module) -> str:
 
 def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     """[out, in / groups, *kernel], or [rows, width] for Embedding."""
-    shape: tuple[int, ...] = tuple(layer.weight.shape)
+    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
     if is_hf_conv1d(layer):
         return shape[::-1]
     if isinstance(layer, TRANSPOSED):  # torch has [in, out / groups, *kernel]

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import apply, image_recipe
+from makers import REPOSITORY, apply, cli, image_recipe
+
+from runtime.probe import Probe
 
 
 @pytest.fixture(autouse=True)
 def quick_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge on the main backend alone and without the probes of load time and memory, which each take a process."""
     monkeypatch.setattr("runtime.validate.available_others", lambda main: ())
+    monkeypatch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,14 @@ def bundle(net: tuple[Path, dict[str, Any]], cache: Path, tmp_path_factory: pyte
     out = tmp_path_factory.mktemp("bundle") / "tiny"
     apply(net[1], out, cache, net[0])
     return out
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The bundle of recipes/quickstart.yaml by the real command, its speed gate made lenient, and what was printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    speed = ["--set", "validate.gates.3.min_speedup=0.001", "--set", "validate.benchmark.iterations=20"]
+    recipe = str(REPOSITORY / "recipes/quickstart.yaml")
+    done = cli(["apply", recipe, "--out", "out/q", "--cache", "cache", *speed], folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "out/q", done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+REPOSITORY = Path(__file__).parents[2]
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
 MEASURED = ("compress.log", "report.json", "report.md", "report.xml")
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}
@@ -150,7 +152,7 @@ def bundle_bytes(bundle: Path) -> dict[str, str]:
 
 
 def serve(bundle: Path, samples: str, cwd: Path) -> dict[str, Any]:
-    """Predict and evaluate where nothing of the build side can be imported. `samples`: a Python expression (np is there)."""
+    """Predict and evaluate where nothing of the build side can be imported. `samples`: a Python expression."""
     code = f"""
 import json, sys
 class Blocked:
@@ -176,8 +178,6 @@ with runtime.open_bundle(sys.argv[1]) as bundle:
 
 def cli(args: Sequence[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own."""
-    import os
-
     command = [sys.executable, "-m", "compress", *args]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, check=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from makers import NET, QUICK, apply, changed, serve, text_folder, write_texts
+from makers import NET, QUICK, apply, changed, plan, serve, text_folder, write_texts
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import load_file
 
@@ -216,6 +217,21 @@ def test_sentence_embeddings(texts: Path, cache: Path, tmp_path: Path) -> None:
     served = serve(tmp_path / "b", "[('w1 w2', 'w3'), ('w4', 'w5 w6')]", tmp_path)
     assert served["shapes"] == {"embeddings": [2, 2, 32]}
     assert serve(tmp_path / "b", "['w1 w2 w3']", tmp_path)["shapes"] == {"embeddings": [1, 1, 32]}
+
+
+def test_a_changed_tokenizer_changes_every_step(texts: Path, tmp_path: Path) -> None:
+    shutil.copytree(texts, tmp_path / "texts")
+    recipe = text_recipe("text-classification", "classifier", [{"kind": "int8"}], {"metric": "agreement", "min": 0.5})
+    before = plan(recipe, texts, tmp_path).keys
+    assert plan(recipe, tmp_path / "texts", tmp_path).keys == before
+    tokenizer = tmp_path / "texts/classifier/tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"w1": 5', '"w1": 6').replace('"w2": 6', '"w2": 5'))
+    after = plan(recipe, tmp_path / "texts", tmp_path).keys
+    assert not {after.float_graph, after.baseline, *after.passes} & {
+        before.float_graph,
+        before.baseline,
+        *before.passes,
+    }
 
 
 def test_a_vision_transformer(cache: Path, tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""The step cache: what stands under a key is whole, whatever happened while it was made."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress import cache as cache_module
+from compress.cache import NEW_SECONDS, StepCache, code_version, default_root, step_key
+
+
+def writing(text: str, record: dict[str, Any] | None = None) -> Callable[[Path], dict[str, Any]]:
+    def write(folder: Path) -> dict[str, Any]:
+        (folder / "inner").mkdir()
+        (folder / "inner/file").write_text(text)
+        return record or {"said": text}
+
+    return write
+
+
+def test_what_was_put_is_got(tmp_path: Path) -> None:
+    store = StepCache(tmp_path / "cache")
+    assert store.get("k") is None and not store.has("k")
+    put = store.put("k", writing("a"))
+    got = store.get("k")
+    assert got == put and got is not None and store.has("k")
+    assert got.record == {"said": "a"} and (got.folder / "inner/file").read_text() == "a"
+    assert [path.name for path in store.root.iterdir()] == ["k"]
+
+
+def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> dict[str, Any]:
+        (folder / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    store = StepCache(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        store.put("k", fail)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "record", [None, "", "[]", '"x"', "{}", '{"files": [], "record": {}}', '{"files": {"gone": "0"}, "record": {}}']
+)
+def test_a_damaged_record_is_no_step(tmp_path: Path, record: str | None) -> None:
+    said: list[str] = []
+    store = StepCache(tmp_path, said.append)
+    store.put("k", writing("a"))
+    if record is None:
+        (tmp_path / "k/record.json").unlink()
+    else:
+        (tmp_path / "k/record.json").write_text(record)
+    assert store.get("k") is None and not list(tmp_path.iterdir())
+    assert said == ["cache: step k is damaged; it is discarded and done again"]
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    store = StepCache(tmp_path, lambda text: None)
+    store.put("k", writing("abc"))
+    (tmp_path / "k/inner/file").write_text("abd")
+    assert store.get("k") is None
+
+
+def test_a_damaged_step_gives_way_to_a_new_one(tmp_path: Path) -> None:
+    """Also when nobody asked for it first."""
+    store = StepCache(tmp_path, lambda text: None)
+    store.put("k", writing("old"))
+    (tmp_path / "k/inner/file").unlink()
+    step = store.put("k", writing("new"))
+    assert (step.folder / "inner/file").read_text() == "new" and store.get("k") == step
+
+
+def test_the_run_that_finishes_first_is_believed(tmp_path: Path) -> None:
+    store = StepCache(tmp_path)
+
+    def slow(folder: Path) -> dict[str, Any]:
+        StepCache(tmp_path).put("k", writing("theirs"))
+        return writing("ours")(folder)
+
+    step = store.put("k", slow)
+    assert step.record == {"said": "theirs"} and (step.folder / "inner/file").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["k"]
+
+
+def test_a_run_that_comes_between_check_and_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rename = StepCache(tmp_path), os.rename
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(cache_module.os, "rename", rename)
+        StepCache(tmp_path).put("k", writing("theirs"))
+        rename(source, target)
+
+    monkeypatch.setattr(cache_module.os, "rename", late)
+    assert store.put("k", writing("ours")).record == {"said": "theirs"}
+
+
+def test_drafts_of_killed_runs_are_swept_and_those_at_work_are_not(tmp_path: Path) -> None:
+    store = StepCache(tmp_path)
+    for name in (".draft-killed", ".draft-new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "graph.onnx").write_bytes(b"half")
+    old = time.time() - 10 * NEW_SECONDS
+    os.utime(tmp_path / ".draft-killed", (old, old))
+
+    def slow(folder: Path) -> dict[str, Any]:
+        (folder / "file").write_text("x")
+        os.utime(folder, (old, old))
+        StepCache(tmp_path).put("other", writing("b"))
+        assert (folder / "file").exists()
+        return {}
+
+    store.put("k", slow)
+    assert {path.name for path in tmp_path.iterdir()} == {".draft-new", "k", "other"}
+
+
+def test_a_key_is_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert step_key("a", {"x": 1, "y": (2,)}) == step_key("a", {"y": [2], "x": 1})
+    assert len({step_key("a", 1), step_key("a", "1"), step_key("a", [1]), step_key(["a", 1]), step_key("b", 1)}) == 5
+    with pytest.raises(TypeError, match="Path has no place in a step's key"):
+        step_key(Path("x"))
+    before = step_key("a")
+    monkeypatch.setattr(cache_module, "code_version", lambda: "another")
+    assert step_key("a") != before
+
+
+def test_the_code_version_follows_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_version()
+    code_version.cache_clear()
+    monkeypatch.setattr(cache_module, "library_versions", lambda: {"torch": "0.0"})
+    assert code_version() != before
+    code_version.cache_clear()
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESS_CACHE", "/a")
+    assert default_root() == Path("/a")
+    monkeypatch.delenv("COMPRESS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert default_root() == Path("/b/compress")
+
+
+def test_the_record_is_json_that_people_can_read(tmp_path: Path) -> None:
+    StepCache(tmp_path).put("k", writing("a", {"x": 1}))
+    stored = json.loads((tmp_path / "k/record.json").read_text())
+    assert stored["record"] == {"x": 1} and list(stored["files"]) == ["inner/file"]

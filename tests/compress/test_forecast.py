@@ -1,0 +1,65 @@
+"""The forecast: more work, more of it; and the arithmetic of its terms, on a machine whose speed is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from compress import forecast as room
+from compress.facts import LayerFacts, ModelFacts
+from compress.forecast import EFFICIENCY, LIBRARIES_BYTES, Forecast, forecast, matrix_rate
+from compress.passes import Int8, SmoothQuant
+from compress.schema import ModelSpec, Recipe
+
+MIB = 2**20
+FACTS = ModelFacts(
+    source="torch",
+    architecture="Net",
+    task="image-classification",
+    inputs=(),
+    outputs=(),
+    layers=(LayerFacts("fc", "Linear", "MatMul", "fc.weight", (1024, 1024), macs=MIB),),
+    peak_activation_bytes=MIB,
+)
+RECIPE = Recipe(
+    version=1, name="r", model=ModelSpec(source="onnx:m.onnx", task="image-classification"), passes=(Int8(),)
+)
+SAMPLES = {"calibration": 1000, "evaluation": 1000}
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass of the model takes a millisecond."""
+    monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
+    monkeypatch.setattr(room.os, "cpu_count", lambda: 1)
+
+
+def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SAMPLES, batch: int = 32) -> Forecast:
+    return forecast(recipe, facts, facts.with_bits({"fc": 8}), samples, batch)
+
+
+def test_the_terms() -> None:
+    """1.6 passes over the calibration set, 3 over the evaluation set, 2 models timed 210 + 200 times, 40 batches of 64."""
+    seconds = 8 + 4 * MIB / 20e6 + 1.6 + 3 + 2 * 1e-3 * (10 + 2 * 100) + 40 * 1e-3 * 64
+    found = expect()
+    assert found.seconds == pytest.approx(seconds)
+    assert found.memory_bytes == LIBRARIES_BYTES + 4 * 4 * MIB + 2 * 32 * MIB
+    assert found.disk_bytes == 2 * 4 * MIB + 3 * 4 * MIB + MIB
+
+
+def test_more_work_takes_more() -> None:
+    base = expect()
+    assert expect(samples={**SAMPLES, "calibration": 2000}).seconds == pytest.approx(base.seconds + 1.6)
+    more = expect(RECIPE.model_copy(update={"passes": (SmoothQuant(), Int8())}))
+    assert more.seconds > base.seconds and more.disk_bytes == base.disk_bytes + 4 * MIB
+    assert expect(batch=64).memory_bytes == base.memory_bytes + 2 * 32 * MIB
+    larger = expect(facts=replace(FACTS, other_bytes=100 * MIB))
+    assert larger.memory_bytes == base.memory_bytes + 400 * MIB and larger.disk_bytes > base.disk_bytes
+
+
+def test_the_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 4.0, 4.0, 5.0, 5.0, 7.0, *([0.0, 9.0] * 5)])
+    monkeypatch.setattr(room.time, "perf_counter", lambda: next(times))
+    assert matrix_rate() == 2 * 512**3 / 1.0

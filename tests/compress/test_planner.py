@@ -1,0 +1,118 @@
+"""The plan: order, flavours, limits and words, without a run."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from rich.console import Console
+
+from compress.errors import PlanError, SourceError
+from compress.passes import Int8, Pass, Rtn
+from compress.planner import Plan, _export_problems, _order_problems, make_plan
+from compress.recipe import load_recipe
+from compress.schema import Recipe
+
+RECIPE = """\
+version: 1
+name: digits
+vars: {digits: "${package:compress}/zoo/digits"}
+model:
+  source: "python:compress.zoo.digits_resnet:digits_resnet"
+  weights: "${digits}/digits_resnet.safetensors"
+  task: image-classification
+preprocess: {kind: image, channels: L}
+data:
+  calibration: {source: "npz:${digits}/train.npz", samples: 64}
+  evaluation: {source: "npz:${digits}/test.npz"}
+passes: [{kind: int8}]
+validate: {gates: [{metric: top1, max_drop: 0.01}]}
+"""
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    (folder / "r.yaml").write_text(RECIPE)
+    return load_recipe(folder / "r.yaml", overrides)
+
+
+def planned(folder: Path, *overrides: str) -> Plan:
+    return make_plan(recipe(folder, *overrides), folder / "cache")
+
+
+class Prune(Pass):
+    """A pass over the torch model."""
+
+    stage: ClassVar[Literal["model", "graph"]] = "model"
+    kind: Literal["prune"] = "prune"
+
+
+def test_model_passes_come_before_graph_passes() -> None:
+    assert _order_problems((Prune(), Prune(), Int8(), Rtn())) == []
+    assert _order_problems((Int8(), Prune())) == ["passes.1: prune rewrites the torch model and must come before int8"]
+
+
+def test_each_step_starts_where_the_last_one_ended(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "passes=[{kind: rtn, bits: 4, targets: [linear], group_size: 32}, {kind: int8}]")
+    rtn, int8 = plan.steps[2:]
+    assert plan.before.n_bytes == rtn.before_bytes > rtn.after_bytes == int8.before_bytes > int8.after_bytes
+    assert plan.after.n_bytes == int8.after_bytes
+    reasons = {d.layer: d.reason for d in int8.decisions if d.action == "kept"}
+    assert set(reasons) == {"linear"} and reasons["linear"].startswith("already in ")
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        "[{kind: int8, ignore: [conv1]}]",
+        "[{kind: int8, mode: dynamic}]",
+        "[{kind: rtn, group_size: 32}]",
+        "[{kind: smoothquant}, {kind: int8, targets: [Conv2d]}]",
+        "[{kind: autocast, ignore: [linear]}]",
+    ],
+)
+def test_every_layer_is_spoken_of_and_what_is_kept_has_a_reason(tmp_path: Path, passes: str) -> None:
+    plan = planned(tmp_path, f"passes={passes}")
+    names = {layer.name for layer in plan.before.layers}
+    for step in plan.steps[2:]:
+        assert {decision.layer for decision in step.decisions} == names
+        assert all(decision.reason for decision in step.decisions if decision.action == "kept")
+
+
+def test_a_further_flavour_must_hold_what_the_passes_leave(tmp_path: Path) -> None:
+    both = "export=[{kind: onnx}, {kind: onnx, target: tensorrt}]"
+    assert _export_problems(recipe(tmp_path, both)) == []
+    with pytest.raises(PlanError, match=r"export\.1: int8: target tensorrt has no run-time activation quantization"):
+        planned(tmp_path, both, "passes=[{kind: int8, mode: dynamic}]")
+
+
+def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(*overrides: str) -> str:
+        return "\n".join(note.text for note in planned(tmp_path, *overrides).notes)
+
+    assert notes() == ""
+    assert "no gates; the verdict will be pass" in notes("validate.gates=[]")
+    assert "come from one file" in notes("data.calibration.source=npz:${digits}/test.npz")
+    assert "tensorrt does not run here: the bundle is judged in onnxruntime-cpu" in notes("target=tensorrt")
+
+
+def test_all_data_problems_without_any_shape(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        planned(tmp_path, "data.calibration.source=npz:a.npz", "data.evaluation.source=npz:b.npz")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["data.calibration", "data.evaluation"]
+
+
+def test_how_it_reads(tmp_path: Path) -> None:
+    plan, out = planned(tmp_path, "passes=[{kind: int8, ignore: [conv1]}]"), StringIO()
+    plan.render(Console(file=out, width=200))
+    text = out.getvalue()
+    assert "int8: conv1 (Conv2d) stays: ignore: conv1" in text and "int8: linear (Linear) int8 W8A8" in text
+    assert "x smaller); about " in text
+    document: dict[str, Any] = plan.to_dict()
+    assert document["size_bytes"]["before"] > 3 * document["size_bytes"]["after"]
+    assert document["data"]["calibration"]["samples"] == 64 and set(document["forecast"]) == {
+        "seconds",
+        "memory_bytes",
+        "disk_bytes",
+    }

