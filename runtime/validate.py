@@ -86,7 +86,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
-    notes = [note for note in (backend_note, batch_note) if note]
+    notes = [*build_notes(root, manifest), *(note for note in (backend_note, batch_note) if note)]
     return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes)
 
 
@@ -163,6 +163,11 @@ def _common(manifest: Manifest, timed: BenchmarkResult, evidence: Mapping[str, E
         "environment": timed.environment,
         "benchmark": {**asdict(timed.settings), "rounds": timed.latency_s.shape[1]},
     }
+
+
+def build_notes(root: Path, manifest: Manifest) -> list[str]:
+    """What the build had to say beyond single layers: what went back to float, what collapsed and why."""
+    return [str(row["reason"]) for row in read_layers(root, manifest) if row.get("type") == "note"]
 
 
 def read_layers(root: Path, manifest: Manifest) -> tuple[Any, ...]:

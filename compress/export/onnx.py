@@ -65,12 +65,11 @@ def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: in
 def read_graph(path: Path) -> ir.Model:
     """An ONNX file as a graph with inferred shapes, converted to opset 17 if it is older. ExportError."""
     try:
-        proto = onnx.load(path)
-        versions = {imported.domain: imported.version for imported in proto.opset_import}
-        if versions.get("", LOWEST_OPSET) < LOWEST_OPSET:
-            proto = onnx.version_converter.convert_version(proto, LOWEST_OPSET)
-        model = ir.from_proto(proto)
-        normalize(model)
+        model = ir.from_proto(onnx.load(path))
+        normalize(model)  # before the conversion, which may add nodes: names are those that the plan knows
+        if model.opset_imports.get("", LOWEST_OPSET) < LOWEST_OPSET:
+            model = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), LOWEST_OPSET))
+            normalize(model)
         ShapeInferencePass()(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error

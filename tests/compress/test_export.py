@@ -23,7 +23,7 @@ from compress.models.onnx_facts import onnx_facts
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
 from compress.targets import TARGETS
-from runtime.bundle import EvaluationSet, Manifest, model_files, model_size
+from runtime.bundle import EvaluationSet, Judgement, Manifest, model_files, model_size
 
 X: Feeds = {"x": np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)}
 
@@ -62,11 +62,19 @@ def test_a_graph_that_the_checker_or_the_runtime_refuses(tmp_path: Path) -> None
 
 
 def nameless(path: Path, opset: int) -> None:
-    """x [n, 4] -> MatMul with w -> Relu -> y, no node named."""
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    """x [n, 4] -> Unsqueeze, Squeeze -> MatMul with w -> Relu -> y, no node named."""
+    old = opset < 13  # from then on axes are an input, for which a converter adds nodes
+    more, attributes = ([], {"axes": [2]}) if old else (["axes"], {})
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", *more], ["up"], **attributes),
+        helper.make_node("Squeeze", ["up", *more], ["down"], **attributes),
+        helper.make_node("MatMul", ["down", "w"], ["h"]),
+        helper.make_node("Relu", ["h"], ["y"]),
+    ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "xy"]
-    weight = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [weight])
+    constants = {"w": np.eye(4, dtype=np.float32)} | ({} if old else {"axes": np.array([2])})
+    weights = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8), path)
 
 
@@ -75,7 +83,8 @@ def test_an_onnx_file_is_read_with_the_names_that_the_plan_knows(tmp_path: Path,
     nameless(tmp_path / "m.onnx", opset)
     facts = onnx_facts(tmp_path / "m.onnx", "generic", {"x": ((4,), "float32")})
     graph = read_graph(tmp_path / "m.onnx")
-    assert [layer.name for layer in find_layers(graph)] == [layer.name for layer in facts.layers] == ["w"]
+    names = [layer.name for layer in find_layers(graph)]
+    assert len(names) == 1 and names == [layer.name for layer in facts.layers]
     assert all(node.name for node in graph.graph) and graph.opset_imports[""] == max(opset, 17)
 
 
@@ -117,6 +126,7 @@ def test_the_card_counts_what_was_done_and_holds_no_measurement() -> None:
         preprocess={"kind": "tensor"},
         artifacts=(),
         evaluation=EvaluationSet(7, None, None, "evaluation/baseline_outputs.npz", ""),
+        judgement=Judgement(),
         created_by="compress 0",
     )
     rows = [{"action": "int8"}, {"action": "kept"}, {"action": "int8"}]

@@ -41,7 +41,7 @@ def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SA
 
 
 def test_the_terms() -> None:
-    """1.6 passes over the calibration set, 3 over the evaluation set, 2 models timed 210 + 200 times, 40 batches of 64."""
+    """1.6 passes over the calibration set, 3 over the evaluation set, 2 models timed 210 times, 40 batches of 64."""
     seconds = 8 + 4 * MIB / 20e6 + 1.6 + 3 + 2 * 1e-3 * (10 + 2 * 100) + 40 * 1e-3 * 64
     found = expect()
     assert found.seconds == pytest.approx(seconds)
