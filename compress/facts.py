@@ -63,6 +63,8 @@ class ModelFacts:
     peak_activation_bytes: int = 0
     operators: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    opset: int | None = None
+    """Of an ONNX file; a torch model gets that of its export."""
 
     @property
     def n_parameters_in_layers(self) -> int:

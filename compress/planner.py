@@ -11,13 +11,15 @@ from compress.errors import PlanError
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
 from compress.inputs import IMAGE_BATCH, Inputs, fixed_batch, read_inputs
-from compress.passes import Pass
 from compress.schema import Recipe
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
 from runtime.benchmark import choose_backend
 from runtime.errors import UsageError
 from runtime.gates import check_gates
+
+LOWEST_OPSET = 17
+"""To which an older ONNX file is brought."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     problems = [
         *inputs.problems,
         *_data_problems(inputs),
-        *_order_problems(recipe.passes),
+        *_order_problems(recipe.passes, before.source),
         *problems,
         *_export_problems(recipe),
+        *_opset_problems(recipe, before),
         *_gate_problems(inputs),
         *_limit_problems(recipe, expected),
     ]
@@ -134,13 +137,16 @@ def _data_problems(inputs: Inputs) -> list[str]:
     return problems
 
 
-def _order_problems(passes: tuple[Pass, ...]) -> list[str]:
+def _order_problems(passes: tuple[Pass, ...], source: str) -> list[str]:
     """Model passes rewrite the torch module, graph passes what was exported from it: the former come first."""
     problems, graph = [], None
     for index, one in enumerate(passes):
-        if one.stage == "model" and graph is not None:
+        if one.stage == "graph":
+            graph = one.kind
+        elif source == "onnx":
+            problems.append(f"passes.{index}: {one.kind} rewrites a torch model, and an onnx: source is none")
+        elif graph is not None:
             problems.append(f"passes.{index}: {one.kind} rewrites the torch model and must come before {graph}")
-        graph = one.kind if one.stage == "graph" else graph
     return problems
 
 
@@ -162,6 +168,18 @@ def _export_problems(recipe: Recipe) -> list[str]:
     if recipe.target not in seen:
         problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {{kind: onnx}}")
     return problems
+
+
+def _opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """A graph's opset must have the operators that a pass needs."""
+    opset, mend = recipe.export[0].opset, "set it as export.0.opset"
+    if facts.opset is not None:
+        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
+    return [
+        f"passes.{index}: {one.kind} needs a graph of opset {one.lowest_opset} or later; this one has {opset}: {mend}"
+        for index, one in enumerate(recipe.passes)
+        if opset < one.lowest_opset and one.lowest_opset > LOWEST_OPSET
+    ]
 
 
 def _gate_problems(inputs: Inputs) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from compress.facts import Note
 from compress.inputs import SETS, Batches, load_set
 from compress.journal import Journal
 from compress.lock import make_lock
-from compress.models.load import load_model
+from compress.models.load import LoadedModel, load_model
 from compress.network import restrict_network
 from compress.output import explained, publish, reserved
 from compress.passes.context import PassContext, PassResult
 from compress.planner import Plan, make_plan
 from compress.quality import shortfall_finder
+from compress.quantize.state import GraphState
 from compress.recipe import recipe_to_yaml
 from compress.schema import Recipe
-from compress.stages import FloatModel, baseline_step, float_model, pass_step
+from compress.stages import FloatModel, baseline_step, float_model, model_pass_step, pass_step
 from compress.targets import TARGETS
 from runtime.report import Report
 from runtime.validate import validate
@@ -88,19 +89,11 @@ def _build(ground: Ground, staging: Path) -> None:
     plan, journal, cache = ground.plan, ground.journal, ground.cache
     inputs, recipe = plan.inputs, plan.recipe
     evaluation = ground.sets["evaluation"]
-    calibration = ground.sets.get("calibration", evaluation)
     with journal.step("exporting to float ONNX"):
-        model = float_model(
-            cache,
-            plan.keys.float_graph,
-            lambda: load_model(recipe.model, recipe.root, inputs.feeds),
-            lambda specs: Batches(calibration, inputs, specs),
-            recipe.export[0].opset,
-        )
+        model = _export(ground, plan.keys.float_graph, lambda: _load(plan))
     with journal.step("baseline outputs"):
         baseline = baseline_step(cache, plan.keys.baseline, model, inputs, evaluation.columns)
-    results = _run_passes(ground, model, baseline)
-    state = results[-1].model if results else model.state
+    state, results = _run_passes(ground, model, baseline)
     with journal.step("writing the bundle"):
         assemble(
             staging,
@@ -122,7 +115,8 @@ def _build(ground: Ground, staging: Path) -> None:
         )
 
 
-def _run_passes(ground: Ground, model: FloatModel, baseline: dict[str, Any]) -> list[PassResult]:
+def _run_passes(ground: Ground, model: FloatModel, baseline: dict[str, Any]) -> tuple[GraphState, list[PassResult]]:
+    """Model passes on the torch module, the export between, graph passes on what was exported."""
     plan, journal = ground.plan, ground.journal
     evaluation, calibration = ground.sets["evaluation"], ground.sets.get("calibration")
     context = PassContext(
@@ -134,14 +128,34 @@ def _run_passes(ground: Ground, model: FloatModel, baseline: dict[str, Any]) -> 
         shortfalls=shortfall_finder(plan.inputs, model.inputs, evaluation.columns, baseline, save_graph, journal.log),
     )
     results: list[PassResult] = []
-    state = model.state
-    for one, key in zip(plan.recipe.passes, plan.keys.passes, strict=True):
+    loaded = None
+    steps = list(zip(plan.recipe.passes, plan.keys.passes, strict=True))
+    for one, key in ((one, key) for one, key in steps if one.stage == "model"):
+        loaded = loaded or _load(plan)
+        with journal.step(one.kind):
+            results.append(model_pass_step(ground.cache, key, one, loaded, context))
+        loaded = results[-1].model
+    state = model.state if loaded is None else _export(ground, plan.keys.passed_graph, lambda: loaded).state
+    for one, key in ((one, key) for one, key in steps if one.stage == "graph"):
         with journal.step(one.kind):
             results.append(pass_step(ground.cache, key, one, state, context))
-        for note in results[-1].notes:
-            journal.log(note.text)
         state = results[-1].model
-    return results
+    for note in (note for result in results for note in result.notes):
+        journal.log(note.text)
+    return state, results
+
+
+def _load(plan: Plan) -> LoadedModel:
+    return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+
+
+def _export(ground: Ground, key: str, load: Callable[[], LoadedModel]) -> FloatModel:
+    """The model as a float graph, with parity checked on calibration samples (evaluation samples without a set)."""
+    plan = ground.plan
+    samples = ground.sets.get("calibration", ground.sets["evaluation"])
+    return float_model(
+        ground.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.export[0].opset
+    )
 
 
 def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_model
 
 from compress.cache import Step, StepCache
 from compress.errors import ExportError, OutputError
@@ -20,6 +21,7 @@ from compress.export.parity import check_parity
 from compress.facts import LayerDecision, Note
 from compress.inputs import Batches, Inputs, fixed_batch
 from compress.models.load import LoadedModel
+from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.passes.context import PassContext, PassResult
 from compress.quality import run_graph
@@ -28,7 +30,7 @@ from runtime.bundle import TensorSpec
 from runtime.metrics import NonFiniteOutputs, check_finite
 from runtime.samples import read_npz, write_npz
 
-GRAPH, ARRAYS, STATE = "graph.onnx", "arrays.safetensors", "state.json"
+GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
 PARITY_BATCHES = 4
 
 
@@ -77,6 +79,20 @@ def float_model(
     )
 
 
+def model_pass_step(cache: StepCache, key: str, one: Pass, loaded: LoadedModel, context: PassContext) -> PassResult:
+    """The result of one pass over a torch model; the module keeps its parameters' names and shapes."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        result = one.apply(loaded, context)
+        save_model(result.model.module, str(folder / WEIGHTS))
+        return _said(result)
+
+    step = cache.get(key) or cache.put(key, write)
+    assert loaded.module is not None
+    load_state(loaded.module, step.folder / WEIGHTS)
+    return _heard(step, loaded)
+
+
 def pass_step(cache: StepCache, key: str, one: Pass, state: GraphState, context: PassContext) -> PassResult:
     """The result of one pass over a graph state."""
     step = cache.get(key) or cache.put(key, lambda folder: _write_result(folder, one.apply(state, context)))
@@ -122,11 +138,26 @@ def _write_result(folder: Path, result: PassResult) -> dict[str, Any]:
     write_graph(state.model, folder / GRAPH)
     _save_arrays({name: np.ascontiguousarray(array) for name, array in state.arrays().items()}, folder / ARRAYS)
     (folder / STATE).write_text(json.dumps(state.record(), indent=1))
+    return _said(result)
+
+
+def _said(result: PassResult) -> dict[str, Any]:
+    """What a result says beside its model, as JSON values."""
     return {
         "decisions": [asdict(decision) for decision in result.decisions],
         "notes": [asdict(note) for note in result.notes],
         "measured": result.measured,
     }
+
+
+def _heard(step: Step, model: Any) -> PassResult:
+    """The inverse of `_said`."""
+    return PassResult(
+        model,
+        tuple(LayerDecision(**decision) for decision in step.record["decisions"]),
+        tuple(Note(**note) for note in step.record["notes"]),
+        step.record["measured"],
+    )
 
 
 def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
@@ -139,9 +170,4 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
 def _read_result(step: Step) -> PassResult:
     record = json.loads((step.folder / STATE).read_text())
     state = restore_state(ir.load(step.folder / GRAPH), record, load_file(step.folder / ARRAYS))
-    return PassResult(
-        state,
-        tuple(LayerDecision(**decision) for decision in step.record["decisions"]),
-        tuple(Note(**note) for note in step.record["notes"]),
-        step.record["measured"],
-    )
+    return _heard(step, state)

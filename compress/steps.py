@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.cache import file_digest, step_key
 from compress.inputs import Inputs
+from compress.passes import Pass
+from compress.schema import Recipe
 from runtime.bundle import Benchmark, Judgement
 from runtime.metrics import METRICS
 from runtime.preprocess import TextPreprocess
@@ -15,10 +18,15 @@ from runtime.records import to_json
 
 @dataclass(frozen=True)
 class StepKeys:
-    """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs."""
+    """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs.
+
+    `passed_graph`: the graph exported after the model passes, on which the graph passes work; the float graph if there
+    are none.
+    """
 
     float_graph: str
     passes: tuple[str, ...]
+    passed_graph: str
     baseline: str
 
 
@@ -27,20 +35,32 @@ def step_keys(inputs: Inputs) -> StepKeys:
     recipe = inputs.recipe
     data = {name: _set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
-    names, opset = list(recipe.model.class_names), recipe.export[0].opset
-    float_graph = step_key("export", inputs.digest, inputs.feeds, _preprocess(inputs), opset, names, example)
-    keys, previous = [], float_graph
-    quality = quality_gates(recipe.validate_)
-    for one in recipe.passes:
-        uses: list[Any] = [one.model_dump(mode="json"), recipe.target, recipe.seed]
-        if one.needs_calibration:
-            uses += [data.get("calibration"), to_json(quality), data.get("evaluation")]
-        previous = step_key("pass", previous, uses)
+    export = [inputs.feeds, _preprocess(inputs), recipe.export[0].opset, list(recipe.model.class_names), example]
+    float_graph = passed_graph = step_key("export", inputs.digest, export)
+    keys, previous = [], inputs.digest
+    for one in (one for one in recipe.passes if one.stage == "model"):
+        previous = step_key("model pass", previous, _uses(one, recipe, data))
+        keys.append(previous)
+    if keys:
+        passed_graph = step_key("export", previous, export)
+    previous = passed_graph
+    for one in (one for one in recipe.passes if one.stage == "graph"):
+        previous = step_key("pass", previous, _uses(one, recipe, data))
         keys.append(previous)
     judged = recipe.validate_
     how = [recipe.target, judged.batch_size, judged.benchmark.threads]
     baseline = step_key("baseline", float_graph, data.get("evaluation"), how)
-    return StepKeys(float_graph, tuple(keys), baseline)
+    return StepKeys(float_graph, tuple(keys), passed_graph, baseline)
+
+
+def _uses(one: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]:
+    """What a pass's result depends on, beside the step before it."""
+    uses: list[Any] = [one.model_dump(mode="json"), recipe.target, recipe.seed]
+    if one.needs_calibration:
+        uses.append(data.get("calibration"))
+    if one.uses_gates:
+        uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation")]
+    return uses
 
 
 def quality_gates(judgement: Judgement) -> Judgement:

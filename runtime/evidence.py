@@ -156,9 +156,9 @@ def timing_evidence(
 ) -> Evidence:
     """Evidence of a percentile of paired times, seconds [2, rounds] (baseline, candidate).
 
-    Latency in ms or, given `batch_size`, throughput in samples per second. Rounds are resampled in pairs. The speed-up of
-    medians is the median of the rounds' own ratios: equal on an idle machine, and steadier on a busy one, because what
-    slows a round slows both of its calls.
+    Latency in ms or, given `batch_size`, throughput in samples per second. Rounds are resampled in pairs. The speed-up
+    of medians is the median of the rounds' own ratios: equal on an idle machine, and steadier on a busy one, because
+    what slows a round slows both of its calls.
     """
 
     def scale(t: np.ndarray) -> np.ndarray:

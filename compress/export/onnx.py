@@ -21,14 +21,13 @@ from compress.graph.edit import strip_metadata, tidy
 from compress.graph.half import to_half
 from compress.graph.normal import normalize
 from compress.graph.norms import keep_norms_apart
-from compress.graph.run import clone
+from compress.graph.run import IN_MEMORY, clone, weight_bytes
 from compress.models.load import LoadedModel
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
 from compress.targets import Target
 
 LOWEST_OPSET = 17
-TWO_GIB = 2**31 - 2**20
 
 
 def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
@@ -112,8 +111,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
 
 def write_graph(model: ir.Model, path: Path) -> None:
     """Write the file; over 2 GiB, which is what protobuf can hold, with the weights beside it in <name>.data."""
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
-    ir.save(model, path, external_data=f"{path.name}.data" if size > TWO_GIB else None)
+    ir.save(model, path, external_data=f"{path.name}.data" if weight_bytes(model) > IN_MEMORY else None)
 
 
 REFUSALS: tuple[type[Exception], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import onnxruntime as ort
 Feeds = dict[str, np.ndarray]
 TAPPED = "/tapped"
 """Suffix of the output that a tapped graph input gets."""
+IN_MEMORY = 2**31 - 2**24
+"""Bytes of weights up to which a graph is handed over in memory."""
 
 
 def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True) -> ort.InferenceSession:
@@ -24,8 +27,18 @@ def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True
     options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    source = str(model) if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    if isinstance(model, Path) or weight_bytes(model) < IN_MEMORY:
+        source = str(model) if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    with tempfile.TemporaryDirectory() as folder:  # a protobuf holds no more than 2 GiB
+        path = Path(folder) / "model.onnx"
+        ir.save(model, path, external_data="weights")
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of the initializers."""
+    return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
 
 
 def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:

@@ -62,6 +62,7 @@ def onnx_facts(path: Path, task: str, feeds: Feeds) -> ModelFacts:
         peak_activation_bytes=_peak_bytes(proto, shapes) // batch,
         operators=tuple(sorted({node.op_type for node in proto.graph.node})),
         notes=notes,
+        opset=model.opset_imports.get(""),
     )
 
 

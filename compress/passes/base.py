@@ -36,12 +36,17 @@ class Record(BaseModel):
 class Pass(Record):
     """One step of a recipe.
 
-    `stage` says what it rewrites: the torch module ("model") or the ONNX graph ("graph"). Model passes come before
-    graph passes in a recipe, because the export stands between them.
+    `stage` says what it works on: the torch module ("model": `apply` takes and gives a `LoadedModel` whose module has
+    the same parameters with other values) or the ONNX graph ("graph": a `GraphState`). Model passes come before graph
+    passes in a recipe, because the export stands between them.
     """
 
     stage: ClassVar[Literal["model", "graph"]] = "graph"
     needs_calibration: ClassVar[bool] = False
+    uses_gates: ClassVar[bool] = False
+    """True if `apply` asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
+    lowest_opset: ClassVar[int] = 17
+    """Of a graph that can hold what the pass leaves."""
     kind: str
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:

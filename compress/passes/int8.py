@@ -40,6 +40,7 @@ class Int8(Pass):
     """Eight-bit weights (symmetric, per output channel) and activations (per tensor, calibrated or at run time)."""
 
     needs_calibration: ClassVar[bool] = True
+    uses_gates: ClassVar[bool] = True
 
     kind: Literal["int8"] = "int8"
     mode: Literal["static", "dynamic"] = "static"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,8 @@ class RtnOverride(Record):
 
 class Rtn(Pass):
     """Round-to-nearest weight-only quantization of the matrix products."""
+
+    lowest_opset: ClassVar[int] = LOWEST_OPSET
 
     kind: Literal["rtn"] = "rtn"
     scheme: Literal["W4A16", "W4A16_ASYM", "W8A16"] | None = None

@@ -60,6 +60,8 @@ def layer_sqnr_db(
 ) -> dict[str, float]:
     """Signal to quantization noise at each layer's output, in dB, with the error of all layers before it in it."""
     tensors = {la.name: la.output.name or "" for la in find_layers(model) if la.name in set(layers)}
+    if not tensors:
+        return {}
     plain = open_session(tap(model, list(tensors.values())), threads)
     other = open_session(tap(quantized, list(tensors.values())), threads)
     signal, noise = dict.fromkeys(tensors.values(), 0.0), dict.fromkeys(tensors.values(), 0.0)

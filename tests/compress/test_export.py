@@ -62,13 +62,14 @@ def test_a_graph_that_the_checker_or_the_runtime_refuses(tmp_path: Path) -> None
 
 
 def nameless(path: Path, opset: int) -> None:
-    """x [n, 4] -> Unsqueeze, Squeeze -> MatMul with w -> Relu -> y, no node named."""
+    """x [n, 4] -> Unsqueeze, Squeeze, Softmax -> MatMul with w -> Relu -> y, no node named."""
     old = opset < 13  # from then on axes are an input, for which a converter adds nodes
     more, attributes = ([], {"axes": [2]}) if old else (["axes"], {})
     nodes = [
         helper.make_node("Unsqueeze", ["x", *more], ["up"], **attributes),
         helper.make_node("Squeeze", ["up", *more], ["down"], **attributes),
-        helper.make_node("MatMul", ["down", "w"], ["h"]),
+        helper.make_node("Softmax", ["down"], ["soft"], axis=0),  # over everything in old opsets: more nodes, converted
+        helper.make_node("MatMul", ["soft", "w"], ["h"]),
         helper.make_node("Relu", ["h"], ["y"]),
     ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "xy"]

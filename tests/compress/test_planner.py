@@ -49,8 +49,10 @@ class Prune(Pass):
 
 
 def test_model_passes_come_before_graph_passes() -> None:
-    assert _order_problems((Prune(), Prune(), Int8(), Rtn())) == []
-    assert _order_problems((Int8(), Prune())) == ["passes.1: prune rewrites the torch model and must come before int8"]
+    assert _order_problems((Prune(), Prune(), Int8(), Rtn()), "torch") == []
+    assert _order_problems((Int8(), Prune()), "torch") == [
+        "passes.1: prune rewrites the torch model and must come before int8"
+    ]
 
 
 def test_each_step_starts_where_the_last_one_ended(tmp_path: Path) -> None:
@@ -85,6 +87,13 @@ def test_a_further_flavour_must_hold_what_the_passes_leave(tmp_path: Path) -> No
     assert _export_problems(recipe(tmp_path, both)) == []
     with pytest.raises(PlanError, match=r"export\.1: int8: target tensorrt has no run-time activation quantization"):
         planned(tmp_path, both, "passes=[{kind: int8, mode: dynamic}]")
+
+
+def test_a_graph_too_old_for_a_pass(tmp_path: Path) -> None:
+    rtn = "passes=[{kind: rtn, group_size: 32}]"
+    with pytest.raises(PlanError, match=r"passes\.0: rtn needs a graph of opset 20 or later; this one has 18: set"):
+        planned(tmp_path, rtn, "export=[{kind: onnx, opset: 18}]")
+    assert planned(tmp_path, "export=[{kind: onnx, opset: 18}]").steps
 
 
 def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

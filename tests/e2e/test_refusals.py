@@ -53,14 +53,14 @@ def run(command: str, recipe: dict[str, Any], *more: str) -> Result:
     return done
 
 
-def linear(weight: np.ndarray, batch: int | str = "n", op: str = "Relu") -> None:
+def linear(weight: np.ndarray, batch: int | str = "n", op: str = "Relu", opset: int = 20) -> None:
     """m.onnx: x [batch, inputs] -> op -> matrix product -> y."""
     nodes = [helper.make_node(op, ["x"], ["r"]), helper.make_node("MatMul", ["r", "w"], ["y"])]
     shapes = {"x": [batch, weight.shape[0]], "y": [batch, weight.shape[1]]}
     values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
     weights = [numpy_helper.from_array(weight.astype(np.float32), "w")]
     graph = helper.make_graph(nodes, "m", [values["x"]], [values["y"]], weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), "m.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), "m.onnx")
 
 
 def write_x(x: np.ndarray) -> None:
@@ -177,6 +177,17 @@ def test_a_gate_that_does_not_fit_the_task_or_needs_labels(net: Net) -> None:
     done = run("plan", changed(net[1], validate={"gates": [{"metric": "top1", "min": 0.5}]}))
     assert (
         done.exit_code == 2 and "validate: metric 'top1' needs labels, and the evaluation set has none" in done.stderr
+    )
+
+
+def test_a_file_too_old_for_a_pass() -> None:
+    linear(np.eye(32), opset=13)
+    write_x(np.ones((20, 32)))
+    done = run("plan", changed(GENERIC, passes=[{"kind": "rtn", "group_size": 32}]))
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "passes.0: rtn needs a graph of opset 20 or later; this one has 13: convert the file, with "
+        "onnx.version_converter\n"
     )
 
 
