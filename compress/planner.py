@@ -11,6 +11,7 @@ from compress.errors import PlanError
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
 from compress.inputs import IMAGE_BATCH, Inputs, fixed_batch, read_inputs
+from compress.passes import Pass
 from compress.schema import Recipe
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
