@@ -15,11 +15,6 @@ from compress.models.source import Source
 from compress.models.weights import safetensors_shapes
 from compress.schema import ModelSpec
 
-AUTO_CLASSES = {
-    "image-classification": "AutoModelForImageClassification",
-    "text-classification": "AutoModelForSequenceClassification",
-    "feature-extraction": "AutoModel",
-}
 OUTPUTS = {"image-classification": "logits", "text-classification": "logits", "feature-extraction": "last_hidden_state"}
 
 
@@ -118,17 +113,17 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
 
 
 def _auto_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
-    import transformers
-
-    if spec.task not in AUTO_CLASSES:
+    if spec.task not in OUTPUTS:
         raise SourceError(
-            f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(AUTO_CLASSES)}"
+            f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(OUTPUTS)}"
         )
+    from optimum.exporters.tasks import TasksManager
+
     config = load_config(spec, source)
     kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if spec.task == "feature-extraction" and _has_optional_pooler(config):
         kwargs["add_pooling_layer"] = False
-    return getattr(transformers, AUTO_CLASSES[spec.task]), config, kwargs
+    return TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type), config, kwargs
 
 
 def load_config(spec: ModelSpec, source: Source) -> Any:
