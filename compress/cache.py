@@ -23,6 +23,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from runtime.files import sha256_of
+
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
 RECORD, DRAFT = "record.json", ".draft-"
 NEW_SECONDS = 5.0
@@ -45,6 +47,7 @@ class StepCache:
     log: Callable[[str], None] = print
 
     def has(self, key: str) -> bool:
+        """True if there is a step of that key; its files are not checked."""
         return (self.root / key / RECORD).is_file()
 
     def get(self, key: str) -> Step | None:
@@ -68,7 +71,7 @@ class StepCache:
         self._sweep()
         with self._draft() as draft:
             record = write(draft)
-            files = {str(p.relative_to(draft)): file_digest(p) for p in sorted(draft.rglob("*")) if p.is_file()}
+            files = {str(p.relative_to(draft)): sha256_of(p) for p in sorted(draft.rglob("*")) if p.is_file()}
             (draft / RECORD).write_text(json.dumps({"files": files, "record": record}, indent=1, sort_keys=True))
             theirs = self._publish(draft, key)
         return theirs or Step(self.root / key, record)
@@ -125,7 +128,7 @@ def _whole_record(folder: Path) -> dict[str, Any] | None:
     """What a step's maker recorded, if every file is the one that it wrote."""
     try:
         stored = json.loads((folder / RECORD).read_text())
-        whole = all(file_digest(folder / name) == digest for name, digest in stored["files"].items())
+        whole = all(sha256_of(folder / name) == digest for name, digest in stored["files"].items())
         return stored["record"] if whole else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not there, not JSON, not of this form
         return None
@@ -163,12 +166,6 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def file_digest(path: Path) -> str:
-    """sha256 (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -207,12 +207,9 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _load(recipe: Path, overrides: list[str]) -> Recipe:
-    from compress.network import restrict_network
     from compress.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
-    restrict_network(loaded)
-    return loaded
+    return load_recipe(recipe, overrides)
 
 
 def _show_report(report: Any, as_json: bool, bundle: Path | None = None) -> None:

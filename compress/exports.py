@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from compress.facts import LOWEST_OPSET
 from compress.passes.base import Record
 from compress.targets import TargetName
 
@@ -15,4 +16,6 @@ class OnnxExport(Record):
 
     kind: Literal["onnx"] = "onnx"
     target: TargetName | None = None
-    opset: Annotated[int, Field(ge=17, le=23)] = 20
+    """The runtime that the file is for; default: the recipe's target."""
+    opset: Annotated[int, Field(ge=LOWEST_OPSET, le=23)] = 20
+    """Of a torch model's export; an onnx: source keeps its own, raised to 17 if it is older."""

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from runtime.bundle import TensorSpec
 
-DTYPE_BITS = {
-    "float32": 32,
-    "float64": 64,
-    "float16": 16,
-    "bfloat16": 16,
-    "int8": 8,
-    "uint8": 8,
-    "int4": 4,
-    "int64": 64,
-}
+LOWEST_OPSET = 17
+"""Of the graphs that passes work on; an older ONNX file is brought to it."""
+SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +61,6 @@ class ModelFacts:
     """Of an ONNX file; a torch model gets that of its export."""
 
     @property
-    def n_parameters_in_layers(self) -> int:
-        return sum(layer.n_weights for layer in self.distinct_layers())
-
-    @property
     def n_bytes(self) -> int:
         """Bytes of the weights, tied ones once."""
         return self.other_bytes + sum(layer.n_bytes for layer in self.distinct_layers())
@@ -90,7 +80,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """What a pass will do, or did, to one layer: `action` is 'int8', 'float16', 'kept', ...; `reason` says why."""
+    """What a pass will do, or did, to one layer: `action` is 'int8', 'float16', 'kept', ...; `reason`: why, or how."""
 
     layer: str
     type: str

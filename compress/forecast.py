@@ -16,8 +16,14 @@ LIBRARIES_BYTES = 700 * 2**20
 """torch, transformers and ONNX Runtime once imported."""
 EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
-CALIBRATION_PASSES = {"int8": 1.6, "smoothquant": 2.2, "autocast": 1.3, "equalize": 1.3}
-"""Forward passes over the calibration data that a pass costs, its own arithmetic counted in."""
+START_SECONDS = 8.0
+"""Importing the libraries."""
+EXPORT_BYTES_PER_S = 20e6
+"""Weights that are exported, written and checked in a second."""
+EVALUATION_RUNS = 3
+"""Forward passes over the evaluation set: the baseline's, the candidate's, one for the gates."""
+THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
+"""Timed calls of the large batch, and the most that they are given."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 
@@ -37,14 +43,13 @@ def forecast(recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dic
     per_second = matrix_rate() * EFFICIENCY
     forward = flops / per_second
     calibration, evaluation = samples.get("calibration", 0), samples.get("evaluation", 0)
-    seconds = 8.0 + before.n_bytes / 20e6  # imports, export, checks
-    seconds += sum(CALIBRATION_PASSES.get(p.kind, 0.0) for p in recipe.passes) * calibration * forward
-    seconds += 3 * evaluation * forward
+    seconds = START_SECONDS + before.n_bytes / EXPORT_BYTES_PER_S
+    seconds += sum(one.calibration_runs for one in recipe.passes) * calibration * forward
+    seconds += EVALUATION_RUNS * evaluation * forward
     speed = recipe.validate_.benchmark
-    single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)
-    seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size + min(
-        60.0, 40 * single * speed.throughput_batch_size
-    )
+    single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
+    seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
+    seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
     memory = LIBRARIES_BYTES + COPIES * before.n_bytes + 2 * batch * before.peak_activation_bytes
     disk = 2 * before.n_bytes + (len(recipe.passes) + 2) * before.n_bytes + after.n_bytes
     return Forecast(seconds, memory, disk)

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples
 from compress.errors import PlanError, SourceError
-from compress.facts import ModelFacts
+from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate, model_digest
 from compress.schema import Recipe
-from runtime.bundle import TensorSpec
+from runtime.manifest import TensorSpec, fixed_batch
 from runtime.predict import encoding_views
 from runtime.preprocess import PreprocessSpec, make_preprocessor
 
-SETS = ("calibration", "train", "evaluation")
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """`feeds`: model input -> (shape without batch, dtype). `data`: set name -> its facts. `digest`: of the model.
+    """`data`: set name -> its facts. `feeds`: what the model's inputs are fed with. `digest`: of the model.
 
     `problems`: what is wrong with the sets that are not in `data`.
     """
@@ -38,7 +38,7 @@ class Inputs:
     preprocess: PreprocessSpec
     names: tuple[str, ...]
     data: dict[str, DataFacts]
-    feeds: dict[str, tuple[tuple[int, ...], str]]
+    feeds: SampleShapes
     facts: ModelFacts
     digest: str
     folder: Path | None
@@ -54,10 +54,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
     names = model_inputs(spec, root)
     data, problems = {}, []
-    for name in SETS:
-        declared = getattr(recipe.data, name)
-        if declared is None:
-            continue
+    for name, declared in recipe.data.declared.items():
         try:
             data[name] = inspect_data(declared, root, spec.task, names, spec.class_names)
         except SourceError as error:
@@ -73,19 +70,12 @@ def read_inputs(recipe: Recipe) -> Inputs:
     return Inputs(recipe, preprocess, names, data, feeds, facts, digest, folder, tuple(problems))
 
 
-def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples | None:
-    """The samples of a named set, or None if the recipe has none of that name."""
+def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
+    """The samples of a set that the recipe declares. SourceError."""
     recipe = inputs.recipe
-    spec = getattr(recipe.data, name)
-    if spec is None:
-        return None
+    spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, recipe.model.class_names
     return load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
-
-
-def fixed_batch(specs: Sequence[TensorSpec]) -> int | None:
-    """The batch size that a model is bound to, if it is."""
-    return next((spec.shape[0] for spec in specs if spec.shape and isinstance(spec.shape[0], int)), None)
 
 
 class Batches(Sequence[Feeds]):
@@ -107,7 +97,7 @@ class Batches(Sequence[Feeds]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         view, rows = self.rows[index]

@@ -76,13 +76,13 @@ def _print_judgement(manifest: Manifest, console: Console) -> None:
 
 def gate_rules(gate: Gate) -> str:
     """ "max_drop 0.01, min 0.9"."""
-    rules = {name: getattr(gate, name) for name in ("max_drop", "min", "max", "min_speedup")}
-    return ", ".join(f"{name} {bound:g}" for name, bound in rules.items() if bound is not None)
+    return ", ".join(f"{rule} {bound:g}" for rule, bound in gate.bounds.items())
 
 
 def _print_layers(layers: Any, console: Console) -> None:
     """How many layers each action took, and by name those that stayed as they were."""
-    decisions = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    rows = [row for row in layers if isinstance(row, dict)] if isinstance(layers, list) else []
+    decisions = [row for row in rows if row.get("type") != "note"]
     counts = Counter(str(layer.get("action", "?")) for layer in decisions)
     if counts:
         console.print("layers: " + ", ".join(f"{n} {action}" for action, n in counts.most_common()))

@@ -12,8 +12,7 @@ NO_TELEMETRY = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
 
 def needs_hub(recipe: Recipe) -> bool:
     """True if the model or a data set comes from the Hugging Face hub."""
-    sets = (recipe.data.calibration, recipe.data.train, recipe.data.evaluation)
-    sources = [recipe.model.source, *(s.source for s in sets if s is not None)]
+    sources = [recipe.model.source, *(spec.source for spec in recipe.data.declared.values())]
     return any(source.startswith("hf:") for source in sources)
 
 

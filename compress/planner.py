@@ -8,9 +8,10 @@ from typing import Any
 
 from compress.cache import StepCache, default_root
 from compress.errors import PlanError
-from compress.facts import LayerDecision, ModelFacts, Note
+from compress.facts import LOWEST_OPSET, LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
-from compress.inputs import IMAGE_BATCH, Inputs, fixed_batch, read_inputs
+from compress.inputs import IMAGE_BATCH, Inputs, read_inputs
+from compress.network import restrict_network
 from compress.passes import Pass
 from compress.schema import Recipe
 from compress.steps import StepKeys, step_keys
@@ -18,9 +19,7 @@ from compress.targets import TARGETS
 from runtime.benchmark import choose_backend
 from runtime.errors import UsageError
 from runtime.gates import check_gates
-
-LOWEST_OPSET = 17
-"""To which an older ONNX file is brought."""
+from runtime.manifest import fixed_batch
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,11 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
-    """Check that the recipe can work and say how. Loads no weights.
+    """Check that the recipe can work and say how. Loads no weights, and no network but for a recipe that names the hub.
 
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
+    restrict_network(recipe)
     inputs = read_inputs(recipe)
     keys = step_keys(inputs)
     store = StepCache(cache or default_root())

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path as File
 from typing import Any
 
@@ -32,9 +32,9 @@ def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
     findings = Findings()
     written = read_with_includes(file, findings)
     root = substitute(apply_overrides(written, overrides, findings), findings)
+    _check_patterns(root, findings)  # first: the records refuse these patterns too, in fewer words
     recipe = _validated(root, findings)
     _check_metrics(root, findings)
-    _check_patterns(root, findings)
     if recipe is not None and not findings.problems:
         _check_gates(recipe, root, findings)
     if recipe is None or findings.problems:
@@ -74,8 +74,6 @@ def _check_patterns(root: Node, findings: Findings) -> None:
 
 def _check_gates(recipe: Recipe, root: Node, findings: Findings) -> None:
     """Gates that could be judged on no data: a metric of another task, a rule that does not fit the metric."""
-    from dataclasses import replace
-
     from runtime.errors import UsageError
     from runtime.gates import check_gates
 

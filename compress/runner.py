@@ -13,11 +13,10 @@ from compress.data.samples import Samples, overlap
 from compress.export.bundle import Contents, assemble
 from compress.export.onnx import save_graph
 from compress.facts import Note
-from compress.inputs import SETS, Batches, load_set
+from compress.inputs import Batches, load_set
 from compress.journal import Journal
 from compress.lock import make_lock
 from compress.models.load import LoadedModel, load_model
-from compress.network import restrict_network
 from compress.output import explained, publish, reserved
 from compress.passes.context import PassContext, PassResult
 from compress.planner import Plan, make_plan
@@ -50,7 +49,6 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
     was there stays. The log is `<out>/compress.log`, or `<out>.compress.log` when the run fails. Raises CompressError
     and runtime failures.
     """
-    restrict_network(recipe)
     out, root = Path(out).resolve(), cache or default_root()
     with reserved(out) as staging:
         log_file = out.with_name(f"{out.name}.{LOG}")
@@ -163,7 +161,7 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     task, outputs = plan.recipe.model.task, plan.before.outputs
     width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
     n_classes = width if task.endswith("classification") and isinstance(width, int) else None
-    sets = {name: loaded for name in SETS if (loaded := load_set(plan.inputs, name, n_classes)) is not None}
+    sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
     shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
     if shared:
         of = f"{shared} of {sets['evaluation'].n} evaluation samples"

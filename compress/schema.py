@@ -51,7 +51,7 @@ class ModelSpec(Record):
     task: Task
     """What the model does: which inputs it takes, which metrics fit."""
     weights: str | None = None
-    """For python: sources, a .safetensors file (or a .pt that loads with weights_only)."""
+    """For python: sources, a .safetensors file (or a .pt, .pth or .bin that holds tensors alone)."""
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
     revision: str | None = None
@@ -84,7 +84,7 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """The split of an hf: source."""
+    """Of an hf: source, or of an imagefolder: that has a folder for each."""
 
 
 class DataSpecs(Record):
@@ -96,6 +96,11 @@ class DataSpecs(Record):
     """What passes that train learn from."""
     evaluation: DataSpec | None = None
     """What the verdict is measured on; the bundle holds a copy."""
+
+    @property
+    def declared(self) -> dict[str, DataSpec]:
+        """Name -> set, of those that the recipe has."""
+        return {name: spec for name in DataSpecs.model_fields if (spec := getattr(self, name)) is not None}
 
 
 class Limits(Record):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape as html_escape
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,7 @@ MOST_LAYERS = 12
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """JSON values: steps (name, cached, bytes, decisions, notes), sizes, forecast, notes."""
-    expected = plan.forecast
+    """JSON values: steps (name, key, cached, bytes, layers, notes), sizes, data, forecast, notes."""
     return {
         "name": plan.recipe.name,
         "model": {
@@ -38,10 +39,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
                 "cached": step.cached,
                 "before_bytes": step.before_bytes,
                 "after_bytes": step.after_bytes,
-                "layers": [
-                    {"layer": d.layer, "type": d.type, "action": d.action, "reason": d.reason} for d in step.decisions
-                ],
-                "notes": [{"level": note.level, "text": note.text} for note in step.notes],
+                "layers": [asdict(decision) for decision in step.decisions],
+                "notes": [asdict(note) for note in step.notes],
             }
             for step in plan.steps
         ],
@@ -49,12 +48,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             name: {"source": f.source, "samples": f.n_samples, "digest": f.digest}
             for name, f in plan.inputs.data.items()
         },
-        "forecast": {
-            "seconds": expected.seconds,
-            "memory_bytes": expected.memory_bytes,
-            "disk_bytes": expected.disk_bytes,
-        },
-        "notes": [{"level": note.level, "text": note.text} for note in plan.notes],
+        "forecast": asdict(plan.forecast),
+        "notes": [asdict(note) for note in plan.notes],
     }
 
 
@@ -103,9 +98,7 @@ def _forecast_line(plan: Plan) -> str:
 
 
 def _counts(decisions: Sequence[LayerDecision]) -> str:
-    counts: dict[str, int] = {}
-    for decision in decisions:
-        counts[decision.action] = counts.get(decision.action, 0) + 1
+    counts = Counter(decision.action for decision in decisions)
     return ", ".join(f"{n} {action}" for action, n in counts.items())
 
 

@@ -19,15 +19,16 @@ from compress.errors import ExportError, OutputError
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
 from compress.export.parity import check_parity
 from compress.facts import LayerDecision, Note
-from compress.inputs import Batches, Inputs, fixed_batch
+from compress.inputs import Batches, Inputs
 from compress.models.load import LoadedModel
 from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.passes.context import PassContext, PassResult
 from compress.quality import run_graph
 from compress.quantize.state import GraphState, restore_state
-from runtime.bundle import TensorSpec
+from runtime.manifest import TensorSpec, fixed_batch
 from runtime.metrics import NonFiniteOutputs, check_finite
+from runtime.records import from_json, to_json
 from runtime.samples import read_npz, write_npz
 
 GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
@@ -62,8 +63,8 @@ def float_model(
         parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
         write_graph(graph, folder / GRAPH)
         return {
-            "inputs": [asdict(spec) for spec in loaded.inputs],
-            "outputs": [asdict(spec) for spec in loaded.outputs],
+            "inputs": to_json(loaded.inputs),
+            "outputs": to_json(loaded.outputs),
             "class_names": list(loaded.class_names),
             "parity": float(f"{parity:.2e}"),
         }
@@ -72,8 +73,8 @@ def float_model(
     record = step.record
     return FloatModel(
         GraphState(ir.load(step.folder / GRAPH)),
-        tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in record["inputs"]),
-        tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in record["outputs"]),
+        tuple(from_json(TensorSpec, spec, "inputs") for spec in record["inputs"]),
+        tuple(from_json(TensorSpec, spec, "outputs") for spec in record["outputs"]),
         tuple(record["class_names"]),
         record["parity"],
     )

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.cache import file_digest, step_key
+from compress.cache import step_key
 from compress.inputs import Inputs
 from compress.passes import Pass
 from compress.schema import Recipe
 from runtime.bundle import Benchmark, Judgement
+from runtime.files import sha256_of
 from runtime.metrics import METRICS
 from runtime.preprocess import TextPreprocess
 from runtime.records import to_json
@@ -74,10 +75,10 @@ def _preprocess(inputs: Inputs) -> list[Any]:
     said = inputs.preprocess
     if not isinstance(said, TextPreprocess) or inputs.folder is None:
         return [to_json(said)]
-    return [to_json(said), file_digest(inputs.folder / said.tokenizer)]
+    return [to_json(said), sha256_of(inputs.folder / said.tokenizer)]
 
 
 def _set(inputs: Inputs, name: str) -> list[Any]:
-    spec = getattr(inputs.recipe.data, name)
+    spec = inputs.recipe.data.declared[name]
     chosen = spec.model_dump(mode="json", exclude={"source"})
     return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.recipe.model.class_names)]

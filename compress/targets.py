@@ -23,11 +23,14 @@ class FormatFact:
 
 @dataclass(frozen=True)
 class Target:
-    """One runtime. `flavour`: the Q/DQ form it fuses; `group_sizes`: those that its 4-bit kernels have (empty: any)."""
+    """One runtime.
+
+    `flavour`: the Q/DQ form it fuses. `formats`: what it does with each. `group_sizes`, `group_sizes_8bit`: those that
+    its weight-only kernels have (empty: any).
+    """
 
     name: str
     flavour: Literal["u8s8", "s8s8"]
-    runs_here: bool
     formats: dict[str, FormatFact] = field(default_factory=dict)
     group_sizes: tuple[int, ...] = ()
     group_sizes_8bit: tuple[int, ...] = ()
@@ -51,7 +54,6 @@ TARGETS: dict[str, Target] = {
     "onnxruntime-cpu": Target(
         "onnxruntime-cpu",
         "u8s8",
-        runs_here=True,
         formats={
             "int8-static": FormatFact(
                 "fast",
@@ -83,7 +85,6 @@ TARGETS: dict[str, Target] = {
     "openvino": Target(
         "openvino",
         "u8s8",
-        runs_here=True,
         formats={
             "int8-static": FormatFact(
                 "fast", "reads the same u8s8 file; convolutions, matrix products and residual adds run in int8"
@@ -100,12 +101,11 @@ TARGETS: dict[str, Target] = {
             "bfloat16": FormatFact("fast", "computes in bfloat16 where the CPU has it (its default there)"),
         },
     ),
-    "tensorrt": Target("tensorrt", "s8s8", False, _TENSORRT_FORMATS, (32, 64, 128), ()),
-    "tensorrt-rtx": Target("tensorrt-rtx", "s8s8", False, _TENSORRT_FORMATS, (32, 64, 128), ()),
+    "tensorrt": Target("tensorrt", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), ()),
+    "tensorrt-rtx": Target("tensorrt-rtx", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), ()),
     "onnxruntime-cuda": Target(
         "onnxruntime-cuda",
         "s8s8",
-        False,
         {
             "int8-static": FormatFact("slow", "the CUDA provider has no fused int8 convolutions; use target: tensorrt"),
             "int8-dynamic": FormatFact("slow", "the CUDA provider falls back to the CPU for DynamicQuantizeLinear"),

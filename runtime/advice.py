@@ -9,7 +9,9 @@ from runtime.evidence import Evidence
 from runtime.onnx_graph import GraphFacts
 
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
+"""Any of these x86 instruction sets makes int8 products fast."""
 FIXED_COST_MS = 0.2
+"""Calls shorter than this are mostly the runtime's own cost."""
 NOISY = 3.0
 """p99 over p50 from which a machine counts as busy."""
 WORTHWHILE = 1.05

@@ -22,6 +22,7 @@ from runtime.bundle import Artifact, Benchmark, Judgement, Manifest, inside, rea
 from runtime.environment import environment
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.evidence import (
+    Best,
     Evidence,
     range_evidence,
     size_evidence,
@@ -29,6 +30,7 @@ from runtime.evidence import (
     timing_evidence,
 )
 from runtime.feeds import make_feeds
+from runtime.manifest import fixed_batch
 from runtime.metrics import LATENCY_PERCENTILES
 from runtime.predict import bundle_preprocessor, encoding_views
 from runtime.probe import Probe, probe
@@ -41,9 +43,6 @@ LIMIT_BUDGET_S = 10.0
 MAX_LIMITED_POWER = 10
 """Batches of up to 2^10 are tried."""
 LIMIT_PERCENTILE = 95
-
-Best = tuple[int, np.ndarray] | None
-"""(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,10 @@ class BenchmarkResult:
     latency_s: np.ndarray  # [2, rounds]
     throughput_s: np.ndarray  # [2, rounds]
     limited: tuple[Best, Best] | None
+    """None without `latency_limit_ms`."""
     probes: tuple[Probe, Probe]
     sizes: tuple[int, int]
+    """Bytes."""
     environment: dict[str, Any]
 
 
@@ -110,11 +111,6 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
     return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
 
 
-def open_variant(root: Path, variant: Variant, threads: int) -> Session:
-    """A session of the variant; close it."""
-    return find_backend(variant.backend).open(inside(root, variant.artifact.path), threads, variant.options)
-
-
 def measure(
     root: Path, manifest: Manifest, columns: Mapping[str, Any], backend: str, threads: int | None = None
 ) -> BenchmarkResult:
@@ -134,7 +130,7 @@ def measure(
         latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, LATENCY_BUDGET_S)
         many = feeds(settings.throughput_batch_size)
         throughput = time_rounds(sessions, many, _rounds(settings), min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S)
-        fixed = fixed_batch(manifest)
+        fixed = _bound_batch(manifest)
         sizes_tried = [fixed] if fixed else [2**power for power in range(MAX_LIMITED_POWER + 1)]
         limited = _limited(sessions, feeds, sizes_tried, settings, seed) if settings.latency_limit_ms else None
     before, after = (
@@ -148,8 +144,9 @@ def measure(
 
 
 def opened(stack: ExitStack, root: Path, variant: Variant, threads: int) -> Session:
-    """A session that closes with the stack."""
-    session = open_variant(root, variant, threads)
+    """A session of the variant, which closes with the stack."""
+    path = inside(root, variant.artifact.path)
+    session = find_backend(variant.backend).open(path, threads, variant.options)
     stack.callback(session.close)
     return session
 
@@ -165,17 +162,16 @@ def settings_for(manifest: Manifest, threads: int | None) -> tuple[Benchmark, st
             f"benchmark.sequence_length fits texts; this bundle's samples are {manifest.preprocess['kind']}s"
         )
     settings = replace(settings, threads=threads or settings.threads)
-    fixed = fixed_batch(manifest)
+    fixed = _bound_batch(manifest)
     if fixed is None or fixed == settings.batch_size == settings.throughput_batch_size:
         return settings, None
     note = f"The model takes batches of exactly {fixed}, so that latency and throughput were measured at that size."
     return replace(settings, batch_size=fixed, throughput_batch_size=fixed), note
 
 
-def fixed_batch(manifest: Manifest) -> int | None:
-    """The batch size that the models insist on, if any."""
-    firsts = [spec.shape[0] for artifact in manifest.artifacts for spec in artifact.inputs if spec.shape]
-    return next((size for size in firsts if isinstance(size, int)), None)
+def _bound_batch(manifest: Manifest) -> int | None:
+    """The batch size that one of the bundle's models is bound to, if any."""
+    return fixed_batch([spec for artifact in manifest.artifacts for spec in artifact.inputs])
 
 
 def _rounds(settings: Benchmark) -> int:

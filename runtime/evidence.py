@@ -14,6 +14,7 @@ import numpy as np
 from runtime.bundle import Judgement
 from runtime.errors import UsageError
 from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics.base import Columns
 from runtime.metrics.measured import MEASURED
 from runtime.stats import (
     Estimate,
@@ -104,7 +105,6 @@ def _metric_evidence(
     )
 
 
-Columns = tuple[np.ndarray, ...]
 Estimates = tuple[Estimate | None, Estimate, Estimate | None]
 
 
@@ -196,19 +196,18 @@ def range_evidence(name: str, baseline: tuple[float, ...], candidate: tuple[floa
         len(candidate),
         before=before,
         after=after,
-        difference=Estimate(
-            after.value - before.value, after.low - before.high, after.high - before.low, "range of fresh processes"
-        ),
-        speedup=Estimate(
-            before.value / after.value, before.low / after.high, before.high / after.low, "range of fresh processes"
-        )
+        difference=Estimate(after.value - before.value, after.low - before.high, after.high - before.low, _RANGE),
+        speedup=Estimate(before.value / after.value, before.low / after.high, before.high / after.low, _RANGE)
         if MEASURED[name].speed
         else None,
     )
 
 
+_RANGE = "range of fresh processes"
+
+
 def _range(seen: tuple[float, ...]) -> Estimate:
-    return Estimate(float(np.median(seen)), min(seen), max(seen), "range of fresh processes")
+    return Estimate(float(np.median(seen)), min(seen), max(seen), _RANGE)
 
 
 def size_evidence(baseline_bytes: int, candidate_bytes: int) -> dict[str, Evidence]:
@@ -222,10 +221,12 @@ def size_evidence(baseline_bytes: int, candidate_bytes: int) -> dict[str, Eviden
     }
 
 
-def throughput_under_latency_evidence(
-    best: tuple[tuple[int, np.ndarray] | None, tuple[int, np.ndarray] | None], judgement: Judgement
-) -> Evidence:
-    """Evidence of throughput at each side's own largest batch (batch size, seconds [rounds]); None: one is late."""
+Best = tuple[int, np.ndarray] | None
+"""(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
+
+
+def throughput_under_latency_evidence(best: tuple[Best, Best], judgement: Judgement) -> Evidence:
+    """Evidence of throughput at each side's own largest batch in time."""
     before, before_draws, _ = _rate(best[0], judgement, judgement.seed)
     after, after_draws, n = _rate(best[1], judgement, judgement.seed + 1)  # not paired: the batches differ
     speedup = None
@@ -236,7 +237,8 @@ def throughput_under_latency_evidence(
     return _measured("throughput_under_latency", n, before=before, after=after, difference=difference, speedup=speedup)
 
 
-def _rate(best: tuple[int, np.ndarray] | None, judgement: Judgement, seed: int) -> tuple[Estimate, np.ndarray, int]:
+def _rate(best: Best, judgement: Judgement, seed: int) -> tuple[Estimate, np.ndarray, int]:
+    """(throughput, its replicates [resamples], what was counted)."""
     if best is None:
         return exact(0.0), np.zeros(judgement.resamples), judgement.benchmark.iterations
     batch_size, seconds = best

@@ -21,7 +21,7 @@ class Side:
 
     metrics: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, Interval] = field(default_factory=dict)
-    """Of `metrics` and of the measured quantities, by metric name."""
+    """Of `metrics` and of the measured quantities, by metric name; none for what is exact."""
     latency_ms: dict[str, float] = field(default_factory=dict)
     """p50, p90, p95, p99 of one call at benchmark.batch_size."""
     throughput_per_s: float | None = None
@@ -51,10 +51,15 @@ class Report:
     """Metric -> {"value", "interval", "method"} of candidate minus baseline."""
     gates: tuple[GateResult, ...] = ()
     layers: tuple[Any, ...] = ()
+    """The bundle's layers.json."""
     backends: tuple[dict[str, Any], ...] = ()
+    """`alternatives.Row`s."""
     advice: tuple[str, ...] = ()
+    """Sentences, the most important first."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """`runtime.environment.environment`'s."""
     benchmark: dict[str, Any] = field(default_factory=dict)
+    """The settings as they were followed, and "rounds": how many were timed."""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -19,7 +19,6 @@ from runtime.metrics import MEASURED, METRICS, check_name, fitting
 from runtime.stats import MIN_BOOTSTRAP_SAMPLES, Estimate, samples_needed
 
 Verdict = Literal["pass", "fail", "undecided"]
-RULES = ("max_drop", "min", "max", "min_speedup")
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,7 @@ def judge(
     results = []
     for gate in judgement.gates:
         undecided_holds = (gate.undecided or judgement.undecided) == "pass"
-        for rule in RULES:
-            limit = getattr(gate, rule)
-            if limit is None:
-                continue
+        for rule, limit in gate.bounds.items():
             if failures and gate.metric in failures:
                 results.append(_failed(gate.metric, rule, limit, failures[gate.metric]))
             else:

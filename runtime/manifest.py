@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from runtime.records import PYDANTIC_CONFIG
 
 FORMAT_VERSION = 1
-TASKS = ("image-classification", "text-classification", "feature-extraction", "generic")
+CLASSIFICATION = ("image-classification", "text-classification")
+TEXT_TASKS = ("text-classification", "feature-extraction")
+TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
+RULES = ("max_drop", "min", "max", "min_speedup")
+"""The rules of a gate: names of its fields, in the order in which they are decided and shown."""
 
 
 def _at_least(record: object, name: str, least: int) -> None:
@@ -67,11 +72,9 @@ class Gate:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
     def __post_init__(self) -> None:
-        bounds = {name: getattr(self, name) for name in ("max_drop", "min", "max", "min_speedup")}
-        given = {name: bound for name, bound in bounds.items() if bound is not None}
-        if not given:
-            raise ValueError(f"gate on '{self.metric}' has no rule: give one of {', '.join(bounds)}")
-        for name, bound in given.items():
+        if not self.bounds:
+            raise ValueError(f"gate on '{self.metric}' has no rule: give one of {', '.join(RULES)}")
+        for name, bound in self.bounds.items():
             if not math.isfinite(bound):
                 raise ValueError(f"gate on '{self.metric}': {name} is {bound}, not a finite number")
         if self.max_drop is not None and self.max_drop < 0:
@@ -82,6 +85,11 @@ class Gate:
             raise ValueError(f"gate on '{self.metric}': min_speedup is {self.min_speedup}, not above 0")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"gate on '{self.metric}': min {self.min} is above max {self.max}")
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Rule -> bound, of the rules that are given."""
+        return {rule: bound for rule in RULES if (bound := getattr(self, rule)) is not None}
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Benchmark:
     sequence_length: int | None = None
     """Tokens in each text; default: the texts as they are."""
     latency_limit_ms: float | None = None
-    """Also measure the best throughput whose p99 latency stays within this."""
+    """Also measure the throughput at the largest batch whose p95 latency stays within this."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
@@ -130,7 +138,7 @@ class Judgement:
     resamples: int = 1000
     """Of the paired bootstrap."""
     seed: int = 0
-    """Of the paired bootstrap."""
+    """Of the paired bootstrap, and of the order in which samples and models are timed."""
     batch_size: int = 32
     """Samples in a call while quality is measured."""
     benchmark: Benchmark = Benchmark()
@@ -197,3 +205,8 @@ class Manifest:
         """The compressed model to run on `backend`: the flavour made for it if there is one, else the candidate."""
         flavours = [a for a in self.artifacts if a.name == f"candidate-{backend}"]
         return flavours[0] if flavours else self.artifact("candidate")
+
+
+def fixed_batch(specs: Sequence[TensorSpec]) -> int | None:
+    """The batch size that a model with these inputs is bound to, if it is."""
+    return next((spec.shape[0] for spec in specs if spec.shape and isinstance(spec.shape[0], int)), None)

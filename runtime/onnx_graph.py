@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-Field = tuple[int, int, int, int]
-"""(field number, first byte, last byte + 1, value): value for a number, the bytes for anything longer."""
+from runtime.protobuf import Field, fields
+
 _DATA_TYPES = {2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 17: "float8e4m3fn", 21: "uint4", 22: "int4"}
 
 
@@ -48,46 +48,22 @@ def graph_facts(path: Path) -> GraphFacts:
 
 
 def _graph_fields(data: mmap.mmap) -> Iterator[Field]:
-    for number, first, last, _ in _fields(data, 0, len(data)):
+    for number, first, last, _ in fields(data, 0, len(data)):
         if number == 7:
-            yield from _fields(data, first, last)
+            yield from fields(data, first, last)
 
 
 def _node(data: mmap.mmap, start: int, stop: int) -> tuple[str, list[str]]:
-    found = [(number, data[a:b].decode()) for number, a, b, _ in _fields(data, start, stop) if number in (1, 4)]
+    found = [(number, data[a:b].decode()) for number, a, b, _ in fields(data, start, stop) if number in (1, 4)]
     kinds = [text for number, text in found if number == 4]
     return kinds[0] if kinds else "", [text for number, text in found if number == 1]
 
 
 def _tensor(data: mmap.mmap, start: int, stop: int) -> tuple[str, str]:
     name, dtype = "", "other"
-    for number, first, last, value in _fields(data, start, stop):
+    for number, first, last, value in fields(data, start, stop):
         if number == 2:
             dtype = _DATA_TYPES.get(value, "other")
         elif number == 8:
             name = data[first:last].decode()
     return name, dtype
-
-
-def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[Field]:
-    while start < stop:
-        tag, start = _varint(data, start)
-        kind, value, length = tag & 7, 0, 0
-        if kind == 0:
-            value, start = _varint(data, start)
-        elif kind == 2:
-            length, start = _varint(data, start)
-        else:
-            length = 8 if kind == 1 else 4
-        yield tag >> 3, start, start + length, value
-        start += length
-
-
-def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at

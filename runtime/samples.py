@@ -109,9 +109,8 @@ def read_jsonl(path: Path) -> dict[str, list[str]]:
 def _write_entry(archive: zipfile.ZipFile, name: str, array: Array) -> None:
     info = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
     info.create_system, info.external_attr = 3, 0o644 << 16  # as on Unix, wherever it is written
-    info.compress_type = (
-        zipfile.ZIP_DEFLATED if array.dtype.kind in "biu" else zipfile.ZIP_STORED
-    )  # floats do not shrink
+    shrinks = array.dtype.kind in "biu"  # floats do not
+    info.compress_type = zipfile.ZIP_DEFLATED if shrinks else zipfile.ZIP_STORED
     with archive.open(info, "w", force_zip64=True) as file:
         np.lib.format.write_array(file, _array(name, array), version=(1, 0), allow_pickle=False)
 
@@ -129,9 +128,8 @@ def _place(columns: dict[str, Any], name: str, array: Array) -> None:
 
 
 def _array(name: str, values: Any) -> Array:
-    array = (
-        np.ascontiguousarray(values) if np.ndim(values) else np.asarray(values)
-    )  # ascontiguousarray makes a scalar 1-D
+    # ascontiguousarray would make a scalar one-dimensional
+    array = np.ascontiguousarray(values) if np.ndim(values) else np.asarray(values)
     if array.dtype.kind not in "biuf":
         raise UsageError(f"column '{name}' holds {array.dtype} values: give numbers or texts")
     return array.astype(array.dtype.newbyteorder("<"), copy=False)

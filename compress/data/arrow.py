@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.data.table import Table, file_digest
+from compress.data.table import Table
 from compress.errors import SourceError
 from runtime.columns import Array
+from runtime.files import sha256_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,7 +25,7 @@ def open_parquet(path: Path) -> Table:
         data = Dataset(pq.read_table(path))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise SourceError(f"{path}: cannot be read as parquet: {error}") from error
-    return _table(str(path), data, (path,), file_digest(path))
+    return _table(str(path), data, (path,), sha256_of(path))
 
 
 def open_imagefolder(folder: Path, split: str | None) -> Table:
@@ -39,7 +40,7 @@ def open_imagefolder(folder: Path, split: str | None) -> Table:
         except (OSError, ValueError) as error:
             raise SourceError(f"{folder}: cannot be read as a folder of images: {error}") from error
     files = tuple(sorted(file for file in folder.rglob("*") if file.is_file()))
-    digests = "".join(f"{file_digest(file)} {file.relative_to(folder).as_posix()}\n" for file in files)
+    digests = "".join(f"{sha256_of(file)} {file.relative_to(folder).as_posix()}\n" for file in files)
     paths = data.cast_column("image", Image(decode=False))
 
     def read(column: str, rows: Array) -> list[Any]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.table import Table, file_digest
+from compress.data.table import Table
 from compress.errors import SourceError
 from compress.schema import DataSpec
 from runtime.columns import Array
+from runtime.files import sha256_of
 
 NPZ_ERRORS = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError)
 """What numpy and zipfile raise on a damaged archive or an array of Python objects."""
@@ -38,7 +39,7 @@ def open_npz(path: Path) -> Table:
             ) from error
 
     lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
-    return Table(str(path), lengths, read, (path,), file_digest(path))
+    return Table(str(path), lengths, read, (path,), sha256_of(path))
 
 
 def open_csv(path: Path, spec: DataSpec, separator: str) -> Table:
@@ -72,7 +73,7 @@ def open_csv(path: Path, spec: DataSpec, separator: str) -> Table:
         return [field(int(row), index) for row in chosen]
 
     hint = "; if the file has no header line, give `names:`, or column numbers in `columns:`" if header else ""
-    return Table(str(path), dict.fromkeys(names, len(rows)), read, (path,), file_digest(path), place=place, hint=hint)
+    return Table(str(path), dict.fromkeys(names, len(rows)), read, (path,), sha256_of(path), place=place, hint=hint)
 
 
 def open_jsonl(path: Path) -> Table:
@@ -92,7 +93,7 @@ def open_jsonl(path: Path) -> Table:
         return [value(int(row), column) for row in rows]
 
     lengths = dict.fromkeys(objects[0], len(objects)) if objects else {}
-    return Table(str(path), lengths, read, (path,), file_digest(path), place=place)
+    return Table(str(path), lengths, read, (path,), sha256_of(path), place=place)
 
 
 def open_text(path: Path) -> Table:
@@ -105,7 +106,7 @@ def open_text(path: Path) -> Table:
     def place(row: int) -> str:
         return f"line {lines[row][0]}"
 
-    return Table(str(path), {"text": len(lines)}, read, (path,), file_digest(path), place=place)
+    return Table(str(path), {"text": len(lines)}, read, (path,), sha256_of(path), place=place)
 
 
 def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:

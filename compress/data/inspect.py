@@ -13,6 +13,7 @@ from compress.data.roles import resolve_roles
 from compress.data.samples import drawn_rows, n_rows
 from compress.data.table import open_table
 from compress.data.values import ColumnReader
+from compress.facts import SampleShapes
 from compress.schema import DataSpec
 
 
@@ -20,7 +21,7 @@ from compress.schema import DataSpec
 class DataFacts:
     """`n_rows` are in the file, `n_samples` will be taken. `columns`: role -> the file's column.
 
-    `shapes`: role -> (shape, dtype) of the first row's value, without a batch dimension; dtype is "text" for texts.
+    `shapes`: by role, those of the first row's values.
     `n_bytes` of the file or files. `digest`: sha256 of the file; of a list of files and their digests for an image
     folder; of the data set's own fingerprint for hf:.
     """
@@ -29,7 +30,7 @@ class DataFacts:
     n_rows: int
     n_samples: int
     columns: Mapping[str, str]
-    shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    shapes: SampleShapes
     n_bytes: int
     digest: str
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compress.data.table import Table, nearest
+from compress.data.table import Table
 from compress.errors import SourceError
+from compress.reading.places import did_you_mean
 from compress.schema import DataSpec
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -48,7 +49,8 @@ def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str
     any_role = task == "generic" and not input_names
     unknown = [role for role in spec.columns if role not in allowed and not any_role]
     problems = [
-        f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{nearest(role, allowed)}" for role in unknown
+        f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{did_you_mean(role, allowed)}"
+        for role in unknown
     ]
     found = {}
     for role, column in spec.columns.items():
@@ -60,7 +62,7 @@ def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str
                 continue
             column = table.names[column]
         if column not in table.lengths:
-            shown = nearest(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
+            shown = did_you_mean(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
             problems.append(f"{table.where}: there is no column '{column}' (for {role}){shown}{table.hint}")
         found[role] = column
     if problems:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,18 +58,6 @@ def open_table(spec: DataSpec, root: Path) -> Table:
         return open_imagefolder(path, spec.split)
     readers = {"npz": open_npz, "jsonl": open_jsonl, "text": open_text, "parquet": open_parquet}
     return readers[kind](path)
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def nearest(word: str, options: Iterable[str]) -> str:
-    """A question that names the option nearest to `word`, or nothing."""
-    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _usable(source: str, path: Path, folder: bool) -> Path:

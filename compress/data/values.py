@@ -13,8 +13,7 @@ from compress.errors import SourceError
 from runtime.columns import Array
 from runtime.errors import UsageError
 from runtime.images import load_pixels
-
-CLASSIFICATION = ("image-classification", "text-classification")
+from runtime.manifest import CLASSIFICATION
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ def assemble(staging: Path, contents: Contents) -> Manifest:
             (staging / "model", "candidate") if main else (staging / f"model-{target}", f"candidate-{target}")
         )
         artifacts.append(_write_model(folder, graph, name, precision(contents.state), contents, target))
-        _copy_folder_files(contents.folder, folder)
+        if contents.folder is not None:
+            _copy_folder_files(contents.folder, folder)
     evaluation = write_samples(staging, contents.samples)
     write_outputs(staging, contents.baseline_outputs)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
@@ -113,9 +114,8 @@ def _write_model(
     )
 
 
-def _copy_folder_files(source: Path | None, folder: Path) -> None:
-    for name in FOLDER_FILES if source is not None else ():
-        assert source is not None
+def _copy_folder_files(source: Path, folder: Path) -> None:
+    for name in FOLDER_FILES:
         if (source / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)

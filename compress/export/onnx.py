@@ -11,23 +11,22 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from onnx_ir.passes.common import ShapeInferencePass
 
 from compress.errors import ExportError
+from compress.facts import LOWEST_OPSET
 from compress.graph.channels import pad_input_channels
 from compress.graph.edit import strip_metadata, tidy
 from compress.graph.half import to_half
 from compress.graph.normal import normalize
 from compress.graph.norms import keep_norms_apart
-from compress.graph.run import IN_MEMORY, clone, weight_bytes
+from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.models.load import LoadedModel
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
 from compress.targets import Target
-
-LOWEST_OPSET = 17
+from runtime.backends.onnxruntime_cpu import failures
 
 
 def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
@@ -62,7 +61,7 @@ def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: in
 
 
 def read_graph(path: Path) -> ir.Model:
-    """An ONNX file as a graph with inferred shapes, converted to opset 17 if it is older. ExportError."""
+    """An ONNX file as a graph with inferred shapes, converted to LOWEST_OPSET if it is older. ExportError."""
     try:
         model = ir.from_proto(onnx.load(path))
         normalize(model)  # before the conversion, which may add nodes: names are those that the plan knows
@@ -100,29 +99,17 @@ def save_graph(model: ir.Model, path: Path) -> None:
     """Write the file, check it, and load it once. Raises ExportError when the checker or ONNX Runtime refuses it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_graph(model, path)
+    refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())
     try:
         onnx.checker.check_model(str(path))
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except REFUSALS as error:
+        open_session(path)
+    except refusals as error:
         raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
     """Write the file; over 2 GiB, which is what protobuf can hold, with the weights beside it in <name>.data."""
     ir.save(model, path, external_data=f"{path.name}.data" if weight_bytes(model) > IN_MEMORY else None)
-
-
-REFUSALS: tuple[type[Exception], ...] = (
-    onnx.checker.ValidationError,
-    *(
-        kind
-        for kind in vars(ort.capi.onnxruntime_pybind11_state).values()
-        if isinstance(kind, type) and issubclass(kind, Exception)
-    ),
-)
-"""What the checker and ONNX Runtime raise; the latter's have no common base of their own."""
 
 
 def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:

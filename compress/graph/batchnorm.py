@@ -34,9 +34,8 @@ def _fold(model: ir.Model, conv: ir.Node, norm: ir.Node) -> None:
     gain = gamma / np.sqrt(variance + epsilon)  # [out]
     weight, value = constant(conv.inputs[1]), conv.inputs[1]
     assert value is not None
-    name = (
-        value.name if len(uses_of(value)) == 1 else f"{conv.name}/{value.name}"
-    )  # a shared weight is folded into a copy
+    shared = len(uses_of(value)) > 1  # then it is folded into a copy
+    name = f"{conv.name}/{value.name}" if shared else value.name
     has_bias = len(conv.inputs) > 2 and conv.inputs[2] is not None
     bias = constant(conv.inputs[2]).astype(np.float64) if has_bias else np.zeros(len(gain))
     folded = (weight * gain.reshape(-1, *[1] * (weight.ndim - 1))).astype(np.float32)

@@ -11,22 +11,22 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.graph.edit import append, initializer, tidy
-from compress.graph.layers import constant, is_constant
+from compress.graph.layers import constant, int_attribute, is_constant
 
 MULTIPLE = 4
 
 
 def pad_input_channels(model: ir.Model) -> int:
-    """Pad the quantized input of every ungrouped Conv with an odd number of channels, in place; returns how many."""
+    """Pad the quantized input of every ungrouped Conv whose channels are no multiple, in place; returns how many."""
     found = [(node, pair) for node in model.graph if node.op_type == "Conv" and (pair := _quantized_operands(node))]
     for node, (source, weight) in found:
         values = constant(weight.inputs[0])
         missing = -values.shape[1] % MULTIPLE
         shape = (values.shape[0], missing, *values.shape[2:])
         name = f"{weight.inputs[0].name}/padded"  # type: ignore[union-attr]
-        weight.replace_input_with(
-            0, initializer(model, name, np.concatenate([values, np.zeros(shape, np.int8)], axis=1))
-        )
+        wider = np.concatenate([values, np.zeros(shape, np.int8)], axis=1)
+        weight.replace_input_with(0, initializer(model, name, wider))
+        weight.outputs[0].shape = ir.Shape(wider.shape)  # a stale one makes ONNX Runtime warn at every load
         pads = np.zeros(2 * values.ndim, np.int64)
         pads[values.ndim + 1] = missing
         spec = initializer(model, f"{node.name}/channel_padding", pads)
@@ -44,7 +44,7 @@ def _quantized_operands(conv: ir.Node) -> tuple[ir.Node, ir.Node] | None:
     source, weight = (value.producer() if value is not None else None for value in conv.inputs[:2])
     if source is None or weight is None or source.op_type != "DequantizeLinear" or weight.op_type != "DequantizeLinear":
         return None
-    if "group" in conv.attributes and conv.attributes["group"].as_int() != 1:
+    if int_attribute(conv, "group", 1) != 1:
         return None
     if not is_constant(weight.inputs[0]) or len(source.inputs) < 3 or source.inputs[2] is None:
         return None

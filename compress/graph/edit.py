@@ -45,6 +45,7 @@ def reroute(uses: Sequence[tuple[ir.Node, int]], value: ir.Value) -> None:
 
 
 def uses_of(value: ir.Value) -> list[tuple[ir.Node, int]]:
+    """The (node, input index) pairs that read `value`."""
     return [(use.node, use.idx) for use in value.uses()]
 
 
@@ -59,6 +60,11 @@ def take_over(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
     name = old.name
     old.name, new.name = f"{name}/before", name
     new.type, new.shape = old.type, old.shape
+    replace_output(model, old, new)
+
+
+def replace_output(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+    """`new` stands wherever `old` is an output of the graph."""
     for i, output in enumerate(model.graph.outputs):
         if output is old:
             model.graph.outputs[i] = new

@@ -7,12 +7,14 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.edit import append, initializer, tidy, uses_of
+from compress.graph.edit import append, initializer, replace_output, reroute, tidy, uses_of
 from compress.graph.layers import GraphLayer, constant, is_constant
 
 INTEGER_PAIRS = {("DequantizeLinear", "QuantizeLinear"), ("Cast", "MatMulInteger")}
 """(operator, the one before it) whose output integer kernels make."""
 TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
+"""Finite value of each type."""
 STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"}
 STAYS |= {"Constant", "ConstantOfShape", "If", "Loop", "Scan"}
 """Operators whose float inputs are parameters, whose type is part of what they do, or that hold graphs of their own."""
@@ -82,7 +84,7 @@ def _as_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir
 
 def _clipped(array: np.ndarray, half: ir.DataType) -> np.ndarray:
     """Masks such as -3.4e38 become the type's own lowest value."""
-    limit = 65504.0 if half == ir.DataType.FLOAT16 else 3.3895e38
+    limit = LARGEST[half.name.lower()]
     clipped: np.ndarray = np.clip(array, -limit, limit)
     return clipped.astype(half.numpy())
 
@@ -94,10 +96,7 @@ def _back_to_float(model: ir.Model, value: ir.Value, half: ir.DataType, casts: d
     value.type = ir.TensorType(half)
     back = append(model, "Cast", [value], name or "", {"to": ir.DataType.FLOAT})
     back.type, back.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
-    for node, index in uses:
-        node.replace_input_with(index, back)
+    reroute(uses, back)
     if is_output:
-        for i, output in enumerate(model.graph.outputs):
-            if output is value:
-                model.graph.outputs[i] = back
+        replace_output(model, value, back)
     casts[back] = value

@@ -48,6 +48,11 @@ class GraphLayer:
         """What the layer gives, bias included."""
         return self.bias_add.outputs[0] if self.bias_add is not None else self.node.outputs[0]
 
+    @property
+    def groups(self) -> int:
+        """Of a grouped convolution; 1 for every other layer."""
+        return int_attribute(self.node, "group", 1)
+
     def matrix(self) -> np.ndarray:
         """The weight as [out, in / groups, *kernel] (Embedding: [rows, width]), in its own dtype."""
         weight = constant(self.weight)
@@ -89,7 +94,7 @@ def as_layer(node: ir.Node) -> GraphLayer | None:
         return _layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
     if node.op_type == "Gemm" and is_constant(node.inputs[1]) and _is_linear(node):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        return _layer(node, "Linear", 1, 0 if _attribute(node, "transB", 0) else 1, bias, None)
+        return _layer(node, "Linear", 1, 0 if int_attribute(node, "transB", 0) else 1, bias, None)
     if node.op_type == "MatMul" and is_constant(node.inputs[1]) and constant(node.inputs[1]).ndim == 2:
         add, bias = _matmul_bias(node)
         return _layer(node, "Linear", 1, 1, bias, add)
@@ -136,7 +141,7 @@ def _matmul_bias(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
 def _is_linear(gemm: ir.Node) -> bool:
     """x W + b and nothing more: no factors, no transposed input."""
     plain = all(name not in gemm.attributes or gemm.attributes[name].as_float() == 1.0 for name in ("alpha", "beta"))
-    return plain and not _attribute(gemm, "transA", 0)
+    return plain and not int_attribute(gemm, "transA", 0)
 
 
 def _is_embedding(node: ir.Node) -> bool:
@@ -145,11 +150,12 @@ def _is_embedding(node: ir.Node) -> bool:
         is_constant(table)
         and constant(table).ndim == 2
         and constant(table).dtype.kind == "f"
-        and _attribute(node, "axis", 0) == 0
+        and int_attribute(node, "axis", 0) == 0
     )
 
 
-def _attribute(node: ir.Node, name: str, default: int) -> int:
+def int_attribute(node: ir.Node, name: str, default: int) -> int:
+    """A node's whole-number attribute, or ONNX's default for it."""
     attribute = node.attributes.get(name)
     return default if attribute is None else attribute.as_int()
 

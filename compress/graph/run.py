@@ -10,6 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from compress.graph.edit import tidy
+
 Feeds = dict[str, np.ndarray]
 TAPPED = "/tapped"
 """Suffix of the output that a tapped graph input gets."""
@@ -42,7 +44,7 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """A copy of `model` whose outputs are the named tensors, not its own. Raises KeyError for one it does not have."""
+    """A copy of the part of `model` that gives the named tensors, as its outputs. KeyError for one it does not have."""
     copy = clone(model)
     values = {value.name: value for node in copy.graph for value in node.outputs}
     values |= {value.name: value for value in copy.graph.inputs}
@@ -54,6 +56,7 @@ def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
         if value.type is None:
             value.type = ir.TensorType(ir.DataType.FLOAT)
         copy.graph.outputs.append(value)
+    tidy(copy)
     return copy
 
 

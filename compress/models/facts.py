@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import SourceError
-from compress.facts import LayerFacts, ModelFacts
+from compress.facts import LayerFacts, ModelFacts, SampleShapes
 from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
@@ -18,12 +17,11 @@ from compress.models.source import Source, locate
 from compress.models.trace import TRANSPOSED, Trace, is_hf_conv1d, is_layer, trace
 from compress.schema import ModelSpec
 
-Feeds = Mapping[str, tuple[tuple[int, ...], str]]
 Traced = tuple[Trace, list[str]]
 
 
-def model_facts(spec: ModelSpec, root: Path, feeds_shapes: Feeds) -> ModelFacts:
-    """Layers, shapes, work and memory for one sample. `feeds_shapes`: input name -> (shape without batch, dtype).
+def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> ModelFacts:
+    """Layers, shapes, work and memory for one sample. `feeds_shapes`: by input name.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
@@ -58,7 +56,7 @@ def architecture(module: nn.Module) -> str:
     return type(getattr(module, "wrapped", module)).__name__
 
 
-def zeros(feeds: Feeds, device: str) -> dict[str, Tensor]:
+def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
     """One sample of zeros, [1, ...], for each input."""
     return {
         name: torch.zeros((1, *shape), dtype=getattr(torch, dtype), device=device)
@@ -66,7 +64,7 @@ def zeros(feeds: Feeds, device: str) -> dict[str, Tensor]:
     }
 
 
-def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: Feeds) -> Traced:
+def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     try:
         return trace(module, zeros(feeds, device)), []

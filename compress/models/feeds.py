@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from compress.errors import SourceError
+from compress.facts import SampleShapes
 from compress.models import huggingface
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_io
@@ -16,11 +17,9 @@ from compress.models.source import Source, locate, read_onnx
 from compress.schema import ModelSpec
 from runtime.bundle import TensorSpec
 from runtime.images import resized
+from runtime.manifest import TEXT_TASKS
 from runtime.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
-
-Feeds = dict[str, tuple[tuple[int, ...], str]]
-"""Input name -> (shape without the batch dimension, dtype)."""
-TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+from runtime.texts import FEEDS
 
 
 def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
@@ -32,10 +31,8 @@ def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
     return tuple(parameters(spec, source, module))
 
 
-def feeds_shapes(
-    spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: Mapping[str, tuple[tuple[int, ...], str]]
-) -> Feeds:
-    """Shape and dtype of each input for one sample. `samples` has (shape, dtype) by role, as `DataFacts.shapes` does.
+def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes) -> SampleShapes:
+    """What each input is fed with for one sample, by its name. `samples`: what the data has, by role.
 
     Texts are taken at `max_length`. SourceError if an image's size is told neither by `preprocess` nor by `samples`.
     """
@@ -62,8 +59,8 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
         return {name: name for name in names}
     taken = inspect.signature(module.forward).parameters
     positional = [p for p in taken.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if spec.task in ("text-classification", "feature-extraction"):
-        positional = [p for p in positional if p.name in TEXT_INPUTS]
+    if spec.task in TEXT_TASKS:
+        positional = [p for p in positional if p.name in FEEDS]
     else:
         positional = [p for p in positional if p.default is p.empty]
     if not positional or (spec.task == "image-classification" and len(positional) != 1):
@@ -83,11 +80,9 @@ def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, o
         raise SourceError(f"{spec.source}: input {', '.join(missing)} is not fed; the feeds are: {', '.join(feeds)}")
 
 
-def input_specs(
-    spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, tuple[tuple[int, ...], str]]
-) -> tuple[TensorSpec, ...]:
+def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) -> tuple[TensorSpec, ...]:
     """The inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
-    text = spec.task in ("text-classification", "feature-extraction")
+    text = spec.task in TEXT_TASKS
     return tuple(
         TensorSpec(
             name, feeds[name][1], ("batch", *(("sequence",) if text and len(feeds[name][0]) == 1 else feeds[name][0]))
@@ -96,8 +91,11 @@ def input_specs(
     )
 
 
-def output_specs(spec: ModelSpec, outputs: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[TensorSpec, ...]:
-    """The outputs ([1, ...] shapes) by their final names: "logits", "last_hidden_state", for generic forward's own."""
+def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ...]:
+    """The outputs by their final names: "logits", "last_hidden_state", for generic forward's own.
+
+    The shapes in `outputs` are [1, ...]: batch dimension included. SourceError where the task needs another output.
+    """
     if spec.task == "generic":
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
     name = huggingface.OUTPUTS[spec.task]
@@ -116,7 +114,7 @@ def _check_class_names(spec: ModelSpec, n: int) -> None:
         raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {n} classes")
 
 
-def _image_size(preprocess: ImagePreprocess, samples: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[int, int]:
+def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:
     if preprocess.crop is not None:
         return preprocess.crop
     if isinstance(preprocess.resize, tuple):

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from compress.errors import SourceError
+from compress.facts import SampleShapes
 from compress.models import factory, huggingface
-from compress.models.facts import Feeds, architecture, zeros
+from compress.models.facts import architecture, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, onnx_external_files, read_onnx
@@ -50,8 +51,8 @@ class LoadedModel:
         return tuple(spec.name for spec in self.outputs)
 
 
-def load_model(spec: ModelSpec, root: Path, feeds_shapes: Feeds) -> LoadedModel:
-    """Read the weights. `feeds_shapes`: input name -> (shape without batch, dtype), as for `model_facts`.
+def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> LoadedModel:
+    """Read the weights. `feeds_shapes`: by input name, as for `model_facts`.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import onnx
 import onnx_ir as ir
 
 from compress.errors import SourceError
-from compress.facts import LayerFacts, ModelFacts
+from compress.facts import LayerFacts, ModelFacts, SampleShapes
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.normal import normalize
+from compress.graph.run import weight_bytes
 from compress.models.onnx_shapes import Shapes, fixed_batch, sample_shapes
 from compress.models.source import onnx_external_files, read_onnx
-from runtime.bundle import TensorSpec
+from runtime.manifest import TEXT_TASKS, TensorSpec
 
 DTYPES = {
     onnx.TensorProto.FLOAT: "float32",
@@ -29,11 +29,10 @@ DTYPES = {
     onnx.TensorProto.INT8: "int8",
     onnx.TensorProto.BOOL: "bool",
 }
-Feeds = Mapping[str, tuple[tuple[int, ...], str]]
 
 
-def onnx_facts(path: Path, task: str, feeds: Feeds) -> ModelFacts:
-    """Layers, work and memory of the graph in `path` for one sample of the shapes in `feeds` (no batch dimension)."""
+def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
+    """Layers, work and memory of the graph in `path` for one sample of the shapes in `feeds`, by input."""
     onnx_external_files(path)
     proto = read_onnx(path)
     inputs, outputs = onnx_io(proto, task)
@@ -48,9 +47,6 @@ def onnx_facts(path: Path, task: str, feeds: Feeds) -> ModelFacts:
     ]
     notes = (f"work is not known (the graph does not tell its shape): {', '.join(unknown)}",) if unknown else ()
     in_layers = sum(facts.n_bytes for facts in {facts.weight: facts for facts in layers}.values())
-    total = sum(
-        value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None
-    )
     return ModelFacts(
         source="onnx",
         architecture=proto.graph.name or path.stem,
@@ -58,7 +54,7 @@ def onnx_facts(path: Path, task: str, feeds: Feeds) -> ModelFacts:
         inputs=inputs,
         outputs=outputs,
         layers=layers,
-        other_bytes=max(0, total - in_layers),
+        other_bytes=max(0, weight_bytes(model) - in_layers),
         peak_activation_bytes=_peak_bytes(proto, shapes) // batch,
         operators=tuple(sorted({node.op_type for node in proto.graph.node})),
         notes=notes,
@@ -86,12 +82,12 @@ def _dim(dim: Any, axis: int, task: str) -> int | str:
         return int(dim.dim_value)
     if axis == 0:
         return "batch"
-    if axis == 1 and task in ("text-classification", "feature-extraction"):
+    if axis == 1 and task in TEXT_TASKS:
         return "sequence"
     return str(dim.dim_param or f"dim_{axis}")
 
 
-def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: Feeds) -> None:
+def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes) -> None:
     problems = []
     for spec in inputs:
         if spec.name not in feeds:

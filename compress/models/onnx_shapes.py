@@ -10,11 +10,13 @@ from typing import Any
 import onnx
 from onnx.external_data_helper import load_external_data_for_tensor
 
+from compress.facts import SampleShapes
+
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Tensor name -> (shape, bytes per element)."""
 
 
-def sample_shapes(proto: onnx.ModelProto, feeds: Mapping[str, tuple[tuple[int, ...], str]], folder: Path) -> Shapes:
+def sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, folder: Path) -> Shapes:
     """Shapes for a batch of 1 (or the graph's own fixed batch), of the tensors whose dimensions can all be told.
 
     What the graph declares, with the names of its input dimensions replaced by numbers; over that, what ONNX infers.
@@ -40,7 +42,7 @@ def fixed_batch(proto: onnx.ModelProto) -> int:
     return int(shapes[0][0].dim_value) or 1 if shapes and len(shapes[0]) else 1
 
 
-def _bind_inputs(model: onnx.ModelProto, feeds: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, int]:
+def _bind_inputs(model: onnx.ModelProto, feeds: SampleShapes) -> dict[str, int]:
     """Give the inputs one sample's sizes (in place); the named dimensions and their numbers."""
     sizes: dict[str, int] = {}
     for value in model.graph.input:

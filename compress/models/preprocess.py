@@ -9,9 +9,9 @@ from typing import Any
 from compress.errors import SourceError
 from compress.models.source import Source, locate
 from compress.schema import ModelSpec
+from runtime.manifest import TEXT_TASKS
 from runtime.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
 
-TEXT_TASKS = ("text-classification", "feature-extraction")
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -42,7 +42,7 @@ def _checked(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> Pre
         _check_text(spec, source, preprocess)
     if isinstance(preprocess, ImagePreprocess) and spec.task != "image-classification":
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
-    if spec.task in TEXT_TASKS and isinstance(preprocess, TensorPreprocess) and spec.task == "feature-extraction":
+    if isinstance(preprocess, TensorPreprocess) and spec.task == "feature-extraction":
         raise SourceError("preprocess: feature-extraction pools over tokens, so it needs kind: text")
     return preprocess
 
@@ -133,10 +133,8 @@ def _resize_and_crop(config: dict[str, Any], path: Path) -> tuple[int | tuple[in
     resize = _size(config.get("size"), path) if config.get("do_resize", True) else None
     crop_size = _size(config.get("crop_size"), path) if config.get("do_center_crop", False) else None
     crop = (crop_size, crop_size) if isinstance(crop_size, int) else crop_size
-    fraction = config.get("crop_pct")
-    if fraction is not None and isinstance(
-        resize, int
-    ):  # ConvNeXt: resize to size / crop_pct, then cut; whole above 384
+    fraction = config.get("crop_pct")  # ConvNeXt: resize to size / crop_pct, then cut; whole from 384 on
+    if fraction is not None and isinstance(resize, int):
         return (int(resize / fraction), (resize, resize)) if resize < 384 else ((resize, resize), None)
     return resize, crop
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from compress.errors import SourceError
 from compress.paths import resolve_path
 from compress.schema import ModelSpec
+from runtime.files import sha256_of
 
 if TYPE_CHECKING:
     import onnx
@@ -58,8 +59,7 @@ def model_digest(spec: ModelSpec, root: Path) -> str:
     source = locate(spec, root)
     sha = hashlib.sha256(json.dumps({"task": spec.task, "args": spec.args}, sort_keys=True).encode())
     for path in _deciding_files(source, root):
-        with path.open("rb") as file:
-            sha.update(f"\n{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+        sha.update(f"\n{path.name} {sha256_of(path)}".encode())
     if source.code is not None:
         sha.update(f"\n{source.code[1]}".encode())
     return sha.hexdigest()

@@ -111,13 +111,14 @@ def named_outputs(out: Any) -> dict[str, Tensor]:
     """A tensor is "output", the k-th of several "output_k"; a dict keeps its names. SourceError for anything else."""
     if isinstance(out, Tensor):
         return {"output": out}
-    if isinstance(out, (tuple, list)):
-        out = {f"output_{k}": item for k, item in enumerate(out)}
-    if not isinstance(out, Mapping) or not all(isinstance(item, Tensor) for item in out.values()):
+    found = {f"output_{k}": item for k, item in enumerate(out)} if isinstance(out, (tuple, list)) else out
+    if not isinstance(found, Mapping) or not all(isinstance(item, Tensor) for item in found.values()):
+        kinds = ", ".join(type(item).__name__ for item in found.values()) if isinstance(found, Mapping) else ""
         raise SourceError(
-            f"model: forward gives {type(out).__name__}; a tensor, or tensors in a tuple or dict, can be exported"
+            f"model: forward gives {type(out).__name__}{f' of {kinds}' if kinds else ''}; a tensor, or tensors in a "
+            "tuple or dict, can be exported"
         )
-    return {str(name): item for name, item in out.items()}
+    return {str(name): item for name, item in found.items()}
 
 
 def _count(found: Trace, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:

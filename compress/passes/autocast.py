@@ -20,6 +20,7 @@ class Autocast(Pass):
     """Half precision with range checks: a node whose values could overflow stays float32 and is named."""
 
     needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 1.3
 
     kind: Literal["autocast"] = "autocast"
     dtype: Literal["float16", "bfloat16"] = "float16"

@@ -43,6 +43,8 @@ class Pass(Record):
 
     stage: ClassVar[Literal["model", "graph"]] = "graph"
     needs_calibration: ClassVar[bool] = False
+    calibration_runs: ClassVar[float] = 0.0
+    """Forward passes over the calibration data that `apply` costs, its own arithmetic counted in: for the forecast."""
     uses_gates: ClassVar[bool] = False
     """True if `apply` asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
     lowest_opset: ClassVar[int] = 17

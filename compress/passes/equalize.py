@@ -20,6 +20,7 @@ class Equalize(Pass):
     """Scale channels between two layers with nothing but a ReLU between them; exact, and free at run time."""
 
     needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 1.3
 
     kind: Literal["equalize"] = "equalize"
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -23,15 +23,20 @@ class Int8Override(Record):
     """Other settings for the layers that `targets` selects (names, `re:` patterns or types)."""
 
     targets: tuple[LayerPattern, ...]
+    """Layer names, `re:` patterns or types."""
     calibration: Calibration | None = None
+    """How the ranges of what these layers read and give are chosen."""
     percentile: Annotated[float, Field(gt=50, le=100)] | None = None
+    """Of these ranges, with calibration: percentile."""
 
 
 class Restore(Record):
     """When the quality gates do not hold, return the most sensitive layers to float until they do or a budget ends."""
 
     max_layers: Annotated[int, Field(ge=0)] = 8
+    """Layers to return at most; 0: the gates are not looked at."""
     max_minutes: Annotated[float, Field(gt=0)] = 10.0
+    """Time to spend at most."""
     samples: Annotated[int, Field(ge=1)] = 64
     """Calibration samples used to measure each layer's sensitivity."""
 
@@ -40,6 +45,7 @@ class Int8(Pass):
     """Eight-bit weights (symmetric, per output channel) and activations (per tensor, calibrated or at run time)."""
 
     needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 1.6
     uses_gates: ClassVar[bool] = True
 
     kind: Literal["int8"] = "int8"
@@ -48,9 +54,11 @@ class Int8(Pass):
     calibration: Calibration = "mse"
     """How a range is chosen from what was observed."""
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
+    """With calibration: percentile, how much of what was observed lies inside the range, in per cent."""
     placement: Literal["auto", "all", "inputs"] = "auto"
     """all: activations stay int8 between operators (convolutional nets). inputs: only the inputs of matrix products are
-    quantized, the residual stream stays float (transformers). auto: decided from the graph."""
+    quantized, and what convolutions read and write; the residual stream stays float (transformers). auto: decided from
+    the graph."""
     attention: bool = False
     """With placement inputs: also quantize the products of two activations (queries with keys, scores with values)."""
     bias_correction: bool = True
@@ -60,7 +68,9 @@ class Int8(Pass):
     ignore: tuple[LayerPattern, ...] = ()
     """Layers that stay float."""
     overrides: tuple[Int8Override, ...] = ()
+    """Exceptions for some of the layers."""
     restore: Restore = Restore()
+    """What to do when the quality gates do not hold."""
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Why this layer cannot be taken, or None."""

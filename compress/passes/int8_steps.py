@@ -103,8 +103,8 @@ def _heal_collapse(
     context.log(f"int8: mean cosine of the outputs to float {cosine:.5f}")
     notes: list[Note] = []
     while cosine < COLLAPSE:
-        written = state.placement == "all" and not state.dynamic
-        suspects = [s for s in blame(state, seen, exact, sample, flavour) if s.cosine > cosine] if written else []
+        blamed = [] if state.dynamic else blame(state, seen, exact, sample, flavour)
+        suspects = [suspect for suspect in blamed if suspect.cosine > cosine]
         if not suspects:
             text = f"int8: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
             notes.append(Note("warning", f"{text}; the layers of lowest sqnr_db in the report are the first to ignore"))

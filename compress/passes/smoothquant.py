@@ -19,6 +19,7 @@ class SmoothQuant(Pass):
     """Per-channel scaling of what matrix products read, folded into the normalisation before where that is exact."""
 
     needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 2.2
 
     kind: Literal["smoothquant"] = "smoothquant"
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None

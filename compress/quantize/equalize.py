@@ -35,7 +35,7 @@ def find_pairs(layers: Sequence[GraphLayer]) -> list[Pair]:
         value = second.data_input
         source = _before_relu(value)
         first = by_output.get(source) if source is not None else None
-        if first is None or _groups(second) != 1 or value.name is None or not alone_reads(second.node, value):
+        if first is None or second.groups != 1 or value.name is None or not alone_reads(second.node, value):
             continue
         if (first.op == "Conv") != (second.op == "Conv"):  # their channels stand along different axes
             continue
@@ -83,8 +83,3 @@ def _own_weight(layer: GraphLayer) -> bool:
         return False
     constants = [layer.weight, *([layer.bias] if layer.bias is not None else [])]
     return all(is_constant(value) and len(list(value.uses())) == 1 for value in constants)
-
-
-def _groups(layer: GraphLayer) -> int:
-    attribute = layer.node.attributes.get("group")
-    return attribute.as_int() if attribute is not None else 1

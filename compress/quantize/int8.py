@@ -14,7 +14,7 @@ from compress.quantize.bias import mean_shift
 from compress.quantize.calibrate import observe
 from compress.quantize.observers import Method, Observer, choose_range
 from compress.quantize.placement import Kind, after_activation
-from compress.quantize.qdq import placement_of
+from compress.quantize.qdq import integer_layers, placement_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, Range
 
@@ -62,7 +62,7 @@ def observe_state(state: GraphState, batches: Iterable[Feeds]) -> dict[str, Obse
     Tensors that share another's range are among them: with fewer layers in int8 they may come to need their own.
     """
     axes: dict[str, int | None] = dict.fromkeys(placement_of(state).consumers) if not state.dynamic else {}
-    for layer in _integer_layers(state):
+    for layer in integer_layers(state):
         axes[layer.data_input.name or ""] = 1 if layer.op == "Conv" else -1
     return observe(state.model, axes, batches)
 
@@ -81,13 +81,12 @@ def choose_ranges(seen: Mapping[str, Observer], setting: Callable[[str], Setting
 def corrected_biases(state: GraphState, seen: Mapping[str, Observer]) -> dict[str, np.ndarray]:
     """Each integer layer's bias less the mean shift of its rounding; layers without a bias are left as they are."""
     biases = {}
-    for layer in _integer_layers(state):
+    for layer in integer_layers(state):
         if layer.bias is None:
             continue
-        groups = layer.node.attributes.get("group")
         mean = seen[layer.data_input.name or ""].channel_mean
         rounded = state.weights[layer.name].dequantize()
-        shift = mean_shift(layer.matrix(), rounded, mean, groups.as_int() if groups is not None else 1)
+        shift = mean_shift(layer.matrix(), rounded, mean, layer.groups)
         biases[layer.name] = (constant(layer.bias).astype(np.float64) - shift).astype(np.float32)
     return biases
 
@@ -100,8 +99,3 @@ def tensors_of(model: ir.Model, layers: Iterable[str]) -> set[str]:
         if layer.name in chosen:
             found |= {layer.data_input.name or "", after_activation(layer.output).name or ""}
     return found
-
-
-def _integer_layers(state: GraphState) -> list[GraphLayer]:
-    chosen = set(state.integer)
-    return [layer for layer in find_layers(state.model) if layer.name in chosen]

@@ -187,6 +187,10 @@ def _dynamic_input(model: ir.Model, x: ir.Value) -> tuple[ir.Value, ir.Value, ir
 
 def placement_of(state: GraphState) -> Placement:
     """Where the pairs of a static state stand in its own float graph."""
+    return place(state.model, integer_layers(state), state.placement, state.attention, state.leave_out)
+
+
+def integer_layers(state: GraphState) -> list[GraphLayer]:
+    """The layers that compute in int8, in the state's own float graph and its order."""
     chosen = set(state.integer)
-    layers = [layer for layer in find_layers(state.model) if layer.name in chosen]
-    return place(state.model, layers, state.placement, state.attention, state.leave_out)
+    return [layer for layer in find_layers(state.model) if layer.name in chosen]

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.half import node_name
+from compress.graph.half import LARGEST, node_name
 from compress.graph.layers import constant, is_constant
 from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
-
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 
 
 def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Iterable[Feeds]) -> dict[str, float]:

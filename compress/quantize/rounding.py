@@ -38,11 +38,17 @@ class QuantizedWeight:
 
 
 def round_to_nearest(
-    weight: np.ndarray, bits: int, group_size: int = -1, symmetric: bool = True, search: bool = True
+    weight: np.ndarray,
+    bits: int,
+    group_size: int = -1,
+    symmetric: bool = True,
+    search: bool = True,
+    importance: np.ndarray | None = None,
 ) -> QuantizedWeight:
     """Quantize `weight` [out, in, ...] with one scale for each output channel, or each `group_size` of its inputs.
 
-    `search` picks, for each scale, the shrinkage of the range that minimises the squared error (48 candidates).
+    `search` picks, for each scale, the shrinkage of the range that minimises the squared error (48 candidates), each
+    input's error weighted with `importance` [inputs] where it is given.
     Symmetric integers lie in [-(2^(b-1) - 1), 2^(b-1) - 1], so that every kernel may negate them.
     Raises ValueError when `group_size` does not divide the inputs, or a weight is not finite.
     """
@@ -56,17 +62,18 @@ def round_to_nearest(
     grouped = weight.astype(np.float32).reshape(rows, -1, size)  # [out, groups, group]
     shrinkages = np.linspace(1.0, 0.5, 48) if search else np.ones(1)
     fit = _fit_symmetric if symmetric else _fit_asymmetric
-    values, scales, zero_points = _best(grouped, bits, shrinkages, fit)
+    weighting = np.ones((1, 1)) if importance is None else importance.reshape(-1, size)  # [groups, group]
+    values, scales, zero_points = _best(grouped, bits, shrinkages, fit, weighting.astype(np.float32))
     return QuantizedWeight(values.reshape(weight.shape), scales, zero_points, bits, group_size)
 
 
-def _best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit) -> Fitted:
-    """For each group, the outcome of the shrinkage that leaves it the least squared error (the first among equals)."""
+def _best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit, weighting: np.ndarray) -> Fitted:
+    """For each group, the outcome of the shrinkage that leaves it the least weighted error (the first among equals)."""
     best = fit(grouped, bits, np.float32(shrinkages[0]))
-    least = _group_errors(grouped, best)
+    least = _group_errors(grouped, best, weighting)
     for shrinkage in shrinkages[1:]:
         found = fit(grouped, bits, np.float32(shrinkage))
-        errors = _group_errors(grouped, found)
+        errors = _group_errors(grouped, found, weighting)
         better = errors < least  # [out, groups]
         least = np.where(better, errors, least)
         best = (
@@ -77,11 +84,12 @@ def _best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit) -> F
     return best
 
 
-def _group_errors(grouped: np.ndarray, fitted: Fitted) -> np.ndarray:
-    """Squared error of each group [out, groups]."""
+def _group_errors(grouped: np.ndarray, fitted: Fitted, weighting: np.ndarray) -> np.ndarray:
+    """Squared error of each group [out, groups], its inputs weighted with [groups, group]."""
     values, scales, zero_points = fitted
     offset = 0 if zero_points is None else zero_points[:, :, None].astype(np.float32)
-    errors: np.ndarray = np.square((values.astype(np.float32) - offset) * scales[:, :, None] - grouped).sum(axis=2)
+    difference = (values.astype(np.float32) - offset) * scales[:, :, None] - grouped
+    errors: np.ndarray = (np.square(difference) * weighting).sum(axis=2)
     return errors
 
 

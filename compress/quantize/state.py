@@ -39,8 +39,8 @@ class GraphState:
 
     `integer`: layers computed in int8 (weights and activations). `weight_only`: layers whose weights alone are rounded.
     Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
-    only). `biases`: layer -> corrected bias. `half`: the float type that the rest is computed in, and the nodes kept in
-    float32.
+    only). `biases`: layer -> corrected bias. `leave_out`: operators whose outputs stay float. `half`: the float type
+    that the rest is computed in; `half_kept`: the nodes kept in float32.
     """
 
     model: ir.Model
@@ -66,16 +66,9 @@ class GraphState:
     def record(self) -> dict[str, Any]:
         """Everything but the graph and the arrays, as JSON values."""
         return {
-            "integer": self.integer,
-            "weight_only": self.weight_only,
             "bits": {name: [w.bits, w.group_size] for name, w in self.weights.items()},
             "ranges": {name: [r.low, r.high, r.peak] for name, r in self.ranges.items()},
-            "placement": self.placement,
-            "attention": self.attention,
-            "leave_out": self.leave_out,
-            "dynamic": self.dynamic,
-            "half": self.half,
-            "half_kept": self.half_kept,
+            **{name: getattr(self, name) for name in _JSON_FIELDS},
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -88,6 +81,10 @@ class GraphState:
         return found
 
 
+_JSON_FIELDS = ("integer", "weight_only", "placement", "attention", "leave_out", "dynamic", "half", "half_kept")
+"""Fields that are JSON values as they are."""
+
+
 def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.ndarray]) -> GraphState:
     """The inverse of `record()` and `arrays()`."""
     weights = {
@@ -98,15 +95,8 @@ def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.
     }
     return GraphState(
         model,
-        record["integer"],
-        record["weight_only"],
-        weights,
-        {key.removesuffix("|bias"): value for key, value in arrays.items() if key.endswith("|bias")},
-        {name: Range(*span) for name, span in record["ranges"].items()},
-        record["placement"],
-        record["attention"],
-        record["leave_out"],
-        record["dynamic"],
-        record["half"],
-        record["half_kept"],
+        weights=weights,
+        biases={key.removesuffix("|bias"): value for key, value in arrays.items() if key.endswith("|bias")},
+        ranges={name: Range(*span) for name, span in record["ranges"].items()},
+        **{name: record[name] for name in _JSON_FIELDS},
     )

@@ -32,7 +32,7 @@ class OnnxRuntimeSession:
             results = self.handle.run(None, feeds)
         except _invalid_argument() as error:
             raise UsageError(f"{self.path}: the inputs do not fit the model: {error}") from error
-        except _failures() as error:
+        except failures() as error:
             raise BundleError(f"{self.path}: ONNX Runtime could not run the model: {error}") from error
         return dict(zip((spec.name for spec in self.outputs), results, strict=True))
 
@@ -53,7 +53,7 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
     settings.log_severity_level = _ERROR
     try:
         handle = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    except (*_failures(), _invalid_argument()) as error:
+    except failures() as error:
         raise BundleError(
             f"{path}: ONNX Runtime {ort.__version__} cannot load the model: {error}; "
             "upgrade onnxruntime, or build the bundle again for this version"
@@ -92,22 +92,11 @@ def _shape(shape: list[int | str | None]) -> tuple[int | str, ...]:
     return tuple(f"dim{i}" if size is None else size for i, size in enumerate(shape))
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    """What ONNX Runtime raises; its classes have no base of their own."""
+def failures() -> tuple[type[Exception], ...]:
+    """Every class that ONNX Runtime raises, InvalidArgument among them; they have no base of their own."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    names = (
-        "Fail",
-        "NoSuchFile",
-        "NoModel",
-        "EngineError",
-        "RuntimeException",
-        "InvalidProtobuf",
-        "NotImplemented",
-        "InvalidGraph",
-        "EPFail",
-    )
-    return tuple(getattr(state, name) for name in names)
+    return tuple(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def _invalid_argument() -> type[Exception]:

@@ -13,8 +13,6 @@ from runtime.files import model_files
 from runtime.manifest import TensorSpec
 
 PRECISIONS = ("f32", "bf16")
-
-
 MOST_SHAPES = 8
 """Compiled at once with `static`; the one used longest ago goes."""
 

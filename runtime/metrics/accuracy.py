@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import CLASSIFICATION, Columns, Metric, Outputs, class_labels
+from runtime.manifest import CLASSIFICATION
+from runtime.metrics.base import Columns, Metric, Outputs, class_labels
 
 
 def label_rank(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -33,25 +35,19 @@ def top5_columns(outputs: Outputs, labels: Any) -> Columns:
     return _within(5, outputs, labels)
 
 
-TOP1 = Metric(
-    name="top1",
-    against="labels",
-    higher_is_better=True,
-    tasks=CLASSIFICATION,
-    unit="fraction",
-    about="fraction of samples whose label has the largest logit",
-    reduce=top1_columns,
-    shape="classes",
-    kind="proportion",
-)
-TOP5 = Metric(
-    name="top5",
-    against="labels",
-    higher_is_better=True,
-    tasks=CLASSIFICATION,
-    unit="fraction",
-    about="fraction of samples whose label is among the five largest logits",
-    reduce=top5_columns,
-    shape="classes",
-    kind="proportion",
-)
+def _fraction(name: str, reduce: Callable[[Outputs, Any], Columns], about: str) -> Metric:
+    return Metric(
+        name=name,
+        against="labels",
+        higher_is_better=True,
+        tasks=CLASSIFICATION,
+        unit="fraction",
+        about=f"fraction of samples whose label {about}",
+        reduce=reduce,
+        shape="classes",
+        kind="proportion",
+    )
+
+
+TOP1 = _fraction("top1", top1_columns, "has the largest logit")
+TOP5 = _fraction("top5", top5_columns, "is among the five largest logits")

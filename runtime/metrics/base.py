@@ -19,9 +19,6 @@ Outputs = Mapping[str, np.ndarray]
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
 
-CLASSIFICATION = ("image-classification", "text-classification")
-ALL_TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
-
 
 class NonFiniteOutputs(RuntimeFailure):
     """A model gave NaN or infinity, so that no metric of it means anything."""

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import CLASSIFICATION, Columns, Metric, Outputs, score_labels, scores
-
-SCORE_TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
+from runtime.manifest import CLASSIFICATION, TASKS
+from runtime.metrics.base import Columns, Metric, Outputs, score_labels, scores
 
 
 def score_columns(outputs: Outputs, labels: Any) -> Columns:
@@ -52,7 +51,7 @@ def _correlation(name: str, statistic: Callable[[Columns], float], about: str) -
         name=name,
         against="labels",
         higher_is_better=True,
-        tasks=SCORE_TASKS,
+        tasks=TASKS,
         unit="correlation",
         about=about,
         reduce=score_columns,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from runtime.manifest import CLASSIFICATION, TASKS
 from runtime.metrics.base import (
-    ALL_TASKS,
-    CLASSIFICATION,
     Columns,
     Metric,
     Outputs,
@@ -98,7 +97,7 @@ COSINE = Metric(
     name="cosine",
     against="baseline",
     higher_is_better=True,
-    tasks=ALL_TASKS,
+    tasks=TASKS,
     unit="cosine",
     about="mean cosine between the candidate's and the baseline's outputs",
     reduce=cosine_columns,
@@ -108,7 +107,7 @@ SQNR_DB = Metric(
     name="sqnr_db",
     against="baseline",
     higher_is_better=True,
-    tasks=ALL_TASKS,
+    tasks=TASKS,
     unit="dB",
     about="power of the baseline's outputs over the power of the candidate's error",
     reduce=error_columns,
@@ -119,7 +118,7 @@ MSE_BASELINE = Metric(
     name="mse_baseline",
     against="baseline",
     higher_is_better=False,
-    tasks=ALL_TASKS,
+    tasks=TASKS,
     unit="squared output",
     about="mean squared difference between the candidate's and the baseline's outputs",
     reduce=mse_columns,

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from runtime.manifest import CLASSIFICATION
 from runtime.metrics.accuracy import top1_columns
-from runtime.metrics.base import CLASSIFICATION, Columns, Metric, Outputs, class_labels
+from runtime.metrics.base import Columns, Metric, Outputs, class_labels
 
 PerClass = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 

@@ -40,7 +40,7 @@ def test_a_graph_that_is_saved_runs(tmp_path: Path) -> None:
 
 def test_over_the_limit_of_protobuf_weights_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_graph(one_layer(), tmp_path / "small/model.onnx")
-    monkeypatch.setattr(room, "TWO_GIB", 100)
+    monkeypatch.setattr(room, "IN_MEMORY", 100)
     save_graph(one_layer(), tmp_path / "large/model.onnx")
     assert [path.name for path in model_files(tmp_path / "large/model.onnx")] == ["model.onnx", "model.onnx.data"]
     assert model_size(tmp_path / "large/model.onnx") > 64 * 8 * 4

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.errors import SourceError
+from compress.facts import SampleShapes
 from compress.models.facts import model_facts
-from compress.models.feeds import Feeds, feeds_shapes, model_inputs
+from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.load import load_model
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import model_digest
@@ -33,8 +34,8 @@ DIGITS_SPEC = ModelSpec(
     weights=str(DIGITS / "digits_resnet.safetensors"),
     task="image-classification",
 )
-DIGITS_FEEDS: Feeds = {"pixel_values": ((1, 8, 8), "float32")}
-TEXT_FEEDS: Feeds = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ((16,), "int64"))
+DIGITS_FEEDS: SampleShapes = {"pixel_values": ((1, 8, 8), "float32")}
+TEXT_FEEDS: SampleShapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ((16,), "int64"))
 
 
 def text_spec(folder: Path, task: Any = "text-classification") -> ModelSpec:
@@ -205,7 +206,7 @@ def make(): return Net()
 """
     spec = ModelSpec(source=python_file(body), task="generic")
     assert model_inputs(spec, Path()) == ("a", "b")
-    samples: Feeds = {"a": ((3,), "float64"), "b": ((3,), "float32")}
+    samples: SampleShapes = {"a": ((3,), "float64"), "b": ((3,), "float32")}
     feeds = feeds_shapes(spec, Path(), TensorPreprocess(), samples)
     assert feeds == {"a": ((3,), "float32"), "b": ((3,), "float32")}
     assert load_model(spec, Path(), feeds).output_names == ("sum", "product")
@@ -335,7 +336,7 @@ def test_bert_features_have_no_pooler(bert: Path) -> None:
 
 def test_vit(vit: Path) -> None:
     spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
-    feeds: Feeds = {"pixel_values": ((3, 16, 16), "float32")}
+    feeds: SampleShapes = {"pixel_values": ((3, 16, 16), "float32")}
     facts, loaded = model_facts(spec, Path(), feeds), load_model(spec, Path(), feeds)
     patches = next(layer for layer in facts.layers if layer.type == "Conv2d")
     assert patches.macs == 2 * 2 * 16 * 3 * 8 * 8
@@ -416,7 +417,7 @@ def onnx_spec(path: Path) -> ModelSpec:
     return ModelSpec(source=f"onnx:{path}", task="image-classification")
 
 
-ONNX_FEEDS: Feeds = {"x": ((3, 6, 6), "float32")}
+ONNX_FEEDS: SampleShapes = {"x": ((3, 6, 6), "float32")}
 
 
 @pytest.mark.parametrize("external", [False, True])
@@ -572,7 +573,7 @@ def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, t
 def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
     assert feeds_shapes(text_spec(bert), Path(), TextPreprocess(max_length=16), {"text": ((), "text")}) == TEXT_FEEDS
     spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
-    sample: Feeds = {"image": ((40, 60, 3), "uint8")}
+    sample: SampleShapes = {"image": ((40, 60, 3), "uint8")}
     for preprocess, shape in {
         ImagePreprocess(): (3, 40, 60),
         ImagePreprocess(resize=20): (3, 20, 30),

@@ -1,0 +1,35 @@
+"""`gptq`: weights only, rounded one input at a time so that later ones make up for the error (arXiv:2210.17323)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.passes.weight_only import WeightOnly
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+
+class Gptq(WeightOnly):
+    """Weight-only quantization against the Hessian of each layer's calibration inputs, layer after layer."""
+
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 12.0
+
+    kind: Literal["gptq"] = "gptq"
+    damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Of the mean of the Hessian's diagonal, added to it. Raised tenfold, and said so, where it does not suffice."""
+    actorder: bool = True
+    """Round the inputs of largest activation first; groups keep their places (static groups)."""
+    sequential: bool = True
+    """Each layer sees what the rounded layers before it give; otherwise what the float ones give (fewer runs)."""
+    strict: bool = False
+    """An error, not a note, where a layer's Hessian needs more damping or has inputs that are always zero."""
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a GraphState. Raises PassError naming the layer."""
+        from compress.passes.gptq_steps import apply_gptq  # numpy, onnx-ir, onnxruntime
+
+        return apply_gptq(self, model, context)
