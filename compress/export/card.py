@@ -46,7 +46,7 @@ The evaluation set has {{ manifest.evaluation.n_samples }} samples.
 
 def model_card(manifest: Manifest, lock: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
     """Markdown with the YAML header that model hubs read."""
-    actions = Counter(str(layer["action"]) for layer in layers if layer["type"] != "note").most_common()
+    actions = Counter(str(layer["action"]) for layer in layers if layer.get("type") != "note").most_common()
     template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(
         TEMPLATE
     )

@@ -37,6 +37,7 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
     proto = read_onnx(path)
     inputs, outputs = onnx_io(proto, task)
     _check_feeds(path, inputs, feeds)
+    _check_outputs(path, task, outputs)
     model = ir.load(path)
     normalize(model)
     shapes, batch = sample_shapes(proto, feeds, path.parent), fixed_batch(proto)
@@ -105,6 +106,19 @@ def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes
             )
     if problems:
         raise SourceError(problems)
+
+
+def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
+    """A classifier's answer is the output called logits, else the only one of [batch, classes]."""
+    if not task.endswith("classification"):
+        return
+    found = [out for out in outputs if out.name == "logits"] or [out for out in outputs if len(out.shape) == 2]
+    if len(found) != 1 or len(found[0].shape) != 2:
+        shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
+        raise SourceError(
+            f"{path}: task {task} needs one output [batch, classes], but the graph gives {shown}; call that output "
+            "'logits', or use task: generic"
+        )
 
 
 def _layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:

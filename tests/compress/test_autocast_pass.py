@@ -58,6 +58,27 @@ def test_a_tame_model_is_halved_throughout(dtype: str) -> None:
         np.testing.assert_allclose(graphs.run(cast, feeds)[0], graphs.run(model, feeds)[0], atol=0.05)
 
 
+def test_a_transposed_normalisation_stays_float() -> None:
+    """In half precision it makes ONNX Runtime 1.31 crash, process and all, so no session is opened here."""
+    make = graphs.helper.make_node
+    nodes = [
+        make("LayerNormalization", ["x", "gain"], ["normed"]),
+        make("Transpose", ["normed"], ["turned"], perm=[1, 0, 2]),
+        make("MatMul", ["turned", "weight"], ["product"]),
+        make("Transpose", ["product"], ["y"], perm=[1, 0, 2]),
+    ]
+    constants = {"gain": np.ones(8, np.float32), "weight": np.eye(8, dtype=np.float32)}
+    model = graphs.build(nodes, constants, {"x": ("n", 4, 8)}, {"y": ("n", 4, 8)})
+    to_half(model, "float16", ())
+    types = {node.op_type: node.outputs[0].dtype for node in model.graph if node.inputs[0].name != "product/float16"}
+    assert (types["LayerNormalization"], types["Transpose"], types["MatMul"]) == (
+        ir.DataType.FLOAT16,
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT16,
+    )
+    assert node_of(model, "y/float16").outputs[0].dtype == ir.DataType.FLOAT16  # no normalisation before it
+
+
 def test_a_node_that_would_overflow_stays_float_and_is_named() -> None:
     model, feeds = overflowing(), graphs.tokens()
     result = apply(model, feeds)

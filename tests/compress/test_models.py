@@ -446,6 +446,14 @@ def test_onnx_files_that_cannot_be_used(tmp_path: Path) -> None:
     path = small_onnx(tmp_path / "m.onnx", external=True)
     with pytest.raises(SourceError, match=r"input 'x' takes \['batch', 3, 6, 6\], a sample is \[1, 6, 6\]"):
         model_facts(onnx_spec(path), Path(), {"x": ((1, 6, 6), "float32")})
+    two = onnx.load(path, load_external_data=False)
+    two.graph.output.append(helper.make_tensor_value_info("f", TensorProto.FLOAT, ["N", 4]))
+    onnx.save(two, tmp_path / "named.onnx")
+    model_facts(onnx_spec(tmp_path / "named.onnx"), Path(), ONNX_FEEDS)  # one of them is called logits
+    two.graph.node[-1].output[0] = two.graph.output[0].name = "y"
+    onnx.save(two, tmp_path / "two.onnx")
+    with pytest.raises(SourceError, match=r"one output \[batch, classes\], but the graph gives 'y' .*'f' .*'logits'"):
+        model_facts(onnx_spec(tmp_path / "two.onnx"), Path(), ONNX_FEEDS)
     (tmp_path / "small.data").unlink()
     with pytest.raises(SourceError, match=r"weights file .*small\.data is missing"):
         model_facts(onnx_spec(path), Path(), ONNX_FEEDS)

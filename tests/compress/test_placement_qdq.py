@@ -142,6 +142,21 @@ def test_encoders_quantize_what_products_read(encoder: GraphState) -> None:
     }
 
 
+def test_convolutions_among_products_write_eight_bits_too() -> None:
+    """Without that no integer convolution fuses, and the float one loses its fast layout."""
+    model = graphs.residual_cnn()
+    layers = find_layers(model)
+    placement = place(model, layers, "inputs")
+    assert set(placement.writers.values()) == {"Conv"}
+    assert not place(model, layers, "inputs", leave_out=["Conv"]).writers
+    state = int8_state(model, graphs.images(), placement="inputs")
+    for layer in layers:
+        readers = [
+            use.node.op_type for use in node_of(write_state(state, "u8s8"), layer.output.name or "").outputs[0].uses()
+        ]
+        assert layer.op != "Conv" or set(readers) <= {"QuantizeLinear", "Relu"}
+
+
 def test_attention_products_are_quantized_where_asked() -> None:
     state = int8_state(graphs.transformer(), graphs.tokens(), attention=True)
     model = write_state(state, "u8s8")
@@ -301,10 +316,15 @@ def test_padding_input_channels_changes_no_output(cnn: GraphState) -> None:
     model, feeds = write_state(cnn, "u8s8"), graphs.images()
     expected = graphs.run(model, feeds, optimize=False)
     assert pad_input_channels(model) == 1
+    assert all(value.shape == value.producer().inputs[0].shape for value in _dequantized_kernels(model))  # type: ignore[union-attr]
     for got, want in zip(graphs.run(model, feeds, optimize=False), expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
     fused = np.concatenate(graphs.run(model, feeds))
     assert output_cosine([fused], [np.concatenate(expected)]) > 0.999
+
+
+def _dequantized_kernels(model: ir.Model) -> list[ir.Value]:
+    return [node.inputs[1] for node in model.graph if node.op_type == "Conv" and node.inputs[1] is not None]
 
 
 def identity_shortcut() -> ir.Model:

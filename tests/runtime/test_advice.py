@@ -78,6 +78,8 @@ def test_reasons_fit_the_machine_and_the_graph() -> None:
     modern = {"cpu_flags": ["avx2", "avx512_vnni"]}
     assert len(reasons(5.0, "onnxruntime-cpu", modern, signed)) == 2  # signed activations, unfused pairs
     assert len(reasons(5.0, "openvino", modern, signed)) == 1
+    (said,) = reasons(5.0, "onnxruntime-cpu", modern, GraphFacts({"DequantizeLinear": 9, "MatMul": 9}, {}))
+    assert said.startswith("only the weights are in fewer bits")
     assert reasons(0.01, "openvino", modern, PLAIN) == [
         "a call is so short that its fixed cost dominates: compare throughput at a larger batch"
     ]
@@ -109,3 +111,8 @@ def test_plain_bf16_that_beats_the_candidate_is_recommended() -> None:
     (said,) = faster_elsewhere([*main, row("openvino", "candidate", "int8", 2.5)])
     assert said.startswith("openvino is the fastest way to run the candidate here: 2.50x")
     assert faster_elsewhere(main) == []
+
+
+def test_bf16_that_gains_nothing_over_float_is_not_recommended() -> None:
+    slow = [row("onnxruntime-cpu", "baseline", "float32", 1.0), row("onnxruntime-cpu", "candidate", "int8", 0.5)]
+    assert faster_elsewhere([*slow, row("openvino", "baseline", "bf16", 1.0)]) == []
