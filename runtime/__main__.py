@@ -16,7 +16,7 @@ import numpy as np
 
 from runtime import open_bundle
 from runtime.backends import BACKENDS
-from runtime.benchmark import benchmark
+from runtime.benchmark import benchmark, choose_backend
 from runtime.bundle import Manifest, read_manifest, verify
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.report import Report, render_json, render_text
@@ -109,7 +109,9 @@ def _show(report: Report, as_json: bool) -> None:
 def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     samples = _samples(manifest, options.inputs)
-    backend = options.backend or (manifest.target if manifest.target in BACKENDS else "onnxruntime-cpu")
+    backend, note = choose_backend(manifest.target, options.backend)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
         outputs = bundle.predict(samples)
     predictions = outputs.pop("prediction", None)

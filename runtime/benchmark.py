@@ -93,7 +93,7 @@ def choose_backend(target: str, asked: str | None) -> tuple[str, str | None]:
         return target, None
     _check_backend("onnxruntime-cpu")
     reason = BACKENDS[target].available() if target in BACKENDS else "there is no backend of that name here"
-    return "onnxruntime-cpu", f"The bundle was made for {target}, but it was measured on onnxruntime-cpu: {reason}."
+    return "onnxruntime-cpu", f"The bundle was made for {target}, but it runs on onnxruntime-cpu here: {reason}."
 
 
 def _check_backend(name: str) -> None:

@@ -98,7 +98,10 @@ def ratios(evidence: Mapping[str, Evidence]) -> dict[str, float]:
     for name in MEASURED:
         if name not in evidence or (before := evidence[name].baseline) is None:
             continue
-        after = evidence[name].candidate
+        after, speedup = evidence[name].candidate, evidence[name].speedup
+        if speedup is not None:
+            found[name] = speedup.value
+            continue
         part, whole = (after, before) if MEASURED[name].higher_is_better else (before, after)
         if whole.value > 0:
             found[name] = part.value / whole.value

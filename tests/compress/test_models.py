@@ -290,6 +290,13 @@ def test_a_relative_file_is_found_beside_the_recipe(python_file: Callable[[str],
     assert model_inputs(ModelSpec(source="python:net.py:make", task="generic"), tmp_path) == ("input",)
 
 
+def test_outputs_that_cannot_be_exported_are_named_by_their_types(python_file: Callable[[str], str]) -> None:
+    body = "class Net(nn.Module):\n    def forward(self, x): return x, None\ndef make(): return Net()"
+    spec = ModelSpec(source=python_file(body), task="generic")
+    with pytest.raises(SourceError, match="forward gives tuple of .*Tensor, NoneType; a tensor, or tensors in a tuple"):
+        model_facts(spec, Path(), {"x": ((2,), "float32")})
+
+
 def test_a_task_needs_its_output_shape(python_file: Callable[[str], str]) -> None:
     source = python_file("def make(): return nn.Conv2d(1, 4, 3)")
     spec = ModelSpec(source=source, task="image-classification")

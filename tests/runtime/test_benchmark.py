@@ -205,7 +205,7 @@ def test_a_target_that_cannot_run_here_is_measured_elsewhere_and_says_so() -> No
     chosen, note = choose_backend("tensorrt", None)
     assert chosen == "onnxruntime-cpu"
     assert note is not None
-    assert "made for tensorrt, but it was measured on onnxruntime-cpu" in note
+    assert "made for tensorrt, but it runs on onnxruntime-cpu here" in note
     assert choose_backend("onnxruntime-cpu", None) == ("onnxruntime-cpu", None)
 
 
