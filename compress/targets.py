@@ -66,12 +66,18 @@ TARGETS: dict[str, Target] = {
             "w8": FormatFact(
                 "fast",
                 "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; "
-                "level 0 would run at 0.02x",
+                "level 0 would run at 0.02x; faster where few rows run at once (decoding), not where many do",
             ),
             "w4": FormatFact(
-                "fast", "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing"
+                "fast",
+                "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing; "
+                "faster where few rows run at once (decoding), smaller but little faster where many do",
             ),
-            "w4-asym": FormatFact("fast", "fuses into MatMulNBits with zero points at accuracy_level 4"),
+            "w4-asym": FormatFact(
+                "fast",
+                "fuses into MatMulNBits with zero points at accuracy_level 4; faster where few rows run at once "
+                "(decoding), smaller but little faster where many do",
+            ),
             "float16": FormatFact(
                 "slow", "has few float16 CPU kernels and casts around the rest: smaller, but slower than float32"
             ),

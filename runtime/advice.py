@@ -28,7 +28,7 @@ def advise(
 ) -> list[str]:
     """Sentences, the most important first."""
     said = slower(evidence, backend, environment, graph)
-    return said + list(notes) + faster_elsewhere(rows) + noisy(evidence, environment)
+    return said + larger(evidence) + list(notes) + faster_elsewhere(rows) + noisy(evidence, environment)
 
 
 def slower(
@@ -45,6 +45,17 @@ def slower(
         return [f"The candidate is not measurably faster than the baseline: {times}, {speedup.value:.2f}x ({sure})."]
     why = reasons(latency.candidate.value, backend, environment, graph) or ["no reason for it can be seen from here"]
     return [f"The candidate is SLOWER than the baseline: {times}, {speedup.value:.2f}x. {_sentence('; '.join(why))}"]
+
+
+def larger(evidence: Mapping[str, Evidence]) -> list[str]:
+    """Says so where the candidate's files are not smaller; else nothing."""
+    size = evidence["size"]
+    if size.baseline is None or size.candidate.value < size.baseline.value:
+        return []
+    return [
+        f"The candidate is NOT SMALLER than the baseline: {size.candidate.value:.0f} bytes against "
+        f"{size.baseline.value:.0f}. The weights are too few for what their scales and operators add."
+    ]
 
 
 def reasons(latency_ms: float, backend: str, environment: Mapping[str, Any], graph: GraphFacts) -> list[str]:
@@ -70,6 +81,11 @@ def reasons(latency_ms: float, backend: str, environment: Mapping[str, Any], gra
         found.append(
             "only the weights are in fewer bits, which saves memory traffic when a call has few rows (tokens) and "
             "costs time when it has many; the int8 pass makes the products themselves faster"
+        )
+    if not pairs and not quantized and backend == "onnxruntime-cpu" and (casts := graph.count("Cast")) > 1:
+        found.append(
+            f"{casts} casts stand between float types: onnxruntime has few half-precision kernels for CPUs and "
+            "computes the rest in float32; half precision pays on a GPU or, as bf16, in openvino"
         )
     if latency_ms < FIXED_COST_MS:
         found.append("a call is so short that its fixed cost dominates: compare throughput at a larger batch")

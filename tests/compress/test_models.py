@@ -293,7 +293,9 @@ def test_a_relative_file_is_found_beside_the_recipe(python_file: Callable[[str],
 def test_outputs_that_cannot_be_exported_are_named_by_their_types(python_file: Callable[[str], str]) -> None:
     body = "class Net(nn.Module):\n    def forward(self, x): return x, None\ndef make(): return Net()"
     spec = ModelSpec(source=python_file(body), task="generic")
-    with pytest.raises(SourceError, match="forward gives tuple of .*Tensor, NoneType; a tensor, or tensors in a tuple"):
+    with pytest.raises(
+        SourceError, match=r"forward gives tuple of .*Tensor, NoneType; a tensor, or tensors in a tuple"
+    ):
         model_facts(spec, Path(), {"x": ((2,), "float32")})
 
 

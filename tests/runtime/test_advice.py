@@ -10,9 +10,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from runtime.advice import faster_elsewhere, noisy, reasons, slower
+from runtime.advice import faster_elsewhere, larger, noisy, reasons, slower
 from runtime.bundle import Judgement
-from runtime.evidence import Evidence, timing_evidence
+from runtime.evidence import Evidence, size_evidence, timing_evidence
 from runtime.onnx_graph import GraphFacts, graph_facts
 
 
@@ -60,6 +60,20 @@ def test_a_slower_candidate_is_told_first_with_the_reason() -> None:
     assert said.startswith("The candidate is SLOWER than the baseline: 3 ms against 2 ms on onnxruntime-cpu, 0.67x.")
     assert "9 activations are signed int8" in said
     assert "no VNNI or AMX" in said
+
+
+def test_casts_between_float_types_are_a_reason_on_a_cpu() -> None:
+    half = GraphFacts({"Cast": 12, "MatMul": 9}, {})
+    (said,) = reasons(3.0, "onnxruntime-cpu", X86, half)
+    assert said.startswith("12 casts stand between float types: onnxruntime has few half-precision kernels for CPUs")
+    assert reasons(3.0, "openvino", X86, half) == []
+
+
+@pytest.mark.parametrize(("after", "told"), [(99, False), (100, True), (120, True)])
+def test_a_candidate_that_is_not_smaller_is_told(after: int, told: bool) -> None:
+    said = larger(size_evidence(100, after))
+    assert bool(said) == told
+    assert all(text.startswith(f"The candidate is NOT SMALLER than the baseline: {after} bytes") for text in said)
 
 
 def test_a_reason_that_cannot_be_seen_is_not_invented() -> None:
