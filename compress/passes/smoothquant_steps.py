@@ -14,8 +14,8 @@ from compress.passes.choosing import choose_layers
 from compress.passes.context import PassContext, PassResult
 from compress.passes.smoothquant import SmoothQuant
 from compress.quantize.calibrate import collect_rows, observe
-from compress.quantize.smooth import ALPHAS, search_smoothing
-from compress.quantize.smooth_graph import apply_smoothing, input_groups
+from compress.quantize.smooth import ALPHAS, COSTLY, FREE, search_smoothing
+from compress.quantize.smooth_graph import apply_smoothing, foldable_norm, input_groups
 from compress.quantize.state import GraphState
 
 
@@ -34,14 +34,15 @@ def apply_smoothquant(knobs: SmoothQuant, state: GraphState, context: PassContex
     except ValueError as error:
         raise PassError(f"smoothquant: {error}") from error
     rows = collect_rows(model, groups, context.batches, knobs.rows, context.seed)
-    alphas, gain = (ALPHAS, 0.9) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
+    alphas = ALPHAS if knobs.alpha is None else (knobs.alpha,)
     decisions, measured = [], {}
     for name in context.progress(list(groups), "smoothquant: searching"):
         group, peak = groups[name], seen[name].channel_peak
         assert peak is not None
         _check_weights(group)
+        gain = float("inf") if knobs.alpha is not None else FREE if foldable_norm(group) is not None else COSTLY
         found = search_smoothing(rows[name], peak, [layer.matrix() for layer in group], alphas, gain)
-        how = "left alone: no strength lowers the error"
+        how = "left alone: no strength lowers the error enough"
         if found.scales is not None:
             how = f"alpha {found.alpha:g}, {apply_smoothing(model, group, found.scales)}"
         for layer in group:

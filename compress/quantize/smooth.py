@@ -17,6 +17,8 @@ from compress.quantize.observers import Observer, choose_range
 from compress.quantize.rounding import round_to_nearest
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+FREE, COSTLY = 0.9, 0.6
+"""Of what it was, the error must fall below this: for a smoothing that folds; for one that costs a multiplication."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ def search_smoothing(
     input_peak: np.ndarray,
     weights: Sequence[np.ndarray],
     alphas: Sequence[float] = ALPHAS,
-    gain: float = 0.9,
+    gain: float = FREE,
 ) -> Smoothing:
     """Try each alpha on sampled input rows [n, in] and the group's weights [out, in]; keep the best.
 
-    An alpha is taken only if the error falls below `gain` of what it was: each smoothing that cannot be folded into the
+    An alpha is taken only if the error falls below `gain` of what it was: a smoothing that cannot be folded into the
     layer before costs a multiplication at run time.
     """
     weight = np.concatenate([w.astype(np.float32) for w in weights])  # [sum of out, in]

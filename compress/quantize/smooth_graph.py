@@ -34,8 +34,8 @@ def apply_smoothing(model: ir.Model, group: Sequence[GraphLayer], scales: np.nda
         layer.node.replace_input_with(layer.weight_input, initializer(model, name, (weight * along).astype(np.float32)))
     value = group[0].data_input
     readers = {layer.node for layer in group}
-    norm = value.producer()
-    if norm is not None and _can_fold(norm, readers):
+    norm = foldable_norm(group)
+    if norm is not None:
         for parameter in norm.inputs[1:]:
             assert parameter is not None
             initializer(model, parameter.name or "", (constant(parameter) / scales).astype(np.float32))
@@ -47,6 +47,12 @@ def apply_smoothing(model: ir.Model, group: Sequence[GraphLayer], scales: np.nda
     reroute(uses, smoothed)
     model.graph.sort()
     return "multiplication"
+
+
+def foldable_norm(group: Sequence[GraphLayer]) -> ir.Node | None:
+    """The normalisation that gives the group's input and can take the scales in, or None."""
+    norm = group[0].data_input.producer()
+    return norm if norm is not None and _can_fold(norm, {layer.node for layer in group}) else None
 
 
 def _can_fold(norm: ir.Node, readers: Collection[ir.Node]) -> bool:
