@@ -49,12 +49,11 @@ class Autocast(Pass):
         """`model`: a GraphState; records the type and the nodes that stay float32 because of their range."""
         from compress.errors import PassError
         from compress.graph.half import layer_nodes  # numpy, onnx-ir
-        from compress.graph.layers import find_layers, layer_facts
+        from compress.graph.layers import find_layers
         from compress.passes.context import PassResult
         from compress.quantize.ranges import overflowing_nodes
 
-        bits_now = {name: float(weight.bits) for name, weight in model.weights.items()}
-        taken, kept = choose_layers(layer_facts(model.model, bits_now), (), self.ignore, self.unfit)
+        taken, kept = choose_layers(model.facts(), (), self.ignore, self.unfit)
         try:
             batches = context.progress(context.batches, "autocast: observing")
             overflowing = overflowing_nodes(model.model, self.dtype, self.headroom, batches)

@@ -43,7 +43,7 @@ class Equalize(Pass):
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState whose float graph is rewritten."""
         from compress.errors import PassError
-        from compress.graph.layers import find_layers, layer_facts  # numpy, onnx-ir, onnxruntime
+        from compress.graph.layers import find_layers  # numpy, onnx-ir, onnxruntime
         from compress.graph.run import clone
         from compress.passes.context import PassResult
         from compress.quantize.calibrate import observe
@@ -51,7 +51,7 @@ class Equalize(Pass):
         from compress.quantize.smooth import smoothing_scales
 
         graph = clone(model.model)
-        taken, kept = choose_layers(layer_facts(graph), (), self.ignore, self.unfit)
+        taken, kept = choose_layers(model.facts(), (), self.ignore, self.unfit)
         wanted = {layer.name for layer in taken}
         found = find_pairs(find_layers(graph))
         pairs = [pair for pair in found if pair.second.name in wanted and pair.first.name not in model.weights]

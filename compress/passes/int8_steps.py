@@ -8,7 +8,7 @@ from itertools import islice
 
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, matches
-from compress.graph.layers import find_layers, layer_facts
+from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.graph.shortcut import shortcuts_to_convolutions
 from compress.passes.context import Feeds, PassContext, PassResult
@@ -65,8 +65,7 @@ def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResu
 
 
 def _choose(knobs: Int8, state: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
-    bits = {name: float(weight.bits) for name, weight in state.weights.items()}
-    return knobs.choose(layer_facts(state.model, bits))
+    return knobs.choose(state.facts())
 
 
 def _placement(knobs: Int8, state: GraphState) -> Kind:

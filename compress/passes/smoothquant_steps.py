@@ -8,7 +8,7 @@ import numpy as np
 
 from compress.errors import PassError
 from compress.facts import LayerDecision
-from compress.graph.layers import GraphLayer, find_layers, layer_facts
+from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
 from compress.passes.context import PassContext, PassResult
@@ -21,7 +21,7 @@ from compress.quantize.state import GraphState
 
 def apply_smoothquant(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult:
     model = clone(state.model)
-    taken, kept = choose_layers(layer_facts(model), (), knobs.ignore, knobs.unfit)
+    taken, kept = choose_layers(state.facts(), (), knobs.ignore, knobs.unfit)
     wanted = {layer.name for layer in taken}
     all_groups = input_groups(find_layers(model))
     groups = {name: group for name, group in all_groups.items() if all(la.name in wanted for la in group)}

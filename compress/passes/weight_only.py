@@ -130,16 +130,13 @@ class WeightOnly(Pass):
 
     def begin(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """The layers to round, and a decision for each of the others. PassError on a graph of too low an opset."""
-        from compress.graph.layers import layer_facts  # numpy, onnx-ir
-
         opset = model.model.opset_imports[""]
         if opset < LOWEST_OPSET:
             raise PassError(
                 f"{self.kind}: block-wise weights need a graph of opset {LOWEST_OPSET} or later, "
                 f"and this one has {opset}"
             )
-        bits_now = {name: float(weight.bits) for name, weight in model.weights.items()}
-        return choose_layers(layer_facts(model.model, bits_now), self.targets, self.ignore, self.unfit)
+        return choose_layers(model.facts(), self.targets, self.ignore, self.unfit)
 
 
 def _format(bits: int, symmetric: bool) -> Format:

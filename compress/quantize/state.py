@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
+from compress.facts import LayerFacts
+from compress.graph.layers import layer_facts
 from compress.quantize.placement import Kind
 from compress.quantize.rounding import QuantizedWeight
 
@@ -55,6 +57,10 @@ class GraphState:
     dynamic: bool = False
     half: str | None = None
     half_kept: list[str] = field(default_factory=list)
+
+    def facts(self) -> tuple[LayerFacts, ...]:
+        """The graph's layers as the plan knows them, the decided ones in the bits they are stored in."""
+        return layer_facts(self.model, {name: float(weight.bits) for name, weight in self.weights.items()})
 
     def to_float(self, layer: str) -> None:
         """Return one layer to float."""
