@@ -44,6 +44,73 @@ class LayerFacts:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Layers that read one tensor, in the order in which they run; found by running the model once.
+
+    `source`: the module whose output that tensor is, where a scale for each of its channels can be folded into that
+    module exactly; `how`: "norm" (a normalisation with a weight), "linear" (a layer whose outputs reach this tensor
+    channel by channel through nothing but multiplications and moves: up_proj -> down_proj), "value" (the same through
+    attention's weighted sums, each output channel of the source serving `source_repeat` query heads: v_proj -> o_proj).
+    """
+
+    layers: tuple[str, ...]
+    source: str = ""
+    how: Literal["", "norm", "linear", "value"] = ""
+    source_repeat: int = 1
+    head_size: int = 0
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One of a chain of modules, each reading what the one before gives (a transformer layer).
+
+    `readings` in the order in which they run. `experts`: the layers of each expert of a mixture.
+    """
+
+    name: str
+    readings: tuple[Reading, ...]
+    experts: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(layer for reading in self.readings for layer in reading.layers)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The stream that blocks add to, for rotations. Names of layers, in the order in which they run.
+
+    `embeddings` and `writers` give it, `readers` read it through a norm of `norms` (norm, the layers that read it).
+    """
+
+    width: int
+    embeddings: tuple[str, ...]
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    norms: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a torch model is made, found by running it once. `before` and `after`: what layers outside the blocks read.
+
+    A model without a chain of blocks is one block, named "". `residual`: None where it is not a plain one, and `notes`
+    say why.
+    """
+
+    blocks: tuple[BlockFacts, ...]
+    before: tuple[Reading, ...] = ()
+    after: tuple[Reading, ...] = ()
+    residual: Residual | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """All of them, in the order in which they run."""
+        return (*self.before, *(reading for block in self.blocks for reading in block.readings), *self.after)
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """A model as the plan sees it. `other_bytes` is everything outside `layers` (norms, biases, buffers)."""
 
@@ -59,6 +126,8 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
     opset: int | None = None
     """Of an ONNX file; a torch model gets that of its export."""
+    structure: Structure | None = None
+    """Of a torch model."""
 
     @property
     def n_bytes(self) -> int:
