@@ -14,6 +14,7 @@ from compress.passes import PASSES, Pass
 from compress.passes.base import Record
 from compress.targets import TargetName
 from runtime.bundle import Judgement
+from runtime.language import LanguagePreprocess
 from runtime.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
 
 MODEL_SOURCES = ("hf:<hub id>", "dir:<folder>", "python:<module or file.py>:<factory>", "onnx:<file>")
@@ -35,12 +36,14 @@ def _source(examples: tuple[str, ...]) -> Any:
     return Field(pattern=rf"^({prefixes}):.+", examples=list(examples))
 
 
-Task = Literal["image-classification", "text-classification", "feature-extraction", "generic"]
+Task = Literal["image-classification", "text-classification", "feature-extraction", "text-generation", "generic"]
 if TYPE_CHECKING:
     AnyPass = Pass
 else:
     AnyPass = Annotated[reduce(or_, PASSES), Field(discriminator="kind")]
-Preprocess = Annotated[ImagePreprocess | TextPreprocess | TensorPreprocess, Field(discriminator="kind")]
+Preprocess = Annotated[
+    ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess, Field(discriminator="kind")
+]
 
 
 class ModelSpec(Record):

@@ -12,6 +12,7 @@ from compress.passes import Pass
 from compress.schema import Recipe
 from runtime.bundle import Benchmark, Judgement
 from runtime.files import sha256_of
+from runtime.language import LanguagePreprocess
 from runtime.metrics import METRICS
 from runtime.preprocess import TextPreprocess
 from runtime.records import to_json
@@ -73,7 +74,7 @@ def quality_gates(judgement: Judgement) -> Judgement:
 def _preprocess(inputs: Inputs) -> list[Any]:
     """What is said of preprocessing, and the tokenizer's digest."""
     said = inputs.preprocess
-    if not isinstance(said, TextPreprocess) or inputs.folder is None:
+    if not isinstance(said, TextPreprocess | LanguagePreprocess) or inputs.folder is None:
         return [to_json(said)]
     return [to_json(said), sha256_of(inputs.folder / said.tokenizer)]
 

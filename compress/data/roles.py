@@ -20,6 +20,7 @@ TASK_ROLES: dict[str, tuple[str, ...]] = {
     "image-classification": ("image",),
     "text-classification": ("text", "text_pair"),
     "feature-extraction": ("text", "text_pair"),
+    "text-generation": ("text",),
     "generic": (),
 }
 """Task -> the roles of its inputs, the first of them required; a generic model's roles are its input names."""

@@ -17,7 +17,8 @@ from compress.models.source import Source, locate, read_onnx
 from compress.schema import ModelSpec
 from runtime.bundle import TensorSpec
 from runtime.images import resized
-from runtime.manifest import TEXT_TASKS
+from runtime.language import LanguagePreprocess
+from runtime.manifest import CLASSIFICATION, TEXT_TASKS
 from runtime.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
 from runtime.texts import FEEDS
 
@@ -37,7 +38,7 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
     Texts are taken at `max_length`. SourceError if an image's size is told neither by `preprocess` nor by `samples`.
     """
     names = model_inputs(spec, root)
-    if isinstance(preprocess, TextPreprocess):
+    if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
     if isinstance(preprocess, ImagePreprocess):
         size = _image_size(preprocess, samples)
@@ -100,17 +101,17 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
     name = huggingface.OUTPUTS[spec.task]
     shape, dtype = next(iter(outputs.values()))
-    rank = 3 if name == "last_hidden_state" else 2
+    rank = 3 if spec.task in ("feature-extraction", "text-generation") else 2
     if len(outputs) != 1 or len(shape) != rank:
         found = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
-        wanted = "[batch, sequence, width]" if rank == 3 else "[batch, classes]"
+        wanted = "[batch, classes]" if rank == 2 else "[batch, sequence, width]"
         raise SourceError(f"{spec.source}: task {spec.task} needs one output {wanted}, but forward gives {found}")
     _check_class_names(spec, shape[-1])
     return (TensorSpec(name, dtype, ("batch", "sequence", shape[2]) if rank == 3 else ("batch", shape[1])),)
 
 
 def _check_class_names(spec: ModelSpec, n: int) -> None:
-    if spec.class_names and spec.task != "feature-extraction" and len(spec.class_names) != n:
+    if spec.class_names and spec.task in (*CLASSIFICATION, "generic") and len(spec.class_names) != n:
         raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {n} classes")
 
 

@@ -15,11 +15,16 @@ from compress.models.source import Source
 from compress.models.weights import safetensors_shapes
 from compress.schema import ModelSpec
 
-OUTPUTS = {"image-classification": "logits", "text-classification": "logits", "feature-extraction": "last_hidden_state"}
+OUTPUTS = {
+    "image-classification": "logits",
+    "text-classification": "logits",
+    "feature-extraction": "last_hidden_state",
+    "text-generation": "logits",
+}
 
 
 class TextModel(nn.Module):
-    """input_ids, attention_mask (and token_type_ids), int64 [B, T] -> logits [B, C] or hidden states [B, T, D]."""
+    """input_ids, attention_mask (and token_type_ids), int64 [B, T] -> logits [B, C], or [B, T, V], or states [B, T, D]."""
 
     def __init__(self, wrapped: nn.Module, output: str) -> None:
         super().__init__()
@@ -148,6 +153,8 @@ def _has_optional_pooler(config: Any) -> bool:
 
 
 def _wrap(spec: ModelSpec, model: nn.Module) -> nn.Module:
+    if spec.task == "text-generation":
+        model.config.use_cache = False  # type: ignore[union-attr]
     wrapper = ImageModel if spec.task == "image-classification" else TextModel
     return wrapper(model, OUTPUTS[spec.task]).eval()
 

@@ -22,6 +22,7 @@ from compress.models.trace import run
 from compress.models.weights import check_finite, load_state
 from compress.schema import ModelSpec
 from runtime.bundle import TensorSpec
+from runtime.manifest import CLASSIFICATION
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def _class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    if source.kind != "huggingface" or spec.task == "feature-extraction":
+    if source.kind != "huggingface" or spec.task not in CLASSIFICATION:
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))
 

@@ -9,9 +9,13 @@ from typing import Any
 from compress.errors import SourceError
 from compress.models.source import Source, locate
 from compress.schema import ModelSpec
-from runtime.manifest import TEXT_TASKS
+from runtime.language import LanguagePreprocess
 from runtime.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
 
+USUAL_CONTEXT = 2048
+"""Tokens of a language model's text where a recipe does not say."""
+_KINDS = {"text-classification": "text", "feature-extraction": "text", "text-generation": "language"}
+"""Task -> the kind of preprocessing that its texts need."""
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -31,14 +35,15 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
     if source.folder is None:
         raise SourceError(
             f"preprocess: a {spec.task} model from {spec.source} does not say how its inputs are made; add "
-            f"`preprocess: {{kind: {'text' if spec.task in TEXT_TASKS else 'image'}, ...}}` as in its training, or "
+            f"`preprocess: {{kind: {_KINDS.get(spec.task, 'image')}, ...}}` as in its training, or "
             "`{kind: tensor}` if the data holds its inputs ready"
         )
-    return _checked(spec, source, _text(source.folder) if spec.task in TEXT_TASKS else _image(source.folder))
+    read = {"text": _text, "language": _language, "image": _image}[_KINDS.get(spec.task, "image")]
+    return _checked(spec, source, read(source.folder))
 
 
 def _checked(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
-    if isinstance(preprocess, TextPreprocess):
+    if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     if isinstance(preprocess, ImagePreprocess) and spec.task != "image-classification":
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
@@ -47,12 +52,12 @@ def _checked(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> Pre
     return preprocess
 
 
-def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess) -> None:
-    if spec.task not in TEXT_TASKS:
-        raise SourceError(f"preprocess: kind: text does not fit the task {spec.task}")
+def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
+    if _KINDS.get(spec.task) != preprocess.kind:
+        raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
     if source.folder is None:
         raise SourceError(
-            f"preprocess: kind: text needs {preprocess.tokenizer} beside the model's weights; copy it there"
+            f"preprocess: kind: {preprocess.kind} needs {preprocess.tokenizer} beside the model's weights; copy it there"
         )
     if not (source.folder / preprocess.tokenizer).is_file():
         raise SourceError(
@@ -64,6 +69,25 @@ def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess) -> 
         raise SourceError(
             f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
         )
+
+
+def _language(folder: Path) -> LanguagePreprocess:
+    """`max_length` is what the model can read, at most USUAL_CONTEXT; the first token is the tokenizer's own rule."""
+    tokenizer, config = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    bos = config.get("bos_token_id")
+    adds = tokenizer.get("add_bos_token")
+    if adds is None:
+        adds = _adds_bos(folder / "tokenizer.json", tokenizer.get("bos_token"))
+    return LanguagePreprocess(
+        max_length=min(_n_positions(config) or USUAL_CONTEXT, USUAL_CONTEXT),
+        bos_token_id=int(bos) if adds and isinstance(bos, int) else None,
+    )
+
+
+def _adds_bos(path: Path, token: Any) -> bool:
+    """True if the tokenizer itself puts the token before every text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return bool(text) and json.dumps(text) in json.dumps(_json(path).get("post_processor"))
 
 
 def _text(folder: Path) -> TextPreprocess:

@@ -132,7 +132,22 @@ def _huggingface(spec: ModelSpec, folder: Path) -> Source:
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not weights:
         raise SourceError(f"{spec.source}: {folder} has no *.safetensors (nor pytorch_model*.bin)")
+    _check_shards(folder)
     return Source("huggingface", folder, tuple(weights))
+
+
+def _check_shards(folder: Path) -> None:
+    """SourceError naming the shards that the index lists and the folder lacks."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, AttributeError) as error:
+        raise SourceError(f"{index}: is not an index of shards: {error}") from error
+    missing = sorted(name for name in shards if not (folder / str(name)).is_file())
+    if missing:
+        raise SourceError(f"{folder}: shards are missing: {', '.join(missing)}; copy or download them again")
 
 
 def _onnx(spec: ModelSpec, path: Path) -> Source:
