@@ -11,6 +11,10 @@ from compress.passes.base import Record
 from compress.targets import TargetName
 
 
+CHECKPOINT_TARGET: TargetName = "transformers"
+"""What a checkpoint is for where the recipe does not say."""
+
+
 class OnnxExport(Record):
     """An ONNX graph in the flavour that `target` is fast on (default: the recipe's target)."""
 

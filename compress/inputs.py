@@ -25,6 +25,8 @@ from runtime.preprocess import PreprocessSpec, make_preprocessor
 
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
+TEXTS = ("text", "language")
+"""Kinds of preprocessing that make tokens."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Batches(Sequence[Feeds]):
         task = inputs.recipe.model.task
         self.views = encoding_views(task, samples.columns)
         fixed = fixed_batch(specs)
-        self.size = size or fixed or (1 if inputs.preprocess.kind == "text" else IMAGE_BATCH)
+        self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
         starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
         self.rows = [
             (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts

@@ -8,17 +8,15 @@ from typing import Any
 
 from compress.cache import StepCache, default_root
 from compress.errors import PlanError
-from compress.facts import LOWEST_OPSET, LayerDecision, ModelFacts, Note
+from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
-from compress.inputs import IMAGE_BATCH, Inputs, read_inputs
+from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, read_inputs
+from compress.legality import objections
 from compress.network import restrict_network
-from compress.passes import Pass
 from compress.schema import Recipe
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
 from runtime.benchmark import choose_backend
-from runtime.errors import UsageError
-from runtime.gates import check_gates
 from runtime.manifest import fixed_batch
 
 
@@ -79,18 +77,9 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     done, problems = _planned_passes(inputs, keys, store)
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
-    batch = 1 if inputs.preprocess.kind == "text" else fixed_batch(before.inputs) or IMAGE_BATCH
+    batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     expected = forecast(recipe, before, after, samples, batch)
-    problems = [
-        *inputs.problems,
-        *_data_problems(inputs),
-        *_order_problems(recipe.passes, before.source),
-        *problems,
-        *_export_problems(recipe),
-        *_opset_problems(recipe, before),
-        *_gate_problems(inputs),
-        *_limit_problems(recipe, expected),
-    ]
+    problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     if problems:
         raise PlanError(problems)
     first = [
@@ -120,92 +109,6 @@ def _planned_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[l
         done.append(_Done(PlannedStep(one.kind, key, store.has(key), *sizes, plan.decisions, plan.notes), plan.facts))
         facts = plan.facts
     return done, problems
-
-
-def _data_problems(inputs: Inputs) -> list[str]:
-    recipe, problems = inputs.recipe, []
-    calibrated = [one.kind for one in recipe.passes if one.needs_calibration]
-    if calibrated and recipe.data.calibration is None:
-        problems.append(f"data: {calibrated[0]} needs a calibration set; add data.calibration")
-    if recipe.data.evaluation is None:
-        problems.append("data: there is no evaluation set to judge the result on; add data.evaluation")
-    fixed, calibration = fixed_batch(inputs.facts.inputs), inputs.data.get("calibration")
-    if fixed is not None and calibration is not None and calibration.n_samples < fixed:
-        problems.append(
-            f"data.calibration: {calibration.n_samples} samples do not fill one batch of {fixed}, which the model is "
-            "bound to; give more, or export the model with a free batch"
-        )
-    return problems
-
-
-def _order_problems(passes: tuple[Pass, ...], source: str) -> list[str]:
-    """Model passes rewrite the torch module, graph passes what was exported from it: the former come first."""
-    problems, graph = [], None
-    for index, one in enumerate(passes):
-        if one.stage == "graph":
-            graph = one.kind
-        elif source == "onnx":
-            problems.append(f"passes.{index}: {one.kind} rewrites a torch model, and an onnx: source is none")
-        elif graph is not None:
-            problems.append(f"passes.{index}: {one.kind} rewrites the torch model and must come before {graph}")
-    return problems
-
-
-def _export_problems(recipe: Recipe) -> list[str]:
-    """Every further flavour must be able to hold what the passes leave."""
-    problems, seen, opset = [], set(), recipe.export[0].opset
-    for index, export in enumerate(recipe.export):
-        name = export.target or recipe.target
-        if export.opset != opset:
-            problems.append(
-                f"export.{index}: opset {export.opset}, but export.0 has {opset}; one graph serves them all"
-            )
-        if name in seen:
-            problems.append(f"export.{index}: a second file for target {name}; give each target once")
-        seen.add(name)
-        for one in recipe.passes:
-            if name != recipe.target and (text := one.refused_by(TARGETS[name])):
-                problems.append(f"export.{index}: {text}")
-    if recipe.target not in seen:
-        problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {{kind: onnx}}")
-    return problems
-
-
-def _opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
-    """A graph's opset must have the operators that a pass needs."""
-    opset, mend = recipe.export[0].opset, "set it as export.0.opset"
-    if facts.opset is not None:
-        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
-    return [
-        f"passes.{index}: {one.kind} needs a graph of opset {one.lowest_opset} or later; this one has {opset}: {mend}"
-        for index, one in enumerate(recipe.passes)
-        if opset < one.lowest_opset and one.lowest_opset > LOWEST_OPSET
-    ]
-
-
-def _gate_problems(inputs: Inputs) -> list[str]:
-    """Gates and metrics that could not be judged at the end are refused now."""
-    evaluation = inputs.data.get("evaluation")
-    if evaluation is None:
-        return []
-    try:
-        check_gates(inputs.recipe.validate_, inputs.recipe.model.task, evaluation.has_labels)
-    except UsageError as error:
-        return [f"validate: {problem}" for problem in error.problems]
-    return []
-
-
-def _limit_problems(recipe: Recipe, expected: Forecast) -> list[str]:
-    limits, problems = recipe.limits, []
-    memory, disk = expected.memory_bytes / 2**30, expected.disk_bytes / 2**30
-    if limits.memory_gib is not None and memory > limits.memory_gib:
-        problems.append(
-            f"limits.memory_gib: about {memory:.1f} GiB are needed, {limits.memory_gib:g} are allowed; use a smaller "
-            "model, or raise the limit"
-        )
-    if limits.disk_gib is not None and disk > limits.disk_gib:
-        problems.append(f"limits.disk_gib: about {disk:.1f} GiB are needed, {limits.disk_gib:g} are allowed")
-    return problems
 
 
 def _notes(inputs: Inputs) -> tuple[Note, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from compress.exports import OnnxExport
+from compress.exports import CHECKPOINT_TARGET, OnnxExport
 from compress.passes import PASSES, Pass
 from compress.passes.base import Record
 from compress.targets import TargetName
@@ -154,6 +154,20 @@ class Recipe(Record):
         copy = self.model_copy()
         copy._root = root
         return copy
+
+    @property
+    def opset(self) -> int:
+        """Of the ONNX graph that every ONNX file is made from."""
+        return next((export.opset for export in self.export if isinstance(export, OnnxExport)), OnnxExport().opset)
+
+    @property
+    def has_onnx(self) -> bool:
+        """True if an ONNX file is written, which the runtime can run."""
+        return any(isinstance(export, OnnxExport) for export in self.export)
+
+    def target_of(self, export: Any) -> TargetName:
+        """The runtime that a file is for."""
+        return export.target or (self.target if isinstance(export, OnnxExport) else CHECKPOINT_TARGET)
 
     def __eq__(self, other: object) -> bool:
         """Equal if they say the same, wherever they stand."""

@@ -22,8 +22,8 @@ from runtime.records import to_json
 class StepKeys:
     """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs.
 
-    `passed_graph`: the graph exported after the model passes, on which the graph passes work; the float graph if there
-    are none.
+    `passed_graph`: the graph exported after the passes over the torch model, on which the graph passes work; the float
+    graph if there are none.
     """
 
     float_graph: str
@@ -37,16 +37,17 @@ def step_keys(inputs: Inputs) -> StepKeys:
     recipe = inputs.recipe
     data = {name: _set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
-    export = [inputs.feeds, _preprocess(inputs), recipe.export[0].opset, list(recipe.model.class_names), example]
+    export = [inputs.feeds, _preprocess(inputs), recipe.opset, list(recipe.model.class_names), example]
     float_graph = passed_graph = step_key("export", inputs.digest, export)
     keys, previous = [], inputs.digest
-    for one in (one for one in recipe.passes if one.stage == "model"):
-        previous = step_key("model pass", previous, _uses(one, recipe, data))
+    staged = [(one, one.stage_on(inputs.facts)) for one in recipe.passes]
+    for one, stage in ((one, stage) for one, stage in staged if stage != "graph"):
+        previous = step_key(f"{stage} pass", previous, _uses(one, recipe, data), _preprocess(inputs))
         keys.append(previous)
     if keys:
         passed_graph = step_key("export", previous, export)
     previous = passed_graph
-    for one in (one for one in recipe.passes if one.stage == "graph"):
+    for one in (one for one, stage in staged if stage == "graph"):
         previous = step_key("pass", previous, _uses(one, recipe, data))
         keys.append(previous)
     judged = recipe.validate_

@@ -34,6 +34,8 @@ class Target:
     formats: dict[str, FormatFact] = field(default_factory=dict)
     group_sizes: tuple[int, ...] = ()
     group_sizes_8bit: tuple[int, ...] = ()
+    reads: Literal["onnx", "checkpoint"] = "onnx"
+    """The kind of export that it loads."""
 
     def fact(self, name: Format) -> FormatFact:
         return self.formats[name]

@@ -22,6 +22,8 @@ class _Starter:
     data: str
     passes: str
     gates: str
+    speed: str = "latency_p50"
+    """The metric whose speed-up is a gate."""
 
 
 _INT8 = """  - kind: int8                 # weights and activations in eight bits
@@ -50,6 +52,16 @@ _STARTERS = {
         _TEXT_DATA,
         _TEXT_PASSES,
         "    - {metric: cosine, min: 0.98}           # to the baseline's; with text_pair and label: spearman\n",
+    ),
+    "text-generation": _Starter(
+        "dir:model",
+        """  # each text alone, or with `preprocess: {kind: language, pack: 512}` windows of the texts joined
+  calibration: {source: "jsonl:train.jsonl", samples: 256}
+  evaluation: {source: "jsonl:test.jsonl", samples: 200}
+""",
+        "  - {kind: gptq, scheme: W4A16, group_size: 32}   # lm_head stays float; awq before it is a normal thing\n",
+        "    - {metric: nll, max_drop: 0.05}         # nats per token\n",
+        "tpot",
     ),
     "generic": _Starter(
         "onnx:model.onnx",
@@ -91,7 +103,7 @@ model:
 passes:
 {parts.passes}validate:
   gates:                       # all must hold, with confidence; otherwise the exit code is 3
-{parts.gates}    - {{metric: latency_p50, min_speedup: 1.2}}
+{parts.gates}    - {{metric: {parts.speed}, min_speedup: 1.2}}
     - {{metric: size_ratio, min: 2}}
 """
 

@@ -33,15 +33,18 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
+Stage = Literal["model", "blocks", "graph"]
+
+
 class Pass(Record):
     """One step of a recipe.
 
     `stage` says what it works on: the torch module ("model": `apply` takes and gives a `LoadedModel` whose module has
-    the same parameters with other values) or the ONNX graph ("graph": a `GraphState`). Model passes come before graph
-    passes in a recipe, because the export stands between them.
+    the same parameters with other values), the torch module streamed block by block ("blocks": a `StreamedModel`) or
+    the ONNX graph ("graph": a `GraphState`). In a recipe they come in this order.
     """
 
-    stage: ClassVar[Literal["model", "graph"]] = "graph"
+    stage: ClassVar[Stage] = "graph"
     needs_calibration: ClassVar[bool] = False
     calibration_runs: ClassVar[float] = 0.0
     """Forward passes over the calibration data that `apply` costs, its own arithmetic counted in: for the forecast."""
@@ -50,6 +53,10 @@ class Pass(Record):
     lowest_opset: ClassVar[int] = 17
     """Of a graph that can hold what the pass leaves."""
     kind: str
+
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        """What it works on for such a model."""
+        return self.stage
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         """What the pass would do to such a model. Raises nothing: what is wrong goes into `problems`, naming layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from compress.errors import PlanError, SourceError
+from compress.facts import ModelFacts
+from compress.legality import export_problems, order_problems
 from compress.passes import Int8, Pass, Rtn
-from compress.planner import Plan, _export_problems, _order_problems, make_plan
+from compress.planner import Plan, make_plan
 from compress.recipe import load_recipe
 from compress.schema import Recipe
 
@@ -49,9 +52,13 @@ class Prune(Pass):
 
 
 def test_model_passes_come_before_graph_passes() -> None:
-    assert _order_problems((Prune(), Prune(), Int8(), Rtn()), "torch") == []
-    assert _order_problems((Int8(), Prune()), "torch") == [
-        "passes.1: prune rewrites the torch model and must come before int8"
+    facts = ModelFacts("torch", "Net", "generic", (), (), ())
+    assert order_problems((Prune(), Prune(), Rtn(), Int8()), facts) == []
+    assert order_problems((Int8(), Prune()), facts) == [
+        "passes.1: prune rewrites the whole torch model and must come before int8"
+    ]
+    assert order_problems((Prune(),), replace(facts, source="onnx")) == [
+        "passes.0: prune rewrites a torch model, and an onnx: source is none"
     ]
 
 
@@ -84,7 +91,7 @@ def test_every_layer_is_spoken_of_and_what_is_kept_has_a_reason(tmp_path: Path, 
 
 def test_a_further_flavour_must_hold_what_the_passes_leave(tmp_path: Path) -> None:
     both = "export=[{kind: onnx}, {kind: onnx, target: tensorrt}]"
-    assert _export_problems(recipe(tmp_path, both)) == []
+    assert export_problems(recipe(tmp_path, both), ModelFacts("torch", "Net", "generic", (), (), ())) == []
     with pytest.raises(PlanError, match=r"export\.1: int8: target tensorrt has no run-time activation quantization"):
         planned(tmp_path, both, "passes=[{kind: int8, mode: dynamic}]")
 

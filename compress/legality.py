@@ -1,0 +1,138 @@
+"""What is wrong with a recipe, known before any work: its sets, the order of its passes, what it exports, its gates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from compress.exports import OnnxExport
+from compress.facts import LOWEST_OPSET, ModelFacts
+from compress.forecast import Forecast
+from compress.inputs import Inputs
+from compress.passes import Pass
+from compress.schema import Recipe
+from compress.targets import TARGETS
+from runtime.errors import UsageError
+from runtime.gates import check_gates
+from runtime.manifest import fixed_batch
+
+STAGES = ("model", "blocks", "graph")
+"""In the order in which they run."""
+
+
+def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
+    """All of it, as sentences that name the place. `root`: the folder in which finished steps are kept."""
+    recipe, facts = inputs.recipe, inputs.facts
+    return [
+        *data_problems(inputs),
+        *order_problems(recipe.passes, facts),
+        *export_problems(recipe, facts),
+        *opset_problems(recipe, facts),
+        *gate_problems(inputs),
+        *limit_problems(recipe, expected, root),
+    ]
+
+
+def data_problems(inputs: Inputs) -> list[str]:
+    recipe, problems = inputs.recipe, []
+    calibrated = [one.kind for one in recipe.passes if one.needs_calibration]
+    if calibrated and recipe.data.calibration is None:
+        problems.append(f"data: {calibrated[0]} needs a calibration set; add data.calibration")
+    if recipe.data.evaluation is None:
+        problems.append("data: there is no evaluation set to judge the result on; add data.evaluation")
+    fixed, calibration = fixed_batch(inputs.facts.inputs), inputs.data.get("calibration")
+    if fixed is not None and calibration is not None and calibration.n_samples < fixed:
+        problems.append(
+            f"data.calibration: {calibration.n_samples} samples do not fill one batch of {fixed}, which the model is "
+            "bound to; give more, or export the model with a free batch"
+        )
+    return problems
+
+
+def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
+    """Passes on the torch module come before those on its blocks, and these before those on the exported graph."""
+    problems, latest, kind = [], 0, ""
+    for index, one in enumerate(passes):
+        rank = STAGES.index(one.stage_on(facts))
+        if rank < STAGES.index("graph") and facts.source == "onnx":
+            problems.append(f"passes.{index}: {one.kind} rewrites a torch model, and an onnx: source is none")
+        elif rank < latest:
+            what = ("the whole torch model", "the torch model's blocks")[rank]
+            problems.append(f"passes.{index}: {one.kind} rewrites {what} and must come before {kind}")
+        if rank > latest:
+            latest, kind = rank, one.kind
+    return problems
+
+
+def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Every file must be able to hold what the passes leave, each target has one, and the recipe's own has one."""
+    problems, seen = [], set()
+    for index, export in enumerate(recipe.export):
+        name = recipe.target_of(export)
+        where, target = f"export.{index}", TARGETS[name]
+        if isinstance(export, OnnxExport) and export.opset != recipe.opset:
+            problems.append(f"{where}: opset {export.opset}, but another has {recipe.opset}; one graph serves them all")
+        if export.kind != target.reads:
+            problems.append(f"{where}: target {name} reads kind: {target.reads}; name this file's own target")
+        if (export.kind, name) in seen:
+            problems.append(f"{where}: a second file for target {name}; give each target once")
+        seen.add((export.kind, name))
+        for one in recipe.passes:
+            if name != recipe.target and (text := one.refused_by(target)):
+                problems.append(f"{where}: {text}")
+            if export.kind == "checkpoint" and one.stage_on(facts) == "graph":
+                problems.append(f"{where}: {one.kind} rewrites the ONNX graph, which a checkpoint is not made from")
+    if recipe.target not in {name for _, name in seen}:
+        kind = TARGETS[recipe.target].reads
+        problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {{kind: {kind}}}")
+    if not recipe.has_onnx and recipe.model.task != "text-generation":
+        problems.append(f"export: a {recipe.model.task} model is judged as an ONNX graph; add {{kind: onnx}}")
+    if facts.source == "onnx" and any(export.kind == "checkpoint" for export in recipe.export):
+        problems.append("export: a checkpoint is made from a torch model, and an onnx: source is none")
+    return problems
+
+
+def opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """A graph's opset must have the operators that a pass needs."""
+    opset, mend = recipe.opset, "set it as export.0.opset"
+    if facts.opset is not None:
+        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
+    return [
+        f"passes.{index}: {one.kind} needs a graph of opset {one.lowest_opset} or later; this one has {opset}: {mend}"
+        for index, one in enumerate(recipe.passes)
+        if opset < one.lowest_opset and one.lowest_opset > LOWEST_OPSET and recipe.has_onnx
+    ]
+
+
+def gate_problems(inputs: Inputs) -> list[str]:
+    """Gates and metrics that could not be judged at the end are refused now."""
+    evaluation = inputs.data.get("evaluation")
+    if evaluation is None:
+        return []
+    try:
+        check_gates(inputs.recipe.validate_, inputs.recipe.model.task, evaluation.has_labels)
+    except UsageError as error:
+        return [f"validate: {problem}" for problem in error.problems]
+    return []
+
+
+def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:
+    """What the recipe allows, and the free disk where the steps are kept."""
+    limits, problems = recipe.limits, []
+    memory, disk = expected.memory_bytes / 2**30, expected.disk_bytes / 2**30
+    if limits.memory_gib is not None and memory > limits.memory_gib:
+        problems.append(
+            f"limits.memory_gib: about {memory:.1f} GiB are needed, {limits.memory_gib:g} are allowed; use a smaller "
+            "model, or raise the limit"
+        )
+    if limits.disk_gib is not None and disk > limits.disk_gib:
+        problems.append(f"limits.disk_gib: about {disk:.1f} GiB are needed, {limits.disk_gib:g} are allowed")
+    existing = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free / 2**30
+    if disk > free:
+        problems.append(
+            f"{existing}: about {disk:.1f} GiB are needed and {free:.1f} are free; make room, or set COMPRESS_CACHE to "
+            "a folder on another disk"
+        )
+    return problems
