@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from compress.data.inspect import DataFacts, inspect_data
-from compress.data.samples import Samples, load_samples
+from compress.data.samples import Samples, load_samples, samples_of
 from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
@@ -19,6 +19,8 @@ from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate, model_digest
 from compress.schema import Recipe
+from runtime.errors import UsageError
+from runtime.language import LanguagePreprocess, make_language_encoder
 from runtime.manifest import TensorSpec, fixed_batch
 from runtime.predict import encoding_views
 from runtime.preprocess import PreprocessSpec, make_preprocessor
@@ -77,7 +79,23 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     recipe = inputs.recipe
     spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, recipe.model.class_names
-    return load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+    samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+    return samples if task != "text-generation" else _tokens_checked(samples, name, inputs)
+
+
+def _tokens_checked(samples: Samples, name: str, inputs: Inputs) -> Samples:
+    """Texts as they are, or packed where the recipe says so; SourceError for tokens that the model does not know."""
+    vocab_size = inputs.facts.outputs[0].shape[-1]
+    assert isinstance(inputs.preprocess, LanguagePreprocess) and isinstance(vocab_size, int)
+    encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.folder, vocab_size)
+    try:
+        columns = dict(encoder.samples(samples.columns))
+        sequences = encoder.sequences(columns)
+        if max(map(len, sequences)) < 2:
+            raise UsageError("no text has two tokens: there is nothing to predict")
+    except UsageError as error:
+        raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
+    return samples if columns.keys() == samples.columns.keys() else samples_of(columns)
 
 
 class Batches(Sequence[Feeds]):

@@ -16,9 +16,12 @@ from safetensors.torch import save_model
 
 from compress.cache import Step, StepCache
 from compress.errors import ExportError, OutputError
+from compress.export.decoder import export_decoder
+from compress.export.decoder_parity import check_decoder_parity
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
 from compress.export.parity import check_parity
 from compress.facts import LayerDecision, Note
+from compress.graph.specs import input_specs, output_specs
 from compress.inputs import Batches, Inputs
 from compress.models.load import LoadedModel
 from compress.models.weights import load_state
@@ -33,6 +36,8 @@ from runtime.samples import read_npz, write_npz
 
 GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
 PARITY_BATCHES = 4
+MakeBatches = Callable[[tuple[TensorSpec, ...]], Batches]
+"""Inputs of a model -> the encoded samples that it is exported and checked with."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +55,19 @@ def float_model(
     cache: StepCache,
     key: str,
     load: Callable[[], LoadedModel],
-    batches: Callable[[tuple[TensorSpec, ...]], Batches],
+    batches: MakeBatches,
     opset: int,
 ) -> FloatModel:
     """Export, check parity on real inputs, keep; the weights are loaded only if the step is not in the cache."""
 
     def write(folder: Path) -> dict[str, Any]:
         loaded = load()
-        sample = batches(loaded.inputs)
-        example = _example(sample, loaded.inputs)
-        graph = export_float(loaded, example, opset)
-        parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
+        export = _export_decoder if loaded.task == "text-generation" else _export_plain
+        graph, inputs, outputs, parity = export(loaded, batches, opset)
         write_graph(graph, folder / GRAPH)
         return {
-            "inputs": to_json(loaded.inputs),
-            "outputs": to_json(loaded.outputs),
+            "inputs": to_json(inputs),
+            "outputs": to_json(outputs),
             "class_names": list(loaded.class_names),
             "parity": float(f"{parity:.2e}"),
         }
@@ -78,6 +81,28 @@ def float_model(
         tuple(record["class_names"]),
         record["parity"],
     )
+
+
+Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float]
+"""The graph, what it reads and gives, and by how much it differs from torch on real inputs."""
+
+
+def _export_plain(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
+    sample = batches(loaded.inputs)
+    example = _example(sample, loaded.inputs)
+    graph = export_float(loaded, example, opset)
+    parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
+    return graph, loaded.inputs, loaded.outputs, parity
+
+
+def _export_decoder(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
+    """A language model with its key-value cache."""
+    if loaded.module is None:
+        raise ExportError("a language model is exported from torch, and an onnx: source is none")
+    graph = export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
+    inputs = input_specs(graph)
+    parity = check_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
+    return graph, inputs, output_specs(graph), parity
 
 
 def model_pass_step(cache: StepCache, key: str, one: Pass, loaded: LoadedModel, context: PassContext) -> PassResult:

@@ -53,8 +53,13 @@ def load_samples(
     roles = resolve_roles(spec, table, task, input_names)
     rows = drawn_rows(spec, table, n_rows(table, roles), seed)
     reader = ColumnReader(table, rows, task, n_classes, tuple(class_names))
-    columns = {role: reader.values(role, column) for role, column in roles.items()}
-    return Samples(columns, len(rows), digest_columns(columns), _row_digests(columns, len(rows)))
+    return samples_of({role: reader.values(role, column) for role, column in roles.items()})
+
+
+def samples_of(columns: dict[str, Any]) -> Samples:
+    """Columns of one length, with their digests."""
+    n = len(next(iter(columns.values())))
+    return Samples(columns, n, digest_columns(columns), _row_digests(columns, n))
 
 
 def overlap(a: Samples, b: Samples) -> int:

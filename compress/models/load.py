@@ -42,6 +42,7 @@ class LoadedModel:
     parameters: Mapping[str, str] | None = None
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
+    task: str = "generic"
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -76,6 +77,7 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
         parameters=names,
         folder=source.folder,
         class_names=spec.class_names or _class_names(spec, source),
+        task=spec.task,
     )
 
 
@@ -109,6 +111,7 @@ def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> LoadedModel:
         onnx_path=path,
         folder=source.folder,
         class_names=spec.class_names,
+        task=spec.task,
     )
 
 

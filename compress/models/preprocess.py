@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
     """
     source = locate(spec, root)
     if declared is not None:
-        return _checked(spec, source, declared)
+        return _checked(spec, source, _with_first_token(declared, source))
     if spec.task == "generic":
         return TensorPreprocess()
     if source.folder is None:
@@ -57,7 +58,7 @@ def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | La
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
     if source.folder is None:
         raise SourceError(
-            f"preprocess: kind: {preprocess.kind} needs {preprocess.tokenizer} beside the model's weights; copy it there"
+            f"preprocess: kind: {preprocess.kind} needs {preprocess.tokenizer} beside the weights; copy it there"
         )
     if not (source.folder / preprocess.tokenizer).is_file():
         raise SourceError(
@@ -73,15 +74,25 @@ def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | La
 
 def _language(folder: Path) -> LanguagePreprocess:
     """`max_length` is what the model can read, at most USUAL_CONTEXT; the first token is the tokenizer's own rule."""
-    tokenizer, config = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
-    bos = config.get("bos_token_id")
+    positions = _n_positions(_json(folder / "config.json"))
+    return LanguagePreprocess(
+        max_length=min(positions or USUAL_CONTEXT, USUAL_CONTEXT), bos_token_id=_first_token(folder)
+    )
+
+
+def _with_first_token(declared: PreprocessSpec, source: Source) -> PreprocessSpec:
+    """A recipe that does not name a language model's first token gets the one that its tokenizer puts there."""
+    if not isinstance(declared, LanguagePreprocess) or declared.bos_token_id is not None or source.folder is None:
+        return declared
+    return replace(declared, bos_token_id=_first_token(source.folder))
+
+
+def _first_token(folder: Path) -> int | None:
+    tokenizer, bos = _json(folder / "tokenizer_config.json"), _json(folder / "config.json").get("bos_token_id")
     adds = tokenizer.get("add_bos_token")
     if adds is None:
         adds = _adds_bos(folder / "tokenizer.json", tokenizer.get("bos_token"))
-    return LanguagePreprocess(
-        max_length=min(_n_positions(config) or USUAL_CONTEXT, USUAL_CONTEXT),
-        bos_token_id=int(bos) if adds and isinstance(bos, int) else None,
-    )
+    return bos if adds and isinstance(bos, int) else None
 
 
 def _adds_bos(path: Path, token: Any) -> bool:
