@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from compress.schemes import Scheme
 from runtime.bundle import TensorSpec
 
 LOWEST_OPSET = 17
@@ -173,6 +174,8 @@ class PassPlan:
     decisions: tuple[LayerDecision, ...] = ()
     notes: tuple[Note, ...] = ()
     problems: tuple[str, ...] = field(default=())
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    """Layer -> how a checkpoint would store it, of the layers that the pass rounds."""
 
 
 def matches(pattern: str, name: str, *types: str) -> bool:

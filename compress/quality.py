@@ -18,9 +18,11 @@ from runtime.benchmark import choose_backend
 from runtime.bundle import TensorSpec
 from runtime.evidence import quality_evidence, select_metrics
 from runtime.gates import GateResult, judge
+from runtime.manifest import GENERATION
 from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
 from runtime.predict import run_samples
 from runtime.preprocess import make_preprocessor
+from runtime.scoring import score
 
 VERDICTS = ("fail", "undecided", "pass")
 """From worst to best."""
@@ -35,6 +37,8 @@ def run_graph(
     session = find_backend(name).open(path, recipe.validate_.benchmark.threads, {})
     try:
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.folder)
+        if recipe.model.task in GENERATION:
+            return score(session, preprocessor, columns, recipe.validate_.batch_size)
         return run_samples(session, preprocessor, recipe.model.task, columns, recipe.validate_.batch_size)
     finally:
         session.close()
@@ -51,10 +55,10 @@ def shortfall_finder(
     """graph -> the quality gates that it holds less well than the float model does, as sentences ([]: none).
 
     A gate that the float model itself does not hold (too few samples, a bound out of reach) asks for no better than
-    what the float model reaches. None when the recipe has no quality gate.
+    what the float model reaches. None when the recipe has no quality gate, and for language models.
     """
     judgement = quality_gates(inputs.recipe.validate_)
-    if not judgement.gates:
+    if not judgement.gates or inputs.recipe.model.task in GENERATION:
         return None
     labels = columns.get("label")
     metrics = select_metrics(inputs.recipe.model.task, baseline, labels, judgement)

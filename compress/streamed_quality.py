@@ -1,0 +1,56 @@
+"""What a language model that no ONNX file is written of loses: scored by torch, block by block, at the build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from compress.models.step import BlockStep
+from compress.models.stream import Stream
+from compress.models.streamed import StreamedModel
+from compress.passes.context import Feeds, PassContext
+from runtime.scoring import reduced
+
+Columns = dict[str, np.ndarray]
+ROWS = 512
+"""Tokens whose logits are held at once, unless one text has more."""
+
+
+def score_streamed(before: StreamedModel, after: StreamedModel, context: PassContext) -> tuple[Columns, Columns]:
+    """(baseline, candidate): sums over each text's predicted tokens, as `runtime.scoring.score` gives them.
+
+    `context.batches`: the evaluation texts, one in each. Both models pass through block by block, side by side only at
+    their heads.
+    """
+    steps = [_last_step(Stream(model, context, rows=ROWS)) for model in (after, before)]
+    rows = list(_scored(steps, context.batches))
+    names = ("nll", "n_tokens", "kl", "agree", "reference_nll")
+    found = {name: np.array([row[name] for row in rows]) for name in names}
+    baseline = {"nll": found["reference_nll"], "n_tokens": found["n_tokens"].astype(np.int64)}
+    candidate = {name: found[name] for name in ("nll", "kl")}
+    candidate |= {name: found[name].astype(np.int64) for name in ("n_tokens", "agree")}
+    return baseline, candidate
+
+
+def _last_step(stream: Stream) -> BlockStep:
+    """The step that gives logits, with all blocks before it passed."""
+    steps = iter(stream)
+    for _ in range(len(stream) - 1):
+        next(steps)
+    step = next(steps)
+    step.keep = steps  # type: ignore[attr-defined]  # the step lives as long as the stream stands at it
+    return step
+
+
+def _scored(steps: Sequence[BlockStep], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:
+    """Each text's sums, in order."""
+    texts = iter(batches)
+    for i in range(len(steps[0].calls)):
+        with torch.no_grad():
+            logits = [step.forward(i).numpy() for step in steps]  # [b, t, vocab] each
+        for row in range(len(logits[0])):
+            ids = next(texts)["input_ids"][0]
+            sums = reduced([one[row, : len(ids) - 1] for one in logits], ids[1:])
+            yield {**sums, "n_tokens": len(ids) - 1}
