@@ -111,12 +111,12 @@ def model_pass_step(cache: StepCache, key: str, one: Pass, loaded: LoadedModel, 
     def write(folder: Path) -> dict[str, Any]:
         result = one.apply(loaded, context)
         save_model(result.model.module, str(folder / WEIGHTS))
-        return _said(result)
+        return said(result)
 
     step = cache.get(key) or cache.put(key, write)
     assert loaded.module is not None
     load_state(loaded.module, step.folder / WEIGHTS)
-    return _heard(step, loaded)
+    return heard(step, loaded)
 
 
 def pass_step(cache: StepCache, key: str, one: Pass, state: GraphState, context: PassContext) -> PassResult:
@@ -164,10 +164,10 @@ def _write_result(folder: Path, result: PassResult) -> dict[str, Any]:
     write_graph(state.model, folder / GRAPH)
     _save_arrays({name: np.ascontiguousarray(array) for name, array in state.arrays().items()}, folder / ARRAYS)
     (folder / STATE).write_text(json.dumps(state.record(), indent=1))
-    return _said(result)
+    return said(result)
 
 
-def _said(result: PassResult) -> dict[str, Any]:
+def said(result: PassResult) -> dict[str, Any]:
     """What a result says beside its model, as JSON values."""
     return {
         "decisions": [asdict(decision) for decision in result.decisions],
@@ -176,7 +176,7 @@ def _said(result: PassResult) -> dict[str, Any]:
     }
 
 
-def _heard(step: Step, model: Any) -> PassResult:
+def heard(step: Step, model: Any) -> PassResult:
     """The inverse of `_said`."""
     return PassResult(
         model,
@@ -196,4 +196,4 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
 def _read_result(step: Step) -> PassResult:
     record = json.loads((step.folder / STATE).read_text())
     state = restore_state(ir.load(step.folder / GRAPH), record, load_file(step.folder / ARRAYS))
-    return _heard(step, state)
+    return heard(step, state)

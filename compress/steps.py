@@ -23,13 +23,14 @@ class StepKeys:
     """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs.
 
     `passed_graph`: the graph exported after the passes over the torch model, on which the graph passes work; the float
-    graph if there are none.
+    graph if there are none. `torch_outputs`: those of a model of which no graph is written, before and after.
     """
 
     float_graph: str
     passes: tuple[str, ...]
     passed_graph: str
     baseline: str
+    torch_outputs: str
 
 
 def step_keys(inputs: Inputs) -> StepKeys:
@@ -53,7 +54,8 @@ def step_keys(inputs: Inputs) -> StepKeys:
     judged = recipe.validate_
     how = [recipe.target, judged.batch_size, judged.benchmark.threads]
     baseline = step_key("baseline", float_graph, data.get("evaluation"), how)
-    return StepKeys(float_graph, tuple(keys), passed_graph, baseline)
+    torch_outputs = step_key("torch outputs", inputs.digest, keys, data.get("evaluation"), _preprocess(inputs))
+    return StepKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs)
 
 
 def _uses(one: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]:

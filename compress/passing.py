@@ -1,0 +1,177 @@
+"""A recipe's passes, run in their stages: the torch module, its blocks, the graph that is exported from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from compress.block_stage import block_pass_step, open_streamed
+from compress.cache import StepCache
+from compress.data.samples import Samples
+from compress.export.integers import with_integers
+from compress.export.onnx import save_graph
+from compress.exports import CheckpointExport
+from compress.inputs import Batches
+from compress.journal import Journal
+from compress.models.load import LoadedModel, load_model
+from compress.models.streamed import StreamedModel
+from compress.passes import Pass
+from compress.passes.base import Stage
+from compress.passes.context import PassContext, PassResult
+from compress.planner import Plan
+from compress.quality import shortfall_finder
+from compress.quantize.state import GraphState
+from compress.stages import FloatModel, float_model, model_pass_step, pass_step
+from compress.targets import TARGETS
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What every step of one run stands on."""
+
+    plan: Plan
+    cache: StepCache
+    journal: Journal
+    sets: dict[str, Samples]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What the passes left. `results`: one for each pass.
+
+    `state`: the graph and the decisions about it; None where no ONNX file is written. `source` and `streamed`: the
+    torch model before and after the passes over blocks; None where there is neither such a pass nor a checkpoint.
+    """
+
+    results: tuple[PassResult, ...]
+    state: GraphState | None
+    source: StreamedModel | None
+    streamed: StreamedModel | None
+
+
+def run_passes(ground: Ground, exported: FloatModel | None, baseline: Mapping[str, np.ndarray]) -> Passed:
+    """Model passes, block passes, the export between, graph passes. `exported`: the float model, if ONNX is written."""
+    loaded, modelled = _model_passes(ground)
+    source, streamed, blocked = _block_passes(ground, loaded)
+    state, notes = None, []
+    if exported is not None:
+        state = exported.state
+        if modelled or blocked:
+            make = (lambda: _as_loaded(ground, streamed)) if blocked else (lambda: _given(loaded))
+            state = export(ground, ground.plan.keys.passed_graph, make).state
+        if blocked and streamed is not None:
+            state, notes = with_integers(state, streamed)
+            blocked[-1] = replace(blocked[-1], notes=(*blocked[-1].notes, *notes))
+    graphed: list[PassResult] = []
+    if state is not None and exported is not None:
+        state, graphed = _graph_passes(ground, state, exported, baseline)
+    results = (*modelled, *blocked, *graphed)
+    for note in (note for result in results for note in result.notes):
+        ground.journal.log(note.text)
+    return Passed(results, state, source, streamed)
+
+
+def block_passes_alone(ground: Ground) -> None:
+    """What a further process of one launch does: its share of the calibration data, no file."""
+    loaded, _ = _model_passes(ground)
+    _block_passes(ground, loaded)
+
+
+def export(ground: Ground, key: str, load: Callable[[], LoadedModel]) -> FloatModel:
+    """The model as a float graph, with parity checked on calibration samples (evaluation samples without a set)."""
+    plan = ground.plan
+    samples = ground.sets.get("calibration", ground.sets["evaluation"])
+    return float_model(ground.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset)
+
+
+def load(plan: Plan) -> LoadedModel:
+    """The recipe's model with its weights."""
+    return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+
+
+def _staged(ground: Ground, stage: Stage) -> Iterator[tuple[int, Pass, str]]:
+    """(number, pass, key) of the passes of one stage."""
+    plan = ground.plan
+    for index, (one, key) in enumerate(zip(plan.recipe.passes, plan.keys.passes, strict=True)):
+        if one.stage_on(plan.before) == stage:
+            yield index, one, key
+
+
+def _context(ground: Ground, specs: Any, **more: Any) -> PassContext:
+    plan, calibration = ground.plan, ground.sets.get("calibration")
+    return PassContext(
+        batches=Batches(calibration, plan.inputs, specs) if calibration is not None else (),
+        target=TARGETS[plan.recipe.target],
+        seed=plan.recipe.seed,
+        log=ground.journal.log,
+        progress=ground.journal.progress,
+        **more,
+    )
+
+
+def _model_passes(ground: Ground) -> tuple[LoadedModel | None, list[PassResult]]:
+    loaded, results = None, []
+    for _, one, key in _staged(ground, "model"):
+        loaded = loaded or load(ground.plan)
+        with ground.journal.step(one.kind):
+            results.append(model_pass_step(ground.cache, key, one, loaded, _context(ground, loaded.inputs)))
+        loaded = results[-1].model
+    return loaded, results
+
+
+def _block_passes(
+    ground: Ground, loaded: LoadedModel | None
+) -> tuple[StreamedModel | None, StreamedModel | None, list[PassResult]]:
+    """(the model before, after, results)."""
+    plan, results = ground.plan, []
+    steps = list(_staged(ground, "blocks"))
+    if not steps and not any(isinstance(one, CheckpointExport) for one in plan.recipe.export):
+        return None, None, []
+    source = streamed = open_streamed(plan.inputs, loaded)
+    for note in source.notes:
+        ground.journal.log(note)
+    context = _context(ground, plan.before.inputs)
+    for index, one, key in steps:
+        with ground.journal.step(one.kind):
+            label = f"{plan.recipe.name}: passes.{index}"
+            results.append(block_pass_step(ground.cache, key, label, one, streamed, context))
+        streamed = results[-1].model
+    return source, streamed, results
+
+
+def _graph_passes(
+    ground: Ground, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray]
+) -> tuple[GraphState, list[PassResult]]:
+    inputs, evaluation = ground.plan.inputs, ground.sets["evaluation"]
+    finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, ground.journal.log)
+    context, results = _context(ground, exported.inputs, shortfalls=finder), []
+    for _, one, key in _staged(ground, "graph"):
+        with ground.journal.step(one.kind):
+            results.append(pass_step(ground.cache, key, one, state, context))
+        state = results[-1].model
+    return state, results
+
+
+def _given(loaded: LoadedModel | None) -> LoadedModel:
+    assert loaded is not None
+    return loaded
+
+
+def _as_loaded(ground: Ground, streamed: StreamedModel | None) -> LoadedModel:
+    """What passes over blocks left, as a whole module with dequantized weights, for the export."""
+    assert streamed is not None
+    plan = ground.plan
+    module = streamed.materialise()
+    return LoadedModel(
+        kind="torch",
+        architecture=plan.before.architecture,
+        inputs=plan.before.inputs,
+        outputs=plan.before.outputs,
+        module=module,
+        parameters=streamed.parameters,
+        folder=plan.inputs.folder,
+        task=plan.recipe.model.task,
+    )

@@ -1,0 +1,90 @@
+"""Tiny random language models of the usual architectures from their configurations, with a tokenizer and texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),
+    "gemma": ("Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "phi": ("Phi3Config", {"num_key_value_heads": 4}),
+}
+"""Name -> (transformers' configuration class, what differs from SMALL)."""
+
+
+def language_folder(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:
+    """A random model of the architecture as a Hugging Face folder, and a tokenizer of words."""
+    import torch
+    import transformers
+
+    name, differs = ARCHITECTURES[architecture]
+    config = getattr(transformers, name)(**{**SMALL, **differs, **sizes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(vocab_size - 4))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    config = {**names, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_texts(path: Path, n: int, seed: int = 0, words: int = 92, length: int = 24) -> Path:
+    """`n` texts of random words of differing length."""
+    rng = np.random.default_rng(seed)
+    lines = [" ".join(f"w{i}" for i in rng.integers(0, words, rng.integers(length // 2, length))) for _ in range(n)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+def language_recipe(folder: Path, passes: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+    """A recipe about a tiny Llama in `folder`, which is written there with its texts."""
+    if not (folder / "lm").exists():
+        language_folder(folder / "lm")
+    write_texts(folder / "calibration.jsonl", 16)
+    write_texts(folder / "evaluation.jsonl", 12, seed=1)
+    return {
+        "version": 1,
+        "name": "tiny-lm",
+        "model": {"source": "dir:lm", "task": "text-generation"},
+        "data": {
+            "calibration": {"source": "jsonl:calibration.jsonl"},
+            "evaluation": {"source": "jsonl:evaluation.jsonl"},
+        },
+        "passes": passes,
+        "validate": {"gates": [{"metric": "nll", "max": 20}], "benchmark": QUICK_DECODING},
+        **parts,
+    }
+
+
+QUICK_DECODING: dict[str, Any] = {"warmup": 1, "iterations": 3, "prompt_tokens": 8, "new_tokens": 4}
+"""Benchmark settings under which nothing about speed can be said, which no test here does."""

@@ -1,0 +1,60 @@
+"""The recipes for the usual language models: planned on a tiny model of each architecture, some of them run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from language import ARCHITECTURES, language_folder, write_texts
+from makers import REPOSITORY
+
+RECIPES = sorted((REPOSITORY / "recipes/llm").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model of each architecture, and texts."""
+    folder = tmp_path_factory.mktemp("architectures")
+    for name in ARCHITECTURES:
+        language_folder(folder / name, name, hidden_size=128, intermediate_size=256)
+    write_texts(folder / "texts.jsonl", 24, length=40)
+    return folder
+
+
+def overrides(models: Path, path: Path) -> list[str]:
+    texts = f"jsonl:{models / 'texts.jsonl'}"
+    return [
+        f"vars.model=dir:{models / path.name.partition('-')[0]}",
+        "preprocess.max_length=64",
+        "preprocess.pack=32",
+        f'data={{calibration: {{source: "{texts}", samples: 16}}, evaluation: {{source: "{texts}", samples: 8}}}}',
+        "validate={gates: [{metric: nll, max: 20}, {metric: size_ratio, min: 1}]}",
+    ]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_plans_on_a_tiny_model_of_its_architecture(path: Path, models: Path, tmp_path: Path) -> None:
+    from compress.planner import make_plan
+    from compress.recipe import load_recipe
+
+    plan = make_plan(load_recipe(path, overrides(models, path)), tmp_path)
+    assert plan.after.n_bytes < plan.before.n_bytes
+    assert all(decision.reason for step in plan.steps for decision in step.decisions if decision.action == "kept")
+
+
+def test_every_architecture_has_recipes() -> None:
+    assert {path.name.partition("-")[0] for path in RECIPES} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["llama-w8a8-smoothquant", "qwen-w4a16-awq-gptq", "gemma-fp8-kv8", "phi-w4a16-gptq"])
+def test_a_recipe_runs_on_a_tiny_model(name: str, models: Path, tmp_path: Path, quick_judge: None) -> None:
+    from compress.recipe import load_recipe
+    from compress.runner import apply_recipe
+
+    path = REPOSITORY / f"recipes/llm/{name}.yaml"
+    more = ["validate.benchmark={warmup: 1, iterations: 3, prompt_tokens: 8, new_tokens: 4}"]
+    report = apply_recipe(load_recipe(path, [*overrides(models, path), *more]), tmp_path / "out", tmp_path / "c", True)
+    assert report is not None and report.verdict == "pass"
+    checkpoint = next(iter((tmp_path / "out").glob("*/*.safetensors"))).parent
+    assert "quantization_config" in json.loads((checkpoint / "config.json").read_text())
