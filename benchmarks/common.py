@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,8 @@ class Call:
     """Leave the peers out."""
     out: Path
     """An empty folder to work in."""
+    quick: bool = False
+    """Small sizes, to see that everything runs: what is measured then decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def run_script(
     try:
         bench = find_bench(parsed.bench, needs)
         with work_folder(parsed.out, parsed.keep) as out, redirect_stdout(sys.stderr):
-            claims, rows = measure(Call(bench, parsed.ours, out))
+            claims, rows = measure(Call(bench, parsed.ours, out, parsed.quick))
     except (CallError, RunError, RuntimeFailure) as error:
         say(f"error: {error}")
         return error.exit_code
@@ -126,12 +129,17 @@ def _parser(about: str) -> argparse.ArgumentParser:
         "--out", metavar="DIR", type=Path, help="new or empty folder for the bundle and the peers' files, left there"
     )
     parser.add_argument("--keep", action="store_true", help="without --out: do not delete the temporary folder")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes where a script has them, to see that all runs; claims nothing"
+    )
     return parser
 
 
 def find_bench(given: str | None, needs: Sequence[str]) -> Path:
-    """The bench folder as an absolute path; CallError, naming all that is missing."""
+    """The bench folder as an absolute path; CallError, naming all that is missing. A script without needs has none."""
     named = given or os.environ.get(BENCH)
+    if not named and not needs:
+        return Path()
     if not named:
         raise CallError(
             f"no models and data to measure on: give --bench DIR or set {BENCH}; needed: {', '.join(needs)}"
@@ -197,13 +205,39 @@ def say(line: str) -> None:
 def make_bundle(recipe: Path, call: Call) -> tuple[Path, dict[str, Any]]:
     """(bundle, its report.json) of `compress apply`, from nothing: its cache is a new one."""
     bundle = call.out / "bundle"
-    say(f"compress apply {recipe.name}")
-    command = [sys.executable, "-m", "compress", "apply", str(recipe), "--set", f"vars.bench={call.bench}"]
-    command += ["--out", str(bundle), "--cache", str(call.out / "cache")]
-    code = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
+    apply_recipe(recipe, (f"vars.bench={call.bench}",), bundle, call.out / "cache")
+    return bundle, json.loads((bundle / "report.json").read_text(encoding="utf-8"))
+
+
+def apply_recipe(
+    recipe: Path, sets: Sequence[str], bundle: Path, cache: Path, environment: Mapping[str, str] | None = None
+) -> int:
+    """`compress apply` with `--set` for each of `sets`; the peak resident bytes of that process (Linux).
+
+    CallError or RunError, by its exit code; that a gate fell short is none.
+    """
+    say(" ".join(["compress apply", recipe.name, *sets]))
+    child = subprocess.Popen(
+        apply_command(recipe, sets, bundle, cache), cwd=ROOT, stdout=sys.stderr, env=environment and {**environment}
+    )
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = code = os.waitstatus_to_exitcode(status)
     if code not in (0, GATE_FELL_SHORT):
         raise (CallError if code == 2 else RunError)(f"compress apply {recipe.name} ended with exit code {code}")
-    return bundle, json.loads((bundle / "report.json").read_text(encoding="utf-8"))
+    return usage.ru_maxrss * 1024
+
+
+def apply_command(recipe: Path, sets: Sequence[str], bundle: Path, cache: Path) -> list[str]:
+    command = [sys.executable, "-m", "compress", "apply", str(recipe), "--out", str(bundle), "--cache", str(cache)]
+    return command + [part for one in sets for part in ("--set", one)]
+
+
+def pass_seconds(bundle: Path, kinds: Sequence[str]) -> float | None:
+    """Seconds that the passes `kinds` took together, as compress.log has them ("12.3s  gptq: 4.5 s"); None if it
+    lacks one."""
+    log = (bundle / "compress.log").read_text(encoding="utf-8")
+    found = [re.findall(rf"^\s*[\d.]+s\s+{re.escape(kind)}: ([\d.]+) s$", log, re.MULTILINE) for kind in set(kinds)]
+    return sum(float(seconds) for times in found for seconds in times) if all(found) else None
 
 
 @dataclass(frozen=True)
@@ -224,12 +258,21 @@ class Peer:
         return self.name.replace(" ", "-")
 
 
-def run_peer(peer: Peer, *arguments: object, folder: Path) -> None:
+def run_peer(peer: Peer, *arguments: object, folder: Path, log: str | None = None) -> None:
     """Run the peer's script in `folder`, where its log goes too. RunError, with the end of that log."""
     python = sys.executable if peer.venv is None else str(peer_python(peer.venv))
     say(f"peer: {peer.name}")
     command = [python, str(HERE / "peers" / peer.script), *map(str, arguments), *peer.options]
-    _run(command, folder / f"{peer.slug}.log", folder)
+    _run(command, folder / (log or f"{peer.slug}.log"), folder)
+
+
+def run_job(peer: Peer, job: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """What a peer of peers/jobs.py answers to `job`; files are named after `name`. RunError as `run_peer`."""
+    file, result = folder / f"{name}.job.json", folder / f"{name}.result.json"
+    file.write_text(json.dumps({**job, "result": str(result)}, default=str), encoding="utf-8")
+    run_peer(peer, file, folder=folder, log=f"{name}.log")
+    answer: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return answer
 
 
 def peer_python(venv: str) -> Path:
@@ -247,13 +290,17 @@ def peer_python(venv: str) -> Path:
     return python
 
 
-def _run(command: list[str], log: Path, cwd: Path) -> None:
-    """Output goes to `log`; only the interpreter's own packages are seen."""
+def peer_environment() -> dict[str, str]:
+    """Of a process in an environment of its own: only that interpreter's packages are seen."""
     hidden = ("PYTHONPATH", "PYTHONHOME")
-    environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"PYTHONNOUSERSITE": "1"}
+    return {key: value for key, value in os.environ.items() if key not in hidden} | {"PYTHONNOUSERSITE": "1"}
+
+
+def _run(command: list[str], log: Path, cwd: Path) -> None:
+    """Output goes to `log`."""
     with log.open("wb") as file:
         code = subprocess.run(
-            command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+            command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=peer_environment(), check=False
         ).returncode
     if code:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])

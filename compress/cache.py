@@ -2,7 +2,8 @@
 
 A step is a folder `<cache>/<key>` with its files and `record.json`, which holds their digests. It is made under another
 name and renamed when whole, so a folder under its key is a finished step; one that was damaged later is discarded and
-said so. Drafts that a killed run left behind are swept away by the next one that writes.
+said so. Drafts that a killed run left behind are swept away by the next one that writes. Work that takes long keeps
+what it has finished in `<cache>/partial-<key>`, which outlives the run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +27,8 @@ from typing import Any
 from runtime.files import sha256_of
 
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
-RECORD, DRAFT = "record.json", ".draft-"
+RECORD, DRAFT, PARTIAL, LABEL = "record.json", ".draft-", "partial-", "label.txt"
+CHANGED = "the recipe, its model, its data or the code has changed since a run that did not finish"
 NEW_SECONDS = 5.0
 """A draft younger than this is never swept: it may not be locked yet."""
 
@@ -76,6 +78,39 @@ class StepCache:
             theirs = self._publish(draft, key)
         return theirs or Step(self.root / key, record)
 
+    @contextmanager
+    def partial(self, key: str, label: str) -> Iterator[Path]:
+        """A folder for what an unfinished step has done, locked while inside: kept after a failure, gone after success.
+
+        The next run of the same key finds in it what the last one left. `label` names the step as the user knows it: an
+        unfinished one of that label with another key is removed, and said so. Where another process is at work on the
+        key, the folder is a new one.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        folder = self.root / (PARTIAL + key)
+        with ExitStack() as held:
+            try:
+                afresh = _taken(folder, held)
+            except BlockingIOError:
+                self.log(f"cache: another run is at work on step {key[:12]}; this one does not wait for it")
+                yield held.enter_context(self._draft())
+                return
+            (folder / LABEL).write_text(label)
+            if self._outdated(folder, label) and afresh:
+                self.log(f"{label}: {CHANGED}, so this step starts afresh")
+            yield folder
+            shutil.rmtree(folder)
+
+    def _outdated(self, folder: Path, label: str) -> int:
+        """Remove the other partial folders of that label that nobody works in; how many there were."""
+        count = 0
+        for other in self.root.glob(f"{PARTIAL}*"):
+            with suppress(OSError), _locked(other):  # one that another run removes or works in is not ours
+                if other != folder and (other / LABEL).read_text() == label:
+                    shutil.rmtree(other)
+                    count += 1
+        return count
+
     def _publish(self, draft: Path, key: str) -> Step | None:
         """Give the draft the step's name; if another run's whole result has it, that one is returned."""
         theirs = self.get(key)
@@ -113,13 +148,47 @@ class StepCache:
                     shutil.rmtree(draft)
 
 
+def hand_over(partial: Path, draft: Path) -> None:
+    """Put the files of a partial folder into a draft as well, without copying them where the file system can."""
+    for file in sorted(path for path in partial.iterdir() if path.is_file() and path.name != LABEL):
+        try:
+            os.link(file, draft / file.name)
+        except OSError:
+            shutil.copyfile(file, draft / file.name)
+
+
+def _taken(folder: Path, held: ExitStack) -> bool:
+    """Lock the folder, made if it is not there, until `held` ends; True if it was made.
+
+    BlockingIOError if another process has it.
+    """
+    while True:
+        made = not folder.exists()
+        folder.mkdir(exist_ok=True)
+        with ExitStack() as attempt:
+            try:
+                handle = attempt.enter_context(_locked(folder))
+            except FileNotFoundError:
+                continue
+            if _is_open(folder, handle):  # and not one that was removed meanwhile
+                held.push(attempt.pop_all())
+                return made
+
+
+def _is_open(folder: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(folder.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process. BlockingIOError if another process has it."""
+def _locked(folder: Path) -> Iterator[int]:
+    """Hold the folder's lock, which ends with the process; its handle. BlockingIOError if another process has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield handle
     finally:
         os.close(handle)
 

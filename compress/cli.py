@@ -79,7 +79,8 @@ def apply(
             from compress.runner import apply_recipe
 
             report = apply_recipe(loaded, out, cache, quiet or as_json)
-        _show_report(report, as_json, out)
+        if report is not None:  # a further process of one launch has none
+            _show_report(report, as_json, out)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from compress.steps import StepKeys
 from runtime.environment import cpu_info
 
 
-def make_lock(inputs: Inputs, keys: StepKeys, sets: Mapping[str, Samples], parity: float) -> dict[str, Any]:
+def make_lock(inputs: Inputs, keys: StepKeys, sets: Mapping[str, Samples], parity: float | None) -> dict[str, Any]:
     """JSON values that are the same for the same recipe, inputs and machine."""
     recipe = inputs.recipe
     return {

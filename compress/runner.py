@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from compress.block_stage import torch_outputs_step
 from compress.cache import StepCache, default_root
 from compress.data.samples import Samples, overlap
-from compress.export.bundle import Contents, assemble
-from compress.export.onnx import save_graph
-from compress.facts import Note
+from compress.export.bundle import Contents, Graphs, assemble, note_rows
 from compress.inputs import Batches, load_set
 from compress.journal import Journal
 from compress.lock import make_lock
-from compress.models.load import LoadedModel, load_model
+from compress.models.generation import read_generation
+from compress.models.sharing import main_process
 from compress.output import explained, publish, reserved
 from compress.passes.context import PassContext, PassResult
+from compress.passing import Ground, Passed, block_passes_alone, export, load, run_passes
 from compress.planner import Plan, make_plan
-from compress.quality import shortfall_finder
-from compress.quantize.state import GraphState
 from compress.recipe import recipe_to_yaml
 from compress.schema import Recipe
-from compress.stages import FloatModel, baseline_step, float_model, model_pass_step, pass_step
+from compress.stages import FloatModel, baseline_step
 from compress.targets import TARGETS
+from runtime.manifest import GENERATION, Generation
 from runtime.report import Report
 from runtime.validate import validate
 
 LOG = "compress.log"
 
 
-@dataclass(frozen=True)
-class Ground:
-    """What every step of one run stands on."""
-
-    plan: Plan
-    cache: StepCache
-    journal: Journal
-    sets: dict[str, Samples]
-
-
-def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report:
+def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report | None:
     """Do what the recipe says, judge the bundle, write it to `out`. Steps that are in `cache` are not done again.
 
     The bundle appears under its name only when it is whole and judged, whatever the verdict; until then the one that
@@ -50,6 +42,8 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
     and runtime failures.
     """
     out, root = Path(out).resolve(), cache or default_root()
+    if not main_process():
+        return _help(recipe, StepCache(root))
     with reserved(out) as staging:
         log_file = out.with_name(f"{out.name}.{LOG}")
         with explained(out):
@@ -64,6 +58,14 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
                 publish(staging, out)
                 log_file.unlink()
     return report
+
+
+def _help(recipe: Recipe, cache: StepCache) -> None:
+    """What the further processes of a `torchrun` launch do: their share of the calibration; the first writes all."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / LOG, quiet=True)
+        with journal.failures():
+            block_passes_alone(_prepare(recipe, cache, journal))
 
 
 def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> Ground:
@@ -84,76 +86,68 @@ def _judge(bundle: Path, journal: Journal) -> Report:
 
 def _build(ground: Ground, staging: Path) -> None:
     """Run the steps and write the bundle into `staging`."""
-    plan, journal, cache = ground.plan, ground.journal, ground.cache
+    plan, journal = ground.plan, ground.journal
     inputs, recipe = plan.inputs, plan.recipe
     evaluation = ground.sets["evaluation"]
-    with journal.step("exporting to float ONNX"):
-        model = _export(ground, plan.keys.float_graph, lambda: _load(plan))
-    with journal.step("baseline outputs"):
-        baseline = baseline_step(cache, plan.keys.baseline, model, inputs, evaluation.columns)
-    state, results = _run_passes(ground, model, baseline)
+    exported, baseline, candidate = None, None, None
+    if recipe.has_onnx:
+        with journal.step("exporting to float ONNX"):
+            exported = export(ground, plan.keys.float_graph, lambda: load(plan))
+        with journal.step("baseline outputs"):
+            baseline = baseline_step(ground.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
+    passed = run_passes(ground, exported, baseline or {})
+    if baseline is None:
+        with journal.step("scoring the model in torch"):
+            baseline, candidate = _torch_outputs(ground, passed)
     with journal.step("writing the bundle"):
-        assemble(
+        _, notes = assemble(
             staging,
             Contents(
                 recipe=recipe,
                 recipe_yaml=recipe_to_yaml(recipe),
-                lock=make_lock(inputs, plan.keys, ground.sets, model.parity),
-                float_model=model.state.model,
-                state=state,
+                lock=make_lock(inputs, plan.keys, ground.sets, exported.parity if exported else None),
                 preprocess=inputs.preprocess,
-                inputs=model.inputs,
-                outputs=model.outputs,
                 folder=inputs.folder,
-                class_names=model.class_names,
                 samples=evaluation.columns,
                 baseline_outputs=baseline,
-                layers=layer_rows([one.kind for one in recipe.passes], results),
+                layers=layer_rows([one.kind for one in recipe.passes], passed.results),
+                graphs=_graphs(exported, passed),
+                streamed=passed.streamed,
+                candidate_outputs=candidate,
+                class_names=exported.class_names if exported else (),
+                generation=_generation(plan),
             ),
         )
+    for note in notes:
+        journal.log(note.text)
 
 
-def _run_passes(ground: Ground, model: FloatModel, baseline: dict[str, Any]) -> tuple[GraphState, list[PassResult]]:
-    """Model passes on the torch module, the export between, graph passes on what was exported."""
-    plan, journal = ground.plan, ground.journal
-    evaluation, calibration = ground.sets["evaluation"], ground.sets.get("calibration")
+def _graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
+    if exported is None or passed.state is None:
+        return None
+    return Graphs(exported.state.model, passed.state, exported.inputs, exported.outputs)
+
+
+def _generation(plan: Plan) -> Generation | None:
+    if plan.recipe.model.task not in GENERATION or plan.inputs.folder is None:
+        return None
+    vocab_size = plan.before.outputs[0].shape[-1]
+    assert isinstance(vocab_size, int)
+    return read_generation(plan.inputs.folder, vocab_size)
+
+
+def _torch_outputs(ground: Ground, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Baseline's and candidate's outputs where no graph is written that the runtime could run."""
+    plan = ground.plan
+    assert passed.source is not None and passed.streamed is not None
     context = PassContext(
-        batches=Batches(calibration, plan.inputs, model.inputs) if calibration is not None else (),
+        batches=Batches(ground.sets["evaluation"], plan.inputs, plan.before.inputs),
         target=TARGETS[plan.recipe.target],
         seed=plan.recipe.seed,
-        log=journal.log,
-        progress=journal.progress,
-        shortfalls=shortfall_finder(plan.inputs, model.inputs, evaluation.columns, baseline, save_graph, journal.log),
+        log=ground.journal.log,
+        progress=ground.journal.progress,
     )
-    results: list[PassResult] = []
-    loaded = None
-    steps = list(zip(plan.recipe.passes, plan.keys.passes, strict=True))
-    for one, key in ((one, key) for one, key in steps if one.stage == "model"):
-        loaded = loaded or _load(plan)
-        with journal.step(one.kind):
-            results.append(model_pass_step(ground.cache, key, one, loaded, context))
-        loaded = results[-1].model
-    state = model.state if loaded is None else _export(ground, plan.keys.passed_graph, lambda: loaded).state
-    for one, key in ((one, key) for one, key in steps if one.stage == "graph"):
-        with journal.step(one.kind):
-            results.append(pass_step(ground.cache, key, one, state, context))
-        state = results[-1].model
-    for note in (note for result in results for note in result.notes):
-        journal.log(note.text)
-    return state, results
-
-
-def _load(plan: Plan) -> LoadedModel:
-    return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
-
-
-def _export(ground: Ground, key: str, load: Callable[[], LoadedModel]) -> FloatModel:
-    """The model as a float graph, with parity checked on calibration samples (evaluation samples without a set)."""
-    plan = ground.plan
-    samples = ground.sets.get("calibration", ground.sets["evaluation"])
-    return float_model(
-        ground.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.export[0].opset
-    )
+    return torch_outputs_step(ground.cache, plan.keys.torch_outputs, passed.source, passed.streamed, context)
 
 
 def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
@@ -179,9 +173,4 @@ def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict
                 row |= {"action": decision.action, "pass": kind, "reason": decision.reason}
             row.setdefault("history", []).append(f"{kind}: {decision.action} {decision.reason}".strip())
             row |= result.measured.get(decision.layer, {})
-    return [*rows.values(), *_note_rows(results)]
-
-
-def _note_rows(results: Sequence[PassResult]) -> list[dict[str, Any]]:
-    notes: list[Note] = [note for result in results for note in result.notes]
-    return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in notes]
+    return [*rows.values(), *note_rows([note for result in results for note in result.notes])]

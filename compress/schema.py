@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from compress.exports import CHECKPOINT_TARGET, OnnxExport
+from compress.exports import CHECKPOINT_TARGET, Export, OnnxExport
 from compress.passes import PASSES, Pass
 from compress.passes.base import Record
 from compress.targets import TargetName
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     AnyPass = Pass
 else:
     AnyPass = Annotated[reduce(or_, PASSES), Field(discriminator="kind")]
+AnyExport = Annotated[Export, Field(discriminator="kind")]
 Preprocess = Annotated[
     ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess, Field(discriminator="kind")
 ]
@@ -136,7 +137,7 @@ class Recipe(Record):
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()
     """What is done to the model, in this order."""
-    export: Annotated[tuple[OnnxExport, ...], Field(min_length=1)] = (OnnxExport(),)
+    export: Annotated[tuple[AnyExport, ...], Field(min_length=1)] = (OnnxExport(),)
     """The files that are written."""
     validate_: Annotated[Judgement, Field(alias="validate")] = Judgement()
     """What decides whether the result is good enough."""
@@ -165,7 +166,7 @@ class Recipe(Record):
         """True if an ONNX file is written, which the runtime can run."""
         return any(isinstance(export, OnnxExport) for export in self.export)
 
-    def target_of(self, export: Any) -> TargetName:
+    def target_of(self, export: Export) -> TargetName:
         """The runtime that a file is for."""
         return export.target or (self.target if isinstance(export, OnnxExport) else CHECKPOINT_TARGET)
 

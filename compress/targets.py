@@ -9,15 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-TargetName = Literal["onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda"]
-Format = Literal["int8-static", "int8-dynamic", "w8", "w4", "w4-asym", "float16", "bfloat16"]
+TargetName = Literal[
+    "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers"
+]
+WeightFormat = Literal[
+    "w2", "w3", "w4", "w5", "w6", "w7", "w8",
+    "w2-asym", "w3-asym", "w4-asym", "w5-asym", "w6-asym", "w7-asym", "w8-asym",
+]  # fmt: skip
+"""Integers with one scale for each group or channel (and zero points: -asym); activations stay float."""
+Format = Literal[
+    "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
+    "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "w8a16-fp8", "kv-int8", "kv-fp8",
+]  # fmt: skip
+"""int8-static, int8-dynamic: of the graph pass `int8`. w8a8 and what follows: schemes as compressed-tensors names them
+(w8a8: inputs dynamic for each token), and those of a KV cache."""
 
 
 @dataclass(frozen=True)
 class FormatFact:
-    """How a target takes a format. `verdict`: fast, slow (slower than float32), refused."""
+    """How a target takes a format. `verdict`: fast, plain (as fast as float), slow (slower), refused."""
 
-    verdict: Literal["fast", "slow", "refused"]
+    verdict: Literal["fast", "plain", "slow", "refused"]
     text: str
 
 
@@ -26,7 +38,7 @@ class Target:
     """One runtime.
 
     `flavour`: the Q/DQ form it fuses. `formats`: what it does with each. `group_sizes`, `group_sizes_8bit`: those that
-    its weight-only kernels have (empty: any).
+    its weight-only kernels have, for up to 4 bits and for more (empty: any; -1: per channel).
     """
 
     name: str
@@ -36,27 +48,74 @@ class Target:
     group_sizes_8bit: tuple[int, ...] = ()
     reads: Literal["onnx", "checkpoint"] = "onnx"
     """The kind of export that it loads."""
+    negative_scales: bool = True
+    """A weight's scale may be negative."""
+    fuses_members: bool = False
+    """Layers of one parent that read one tensor (q/k/v, gate/up) become one matrix, which has one scheme."""
 
     def fact(self, name: Format) -> FormatFact:
         return self.formats[name]
 
+    def kernels(self, bits: int) -> tuple[int, ...]:
+        """Group sizes for weights of so many bits; empty: any."""
+        return self.group_sizes if bits <= 4 else self.group_sizes_8bit
 
+
+def _same(fact: FormatFact, *bits: int) -> dict[str, FormatFact]:
+    """One fact for symmetric and asymmetric weights of some widths."""
+    return {f"w{b}{kind}": fact for b in bits for kind in ("", "-asym")}
+
+
+_AS_INT4 = FormatFact("fast", "ONNX has no such type: stored in 4 bits, a file as large and as fast as with W4A16")
+_AS_INT8 = FormatFact("fast", "ONNX has no such type: stored in 8 bits, a file as large and as fast as with W8A16")
+_NO_INT8_SCHEME = FormatFact("refused", "takes 8-bit activations from the graph; use kind: int8, or target: vllm")
+_NO_FP8 = FormatFact("refused", "gets no FP8 graphs; use target: vllm, or kind: int8")
+_NO_KV_CACHE = FormatFact("refused", "gets graphs with a float KV cache; use target: vllm")
+_CHECKPOINTS_ONLY = {
+    "w8a8": _NO_INT8_SCHEME,
+    "w8a8-static": _NO_INT8_SCHEME,
+    "w4a8": FormatFact("refused", "has no kernel of 4-bit weights with 8-bit activations; use scheme: W4A16"),
+    "fp8": _NO_FP8,
+    "fp8-dynamic": _NO_FP8,
+    "w8a16-fp8": _NO_FP8,
+    "kv-int8": _NO_KV_CACHE,
+    "kv-fp8": _NO_KV_CACHE,
+}
+_ONNX_WIDTHS = {**_same(_AS_INT4, 2, 3), **_same(_AS_INT8, 5, 6, 7), **_CHECKPOINTS_ONLY}
+
+
+_CPU_8BIT = FormatFact(
+    "fast",
+    "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; "
+    "level 0 would run at 0.02x; faster where few rows run at once (decoding), not where many do",
+)
 _S8S8 = "fuses symmetric int8 activations and per-channel weights, refuses zero points: the s8s8 flavour is written"
+_TENSORRT_8BIT = FormatFact("refused", "takes block-wise weights in 4 bits only; use scheme: W4A16, or int8")
+_TENSORRT_ASYM = FormatFact("refused", "refuses uint4 and zero points; use scheme: W4A16")
 _TENSORRT_FORMATS = {
+    **_CHECKPOINTS_ONLY,
+    "w2": _AS_INT4,
+    "w3": _AS_INT4,
+    **_same(_TENSORRT_8BIT, 5, 6, 7, 8),
+    "w2-asym": _TENSORRT_ASYM,
+    "w3-asym": _TENSORRT_ASYM,
     "int8-static": FormatFact("fast", _S8S8),
     "int8-dynamic": FormatFact("refused", "has no run-time activation quantization for int8; use mode: static"),
-    "w8": FormatFact("refused", "takes block-wise weights in 4 bits only; use scheme: W4A16, or int8"),
     "w4": FormatFact("fast", "int4 block-wise DequantizeLinear feeds the weight-only kernels"),
-    "w4-asym": FormatFact("refused", "refuses uint4 and zero points; use scheme: W4A16"),
+    "w4-asym": _TENSORRT_ASYM,
     "float16": FormatFact("fast", "strongly typed float16 runs on tensor cores"),
     "bfloat16": FormatFact("fast", "strongly typed bfloat16 runs on tensor cores (compute capability 8.0 and later)"),
 }
+_NO_VLLM_KERNEL = "has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16, or target: transformers"
+_NO_GRAPH = FormatFact("refused", "reads checkpoints, not graphs; use rtn or gptq with scheme: W8A8, or an ONNX target")
+_DECOMPRESSED = FormatFact("plain", "decompresses the weights when it loads them: a smaller file, the speed of float")
 
 TARGETS: dict[str, Target] = {
     "onnxruntime-cpu": Target(
         "onnxruntime-cpu",
         "u8s8",
         formats={
+            **_ONNX_WIDTHS,
             "int8-static": FormatFact(
                 "fast",
                 "uint8 activations with int8 weights fuse into QLinearConv and MatMulIntegerToFloat; symmetric int8 "
@@ -65,11 +124,7 @@ TARGETS: dict[str, Target] = {
             "int8-dynamic": FormatFact(
                 "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"
             ),
-            "w8": FormatFact(
-                "fast",
-                "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; "
-                "level 0 would run at 0.02x; faster where few rows run at once (decoding), not where many do",
-            ),
+            **_same(_CPU_8BIT, 8),
             "w4": FormatFact(
                 "fast",
                 "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing; "
@@ -94,36 +149,76 @@ TARGETS: dict[str, Target] = {
         "openvino",
         "u8s8",
         formats={
+            **_ONNX_WIDTHS,
             "int8-static": FormatFact(
                 "fast", "reads the same u8s8 file; convolutions, matrix products and residual adds run in int8"
             ),
             "int8-dynamic": FormatFact(
                 "slow", "runs DynamicQuantizeLinear as separate operators, slower than float32; use mode: static"
             ),
-            "w8": FormatFact("fast", "decompresses inside the matrix product"),
-            "w4": FormatFact("fast", "decompresses inside the matrix product"),
-            "w4-asym": FormatFact("fast", "decompresses inside the matrix product"),
+            **_same(FormatFact("fast", "decompresses inside the matrix product"), 4, 8),
             "float16": FormatFact(
                 "fast", "stores float16 and computes in the CPU's best type (bfloat16 where it has it)"
             ),
             "bfloat16": FormatFact("fast", "computes in bfloat16 where the CPU has it (its default there)"),
         },
     ),
-    "tensorrt": Target("tensorrt", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), ()),
-    "tensorrt-rtx": Target("tensorrt-rtx", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), ()),
+    "tensorrt": Target("tensorrt", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), (), negative_scales=False),
+    "tensorrt-rtx": Target("tensorrt-rtx", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), (), negative_scales=False),
     "onnxruntime-cuda": Target(
         "onnxruntime-cuda",
         "s8s8",
         {
+            **_ONNX_WIDTHS,
             "int8-static": FormatFact("slow", "the CUDA provider has no fused int8 convolutions; use target: tensorrt"),
             "int8-dynamic": FormatFact("slow", "the CUDA provider falls back to the CPU for DynamicQuantizeLinear"),
-            "w8": FormatFact("fast", "fuses into MatMulNBits"),
-            "w4": FormatFact("fast", "fuses into MatMulNBits"),
-            "w4-asym": FormatFact("fast", "fuses into MatMulNBits"),
+            **_same(FormatFact("fast", "fuses into MatMulNBits"), 4, 8),
             "float16": FormatFact("fast", "runs on tensor cores"),
             "bfloat16": FormatFact("fast", "runs on tensor cores (compute capability 8.0 and later)"),
         },
         (16, 32, 64, 128, 256),
         (),
+    ),
+    "vllm": Target(
+        "vllm",
+        "s8s8",
+        {
+            **_same(FormatFact("refused", _NO_VLLM_KERNEL), 2, 3, 5, 6, 7),
+            "w4": FormatFact("fast", "runs in its Marlin kernels"),
+            "w8": FormatFact("fast", "runs in its Marlin kernels"),
+            "w4-asym": FormatFact("fast", "runs in its Marlin kernels, zero points packed"),
+            "w8-asym": FormatFact("fast", "runs in its kernels that take 8-bit zero points (Hopper and later)"),
+            "w8a8": FormatFact("fast", "runs in int8 with inputs scaled for each token"),
+            "w8a8-static": FormatFact("fast", "runs in int8 with stored input scales"),
+            "w4a8": FormatFact("slow", "has kernels for it on CPUs alone; on a GPU use scheme: W4A16 or W8A8"),
+            "fp8": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
+            "fp8-dynamic": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
+            "w8a16-fp8": FormatFact("fast", "runs in its Marlin kernels"),
+            "kv-int8": FormatFact("refused", "has no int8 KV cache; use scheme: fp8"),
+            "kv-fp8": FormatFact("fast", "keeps keys and values in FP8 with the stored scales"),
+            "int8-static": _NO_GRAPH,
+            "int8-dynamic": _NO_GRAPH,
+            "float16": _NO_GRAPH,
+            "bfloat16": _NO_GRAPH,
+        },
+        (32, 64, 128, -1),
+        (32, 64, 128, -1),
+        reads="checkpoint",
+        fuses_members=True,
+    ),
+    "transformers": Target(
+        "transformers",
+        "s8s8",
+        {
+            **_same(_DECOMPRESSED, *range(2, 9)),
+            **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "w8a16-fp8"), _DECOMPRESSED),
+            "kv-int8": FormatFact("plain", "reads the stored scales and keeps its cache in float"),
+            "kv-fp8": FormatFact("plain", "reads the stored scales and keeps its cache in float"),
+            "int8-static": _NO_GRAPH,
+            "int8-dynamic": _NO_GRAPH,
+            "float16": _NO_GRAPH,
+            "bfloat16": _NO_GRAPH,
+        },
+        reads="checkpoint",
     ),
 }

@@ -4,20 +4,23 @@
 import runtime
 with runtime.open_bundle("out/resnet") as bundle:
     print(bundle.predict(["cat.png"])["prediction"])
+with runtime.open_bundle("out/llama") as bundle:
+    print(bundle.generate("Once upon a time", max_new_tokens=64).text)
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 if TYPE_CHECKING:
     from runtime.backends import Session
     from runtime.benchmark import BenchmarkResult
     from runtime.findings import Report
+    from runtime.generate import Generator, Request, Result
     from runtime.manifest import Manifest
     from runtime.preprocess import Preprocessor
 
@@ -43,6 +46,7 @@ class Bundle:
         """
         from runtime.predict import classify, run_samples
 
+        refuse_decoder(self.manifest.task)
         columns = as_columns(self.manifest.task, samples)
         outputs: dict[str, Any] = dict(
             run_samples(self.session, self.preprocessor, self.manifest.task, columns, batch_size)
@@ -58,14 +62,77 @@ class Bundle:
         """
         from runtime.bundle import read_outputs, read_samples
         from runtime.evidence import select_metrics
-        from runtime.predict import run_samples
 
         task, judgement = self.manifest.task, self.manifest.judgement
         columns, baseline = read_samples(self.root, self.manifest), read_outputs(self.root, self.manifest)
         labels = columns.get("label")
         metrics = select_metrics(task, baseline, labels, judgement)
-        outputs = run_samples(self.session, self.preprocessor, task, columns, judgement.batch_size)
+        outputs = self._outputs(columns)
         return {m.name: m.compute(outputs, labels if m.against == "labels" else baseline) for m in metrics}
+
+    def _outputs(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The candidate's outputs over the frozen samples; a decoder's beside the baseline's."""
+        from runtime.backends import find_backend
+        from runtime.manifest import GENERATION
+        from runtime.predict import run_samples
+
+        task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
+        if task not in GENERATION:
+            return run_samples(self.session, self.preprocessor, task, columns, batch_size)
+        baseline = self.root / self.manifest.artifact("baseline").path
+        reference = find_backend(self.backend).open(baseline, self.threads, {})
+        try:
+            return run_samples(self.session, self.preprocessor, task, columns, batch_size, reference)
+        finally:
+            reference.close()
+
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
+
+    @overload
+    def generate(self, prompt: str, *, stream: Literal[False] = False, **settings: Any) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[Any], *, stream: Literal[True], **settings: Any
+    ) -> Iterator[tuple[int, str]]: ...
+
+    @overload
+    def generate(self, prompt: Sequence[Any], *, stream: Literal[False] = False, **settings: Any) -> list[Result]: ...
+
+    def generate(self, prompt: Any, *, stream: bool = False, **settings: Any) -> Any:
+        """The model's answer to a prompt, a `runtime.generate.Result`; for a list of prompts a list of them, one batch.
+
+        `settings` are `runtime.generate.Request`'s: max_new_tokens, temperature (0: greedy, the default), top_k, top_p,
+        min_p, repetition_penalty, stop (a list of texts), seed, chat (prompts are what a user says, or lists of
+        messages). With `stream` it is an iterator of text as soon as it is certain; for a list of (row, text). Same
+        settings, same text. UsageError for a model that is no decoder, settings out of range, and a prompt that leaves
+        no room for the answer; BundleError where the model has no cache or no chat template.
+        """
+        from runtime.generate import Request
+
+        request, generator = _request(Request, settings), self.generator()
+        single = isinstance(prompt, str) or (request.chat and bool(prompt) and isinstance(prompt[0], Mapping))
+        prompts = [prompt] if single else list(prompt)
+        if not stream:
+            results = generator.generate(prompts, request)
+            return results[0] if single else results
+        pieces = generator.stream(prompts, request)
+        return (text for _, text in pieces) if single else pieces
+
+    def generator(self) -> Generator:
+        """What `generate` runs; errors as there."""
+        from runtime.errors import UsageError
+        from runtime.generate import Generator
+        from runtime.kv_cache import Decoder
+        from runtime.manifest import GENERATION
+        from runtime.scoring import language_encoder
+
+        if self.manifest.task not in GENERATION or self.manifest.generation is None:
+            raise UsageError(f"a model for {self.manifest.task} generates no text: use predict")
+        decoder = Decoder(self.session, self.manifest.candidate_for(self.backend).cache)
+        folder = (self.root / self.manifest.artifact("candidate").path).parent
+        return Generator(decoder, language_encoder(self.preprocessor), self.manifest.generation, folder)
 
     def benchmark(self) -> BenchmarkResult:
         """Speed and memory of baseline and candidate in this backend; `runtime.benchmark.benchmark`."""
@@ -108,12 +175,44 @@ def open_bundle(
     """
     from runtime import bundle as format_
     from runtime.backends import find_backend
+    from runtime.errors import UsageError
     from runtime.predict import bundle_preprocessor
 
     root, opened = Path(path), find_backend(backend)
     manifest = format_.verify(root) if verify else format_.read_manifest(root)
-    session = opened.open(root / manifest.candidate_for(backend).path, threads, options or {})
+    candidate = manifest.candidate_for(backend)
+    if candidate.kind == "checkpoint":
+        raise UsageError(
+            f"{root}: the candidate is a checkpoint for {candidate.target}: open {candidate.path} with that"
+        )
+    session = opened.open(root / candidate.path, threads, options or {})
     return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))
+
+
+def refuse_decoder(task: str) -> None:
+    """UsageError for a model that generates text: it has no outputs for each sample to give."""
+    from runtime.errors import UsageError
+    from runtime.manifest import GENERATION
+
+    if task in GENERATION:
+        raise UsageError(
+            "a decoder generates text: use generate(prompt), or `python -m runtime generate DIR PROMPT`; "
+            "its quality: evaluate() or validate()"
+        )
+
+
+def _request(request: type[Request], settings: Mapping[str, Any]) -> Request:
+    from dataclasses import fields
+    from difflib import get_close_matches
+
+    from runtime.errors import UsageError
+
+    known = [field.name for field in fields(request)]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise UsageError(f"generate: unknown setting '{name}'; {f'did you mean {near[0]}?' if near else known}")
+    return request(**settings)
 
 
 def as_columns(task: str, samples: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m runtime verify|validate|bench|predict DIR`: judge and run a bundle with numpy and a backend alone.
+"""`python -m runtime verify|validate|bench|predict|generate DIR`: judge and run a bundle with numpy and a backend.
 
 Exit codes: 0 the gates hold, 1 a run failed, 2 the call is wrong, 3 it ran and a gate fell short.
 """
@@ -9,12 +9,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime import open_bundle
+from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
 from runtime.benchmark import benchmark, choose_backend
 from runtime.bundle import Manifest, read_manifest, verify
@@ -52,7 +53,24 @@ def _parser() -> argparse.ArgumentParser:
         help="image files, texts ('-' reads lines from stdin), or one .npz of columns",
     )
     predict.add_argument("--output", type=Path, metavar="FILE.npz", help="keep the outputs as arrays")
+    generate = _command(commands, "generate", _generate, "continue a prompt with the compressed decoder, as it comes")
+    generate.add_argument("prompt", metavar="PROMPT", help="a text; '-' reads it from stdin")
+    for flag, kind, about in _SAMPLING:
+        generate.add_argument(flag, type=kind, metavar="N", help=about)
+    generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     return parser
+
+
+_SAMPLING = (
+    ("--max-new-tokens", int, "tokens at most; default: 128, or what fits"),
+    ("--temperature", float, "0 (the default): the most likely token each time; above: draw"),
+    ("--top-k", int, "draw from the k most likely tokens; 0: all"),
+    ("--top-p", float, "draw from the most likely tokens that together reach this probability"),
+    ("--min-p", float, "draw from tokens at least this fraction as likely as the most likely one"),
+    ("--repetition-penalty", float, "above 1: tokens that are in the text already become less likely"),
+    ("--seed", int, "of the draws; same seed, same text; default: 0"),
+)
 
 
 def _command(
@@ -108,6 +126,7 @@ def _show(report: Report, as_json: bool) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
+    refuse_decoder(manifest.task)
     samples = _samples(manifest, options.inputs)
     backend, note = choose_backend(manifest.target, options.backend)
     if note:
@@ -123,6 +142,25 @@ def _predict(options: argparse.Namespace) -> int:
         print("\n".join(f"{p['label']}\t{p['score']:.4f}" for p in predictions))
     else:
         print("\n".join(f"{name}: {values.dtype} {list(values.shape)}" for name, values in outputs.items()))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    manifest = read_manifest(options.bundle)
+    names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SAMPLING]
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    backend, note = choose_backend(manifest.target, options.backend, manifest.task)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
+        more: dict[str, Any] = {**settings, "stop": options.stop or (), "chat": options.chat}
+        if options.json:
+            print(json.dumps(asdict(bundle.generate(prompt, **more))))
+            return 0
+        for piece in bundle.generate(prompt, stream=True, **more):
+            print(piece, end="", flush=True)
+    print()
     return 0
 
 

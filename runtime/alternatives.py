@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from runtime.backends import BACKENDS, Session
-from runtime.benchmark import LATENCY_BUDGET_S, Variant, opened, pair, settings_for
+from runtime.benchmark import LATENCY_BUDGET_S, Variant, opened, pair
 from runtime.bundle import Manifest
 from runtime.columns import count, take
 from runtime.errors import RuntimeFailure
 from runtime.feeds import make_feeds
 from runtime.metrics import LATENCY_PERCENTILES, METRICS, Outputs, why_not
 from runtime.predict import bundle_preprocessor, encoding_views, run_samples
+from runtime.settings import settings_for
 from runtime.timing import time_rounds
 
 FIDELITY_SAMPLES = 256

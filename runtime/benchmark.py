@@ -2,7 +2,9 @@
 
 What is measured, always of both models in the same rounds: latency percentiles at `batch_size`, throughput at
 `throughput_batch_size` (batch over the median time), and with `latency_limit_ms` the throughput at the largest
-power-of-two batch whose p95 keeps the limit. Load time and peak memory come from fresh processes.
+power-of-two batch whose p95 keeps the limit. Of a decoder whole requests are timed instead, `batch_size` prompts of
+`prompt_tokens` and `new_tokens` after each: the first token, and every further one. Load time and peak memory come from
+fresh processes.
 
 Time is bounded: each of these stops after its budget below, but never before `timing.MIN_ROUNDS` rounds.
 """
@@ -30,18 +32,26 @@ from runtime.evidence import (
     timing_evidence,
 )
 from runtime.feeds import make_feeds
-from runtime.manifest import fixed_batch
+from runtime.kv_cache import Decoder
+from runtime.manifest import GENERATION
 from runtime.metrics import LATENCY_PERCENTILES
 from runtime.predict import bundle_preprocessor, encoding_views
 from runtime.probe import Probe, probe
+from runtime.request_evidence import request_evidence
+from runtime.request_times import RequestTimes, make_prompts, time_requests
+from runtime.scoring import language_encoder
+from runtime.settings import bound_batch, settings_for
 from runtime.timing import MIN_ROUNDS, time_rounds
 
+DECODERS = "onnxruntime-cpu"
+"""The backend that decoders run on."""
 LATENCY_BUDGET_S = 60.0
 THROUGHPUT_BUDGET_S = 30.0
 LIMIT_BUDGET_S = 10.0
 """For each batch size that is tried."""
 MAX_LIMITED_POWER = 10
-"""Batches of up to 2^10 are tried."""
+"""Batches of up to 2^10 are tried; of a decoder up to 2^MAX_REQUEST_POWER."""
+MAX_REQUEST_POWER = 6
 LIMIT_PERCENTILE = 95
 
 
@@ -62,14 +72,21 @@ class BenchmarkResult:
 
     backend: str
     settings: Benchmark
-    latency_s: np.ndarray  # [2, rounds]
-    throughput_s: np.ndarray  # [2, rounds]
+    latency_s: np.ndarray  # [2, rounds]; of a decoder every step of every round
+    throughput_s: np.ndarray | None  # [2, rounds]; None of a decoder
     limited: tuple[Best, Best] | None
-    """None without `latency_limit_ms`."""
+    """None without `latency_limit_ms`, or of a decoder without `ttft_limit_ms` and `tpot_limit_ms`."""
     probes: tuple[Probe, Probe]
     sizes: tuple[int, int]
     """Bytes."""
     environment: dict[str, Any]
+    requests: RequestTimes | None = None
+    """Of a decoder."""
+
+    @property
+    def rounds(self) -> int:
+        """How many were timed."""
+        return int(self.latency_s.shape[1] if self.requests is None else self.requests.first.shape[1])
 
 
 def benchmark(path: str | Path, backend: str | None = None, threads: int | None = None) -> BenchmarkResult:
@@ -80,15 +97,24 @@ def benchmark(path: str | Path, backend: str | None = None, threads: int | None 
     root = Path(path)
     manifest = verify(root)
     columns = read_samples(root, manifest)
-    chosen, _ = choose_backend(manifest.target, backend)
+    chosen, _ = choose_backend(manifest.target, backend, manifest.task)
     return measure(root, manifest, columns, chosen, threads)
 
 
-def choose_backend(target: str, asked: str | None) -> tuple[str, str | None]:
-    """The backend to run on, and a note where it is not the one that the bundle was made for."""
+def choose_backend(target: str, asked: str | None, task: str = "") -> tuple[str, str | None]:
+    """The backend to run on, and a note where it is not the one that the bundle was made for.
+
+    A decoder runs on onnxruntime-cpu alone. UsageError for an unknown backend, RuntimeFailure for one that does not
+    work here.
+    """
     if asked is not None:
         _check_backend(asked)
+        if task in GENERATION and asked != DECODERS:
+            raise UsageError(f"backend '{asked}' does not run decoders here; use {DECODERS}")
         return asked, None
+    if task in GENERATION and target != DECODERS:
+        _check_backend(DECODERS)
+        return DECODERS, f"The bundle was made for {target}, but it runs on {DECODERS} here, as every decoder does."
     if target in BACKENDS and BACKENDS[target].available() is None:
         return target, None
     _check_backend("onnxruntime-cpu")
@@ -103,11 +129,14 @@ def _check_backend(name: str) -> None:
 
 
 def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
-    """Baseline and candidate on a backend; BundleError if the bundle has no baseline model."""
+    """Baseline and candidate on a backend; BundleError if one of them is missing or cannot be run."""
     names = {artifact.name for artifact in manifest.artifacts}
     if "baseline" not in names:
         raise BundleError(f"the bundle has no artifact 'baseline' to compare with; it has {', '.join(sorted(names))}")
     before, after = manifest.artifact("baseline"), manifest.candidate_for(backend)
+    for artifact in (before, after):
+        if artifact.kind == "checkpoint":
+            raise BundleError(f"the {artifact.name} is a checkpoint for {artifact.target}, which is not run here")
     return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
 
 
@@ -118,6 +147,8 @@ def measure(
     (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
     n_threads = settings.threads
     variants = pair(manifest, backend)
+    if manifest.task in GENERATION:
+        return _measure_requests(root, manifest, columns, settings, variants)
     given = encoding_views(manifest.task, columns)[0]
     with ExitStack() as stack:
         sessions = [opened(stack, root, variant, n_threads) for variant in variants]
@@ -130,7 +161,7 @@ def measure(
         latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, LATENCY_BUDGET_S)
         many = feeds(settings.throughput_batch_size)
         throughput = time_rounds(sessions, many, _rounds(settings), min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S)
-        fixed = _bound_batch(manifest)
+        fixed = bound_batch(manifest)
         sizes_tried = [fixed] if fixed else [2**power for power in range(MAX_LIMITED_POWER + 1)]
         limited = _limited(sessions, feeds, sizes_tried, settings, seed) if settings.latency_limit_ms else None
     before, after = (
@@ -143,35 +174,74 @@ def measure(
     )
 
 
+def _measure_requests(
+    root: Path,
+    manifest: Manifest,
+    columns: Mapping[str, Any],
+    settings: Benchmark,
+    variants: tuple[Variant, Variant],
+) -> BenchmarkResult:
+    """`measure` of decoders."""
+    seed, threads = manifest.judgement.seed, settings.threads
+    with ExitStack() as stack:
+        sessions = [opened(stack, root, variant, threads) for variant in variants]
+        decoders = [Decoder(s, v.artifact.cache) for s, v in zip(sessions, variants, strict=True)]
+        encoder = language_encoder(bundle_preprocessor(root, manifest, sessions[0].inputs))
+
+        def timed(batch_size: int, rounds: int, warmup: int, budget_s: float) -> RequestTimes:
+            prompts = make_prompts(encoder, columns, batch_size, settings.prompt_tokens, seed)
+            return time_requests(decoders, prompts, settings.new_tokens, rounds, warmup, seed, budget_s)
+
+        times = timed(settings.batch_size, settings.iterations, min(settings.warmup, 3), LATENCY_BUDGET_S)
+        limits = settings.ttft_limit_ms, settings.tpot_limit_ms
+        limited = None if limits == (None, None) else _goodput(timed, settings)
+    prompts = {
+        "prompts": np.stack(make_prompts(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)[0])
+    }
+    before, after = (
+        probe(
+            v.backend, inside(root, v.artifact.path), threads, prompts, v.options, v.artifact.cache, settings.new_tokens
+        )
+        for v in variants
+    )
+    return BenchmarkResult(
+        variants[0].backend,
+        settings,
+        times.steps.reshape(2, -1),
+        None,
+        limited,
+        (before, after),
+        (variants[0].artifact.size_bytes, variants[1].artifact.size_bytes),
+        environment(threads),
+        times,
+    )
+
+
+def _goodput(timed: Callable[[int, int, int, float], RequestTimes], settings: Benchmark) -> tuple[Best, Best]:
+    """For each decoder the largest batch, of rising sizes, whose p95 keeps the limits, with its requests' times."""
+
+    def in_time(seconds: np.ndarray, limit_ms: float | None) -> np.ndarray:
+        late = 1000 * np.percentile(seconds, LIMIT_PERCENTILE, axis=1)  # [2]
+        kept: np.ndarray = late <= (np.inf if limit_ms is None else limit_ms)
+        return kept
+
+    best: list[Best] = [None, None]
+    growing = np.array([True, True])
+    for batch_size in (2**power for power in range(MAX_REQUEST_POWER + 1)):
+        times = timed(batch_size, _rounds(settings), 1, LIMIT_BUDGET_S)
+        growing &= in_time(times.first, settings.ttft_limit_ms) & in_time(times.per_token, settings.tpot_limit_ms)
+        best = [(batch_size, times.whole[m]) if growing[m] else best[m] for m in range(2)]
+        if not growing.any():
+            break
+    return best[0], best[1]
+
+
 def opened(stack: ExitStack, root: Path, variant: Variant, threads: int) -> Session:
     """A session of the variant, which closes with the stack."""
     path = inside(root, variant.artifact.path)
     session = find_backend(variant.backend).open(path, threads, variant.options)
     stack.callback(session.close)
     return session
-
-
-def settings_for(manifest: Manifest, threads: int | None) -> tuple[Benchmark, str | None]:
-    """The benchmark's settings as they can be followed, and a note where a model's fixed batch size overrules them.
-
-    Raises UsageError for a sequence length where the samples are no texts.
-    """
-    settings = manifest.judgement.benchmark
-    if settings.sequence_length is not None and manifest.preprocess["kind"] != "text":
-        raise UsageError(
-            f"benchmark.sequence_length fits texts; this bundle's samples are {manifest.preprocess['kind']}s"
-        )
-    settings = replace(settings, threads=threads or settings.threads)
-    fixed = _bound_batch(manifest)
-    if fixed is None or fixed == settings.batch_size == settings.throughput_batch_size:
-        return settings, None
-    note = f"The model takes batches of exactly {fixed}, so that latency and throughput were measured at that size."
-    return replace(settings, batch_size=fixed, throughput_batch_size=fixed), note
-
-
-def _bound_batch(manifest: Manifest) -> int | None:
-    """The batch size that one of the bundle's models is bound to, if any."""
-    return fixed_batch([spec for artifact in manifest.artifacts for spec in artifact.inputs])
 
 
 def _rounds(settings: Benchmark) -> int:
@@ -203,11 +273,16 @@ def _limited(
 
 def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, Evidence]:
     """Evidence of every measured metric, by name."""
-    found = {n: timing_evidence(n, p, result.latency_s, judgement) for n, p in LATENCY_PERCENTILES.items()}
+    if result.requests is not None:
+        found = request_evidence(result.requests, replace(judgement, benchmark=result.settings))
+    else:
+        found = {n: timing_evidence(n, p, result.latency_s, judgement) for n, p in LATENCY_PERCENTILES.items()}
     batch_size = result.settings.throughput_batch_size
-    found["throughput"] = timing_evidence("throughput", 50, result.throughput_s, judgement, batch_size)
+    if result.throughput_s is not None:
+        found["throughput"] = timing_evidence("throughput", 50, result.throughput_s, judgement, batch_size)
     if result.limited is not None:
-        found["throughput_under_latency"] = throughput_under_latency_evidence(result.limited, judgement)
+        name = "throughput_under_latency" if result.requests is None else "goodput"
+        found[name] = throughput_under_latency_evidence(result.limited, judgement, name)
     before, after = result.probes
     found["peak_memory"] = range_evidence("peak_memory", before.peak_memory_bytes, after.peak_memory_bytes)
     found["load_time"] = range_evidence("load_time", before.load_ms, after.load_ms)

@@ -4,7 +4,8 @@
 manifest.json          what everything is, the sha256 and size of every other file, and a digest of itself
 model/model.onnx ...   the candidate, with the config and tokenizer that it needs
 baseline/model.onnx    what it is judged against
-evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz
+evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz; candidate_outputs.npz
+                       where the candidate is a checkpoint, which is not run here
 report.* compress.log  what validation measured: in no manifest, because it is written afterwards
 ```
 
@@ -23,16 +24,27 @@ from typing import Any
 
 from runtime.columns import Array, Columns, count
 from runtime.errors import BundleError, UsageError
-from runtime.files import inside, model_files, model_size, regular_files, sha256_of
+from runtime.files import (
+    checkpoint_files,
+    checkpoint_size,
+    inside,
+    model_files,
+    model_size,
+    regular_files,
+    sha256_of,
+)
 from runtime.manifest import (
     FORMAT_VERSION,
+    GENERATION,
     TASKS,
     Artifact,
     Benchmark,
     EvaluationSet,
     FileRecord,
     Gate,
+    Generation,
     Judgement,
+    KvCache,
     Manifest,
     TensorSpec,
 )
@@ -48,19 +60,25 @@ __all__ = [
     "EvaluationSet",
     "FileRecord",
     "Gate",
+    "Generation",
     "Judgement",
+    "KvCache",
     "Manifest",
     "TensorSpec",
     "canonical_json",
+    "checkpoint_files",
+    "checkpoint_size",
     "inside",
     "is_hashed",
     "model_files",
     "model_size",
+    "read_candidate_outputs",
     "read_manifest",
     "read_outputs",
     "read_samples",
     "verify",
     "write_bundle",
+    "write_candidate_outputs",
     "write_outputs",
     "write_samples",
 ]
@@ -71,6 +89,7 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
     "evaluation/samples.jsonl",
     "evaluation/baseline_outputs.npz",
 )
+CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 
@@ -193,6 +212,25 @@ def read_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     return outputs
 
 
+def write_candidate_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
+    """A checkpoint's outputs over the frozen samples, to evaluation/candidate_outputs.npz: what it is judged by.
+
+    For text-generation nll, n_tokens, kl and agree, as `runtime.scoring.score` describes them.
+    """
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    write_npz(folder / CANDIDATE_OUTPUTS, outputs)
+
+
+def read_candidate_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
+    """What `write_candidate_outputs` kept; BundleError if the bundle has none, or not one row for each sample."""
+    evaluation = _evaluation(path, manifest)
+    if CANDIDATE_OUTPUTS not in manifest.files:
+        raise BundleError(f"{path}: the candidate is a checkpoint, and {CANDIDATE_OUTPUTS} is missing; build it again")
+    outputs: dict[str, Any] = dict(read_npz(inside(path, CANDIDATE_OUTPUTS)))
+    _check_count(path, outputs, evaluation.n_samples)
+    return outputs
+
+
 def _evaluation(path: Path, manifest: Manifest) -> EvaluationSet:
     if manifest.evaluation is None:
         raise UsageError(f"{path}: this bundle has no evaluation set; give data.evaluation in its recipe")
@@ -220,6 +258,8 @@ def _parse(data: Any) -> Manifest:
     spec_from_dict(manifest.preprocess)
     if manifest.task not in TASKS:
         raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
+    if manifest.task in GENERATION and manifest.generation is None:
+        raise ValueError(f"manifest.generation: missing, and the task is {manifest.task}")
     names = [artifact.name for artifact in manifest.artifacts]
     if len(set(names)) != len(names) or "candidate" not in names:
         raise ValueError(
@@ -278,7 +318,8 @@ def _file_problems(file: Path | None, name: str, record: FileRecord) -> list[str
 
 def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> list[str]:
     try:
-        files = model_files(inside(root, artifact.path))
+        find = checkpoint_files if artifact.kind == "checkpoint" else model_files
+        files = find(inside(root, artifact.path))
     except BundleError as error:
         return [f"{artifact.path}: {problem}" for problem in error.problems]
     unlisted = [file.name for file in files if file.relative_to(root).as_posix() not in manifest.files]
@@ -286,5 +327,6 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        return [f"{artifact.path}: {size} bytes with external data, the manifest says {artifact.size_bytes}"]
+        what = "in its tensors" if artifact.kind == "checkpoint" else "with external data"
+        return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []

@@ -87,7 +87,7 @@ def quality_evidence(
 def _metric_evidence(
     metric: Metric, candidate: Outputs, baseline: Outputs, labels: Any, judgement: Judgement
 ) -> Evidence:
-    if metric.against == "labels":
+    if metric.against != "baseline":
         ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
         before, after, difference = _METHODS[metric.kind](metric, theirs, ours, judgement)
     else:
@@ -178,7 +178,7 @@ def timing_evidence(
             float(np.median(paired)),
             bootstrap_percentiles(paired, 50, judgement.resamples, judgement.seed),
         )
-    return _measured(
+    return measured(
         name,
         n,
         before=before,
@@ -191,7 +191,7 @@ def timing_evidence(
 def range_evidence(name: str, baseline: tuple[float, ...], candidate: tuple[float, ...]) -> Evidence:
     """Evidence of a quantity seen in a few fresh processes: the median, and as its interval the whole range seen."""
     before, after = _range(baseline), _range(candidate)
-    return _measured(
+    return measured(
         name,
         len(candidate),
         before=before,
@@ -210,14 +210,17 @@ def _range(seen: tuple[float, ...]) -> Estimate:
     return Estimate(float(np.median(seen)), min(seen), max(seen), _RANGE)
 
 
-def size_evidence(baseline_bytes: int, candidate_bytes: int) -> dict[str, Evidence]:
-    """Evidence of size (bytes) and size_ratio (baseline / candidate); both exact."""
+def size_evidence(baseline_bytes: int | None, candidate_bytes: int) -> dict[str, Evidence]:
+    """Evidence of size (bytes) and, with a baseline, of size_ratio (baseline / candidate); both exact."""
+    if baseline_bytes is None:
+        alone = exact(candidate_bytes)
+        return {"size": measured("size", 1, before=None, after=alone, difference=None, speedup=None)}
     before, after = exact(baseline_bytes), exact(candidate_bytes)
     ratio = exact(baseline_bytes / candidate_bytes)
     difference = exact(candidate_bytes - baseline_bytes)
     return {
-        "size": _measured("size", 1, before=before, after=after, difference=difference, speedup=None),
-        "size_ratio": _measured("size_ratio", 1, before=None, after=ratio, difference=None, speedup=None),
+        "size": measured("size", 1, before=before, after=after, difference=difference, speedup=None),
+        "size_ratio": measured("size_ratio", 1, before=None, after=ratio, difference=None, speedup=None),
     }
 
 
@@ -225,8 +228,10 @@ Best = tuple[int, np.ndarray] | None
 """(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
 
 
-def throughput_under_latency_evidence(best: tuple[Best, Best], judgement: Judgement) -> Evidence:
-    """Evidence of throughput at each side's own largest batch in time."""
+def throughput_under_latency_evidence(
+    best: tuple[Best, Best], judgement: Judgement, name: str = "throughput_under_latency"
+) -> Evidence:
+    """Evidence of a rate, batch over median time, at each side's own largest batch in time."""
     before, before_draws, _ = _rate(best[0], judgement, judgement.seed)
     after, after_draws, n = _rate(best[1], judgement, judgement.seed + 1)  # not paired: the batches differ
     speedup = None
@@ -234,7 +239,7 @@ def throughput_under_latency_evidence(best: tuple[Best, Best], judgement: Judgem
         draws = after_draws / before_draws
         speedup = percentile_interval(after.value / before.value, draws, n, judgement.confidence)
     difference = percentile_interval(after.value - before.value, after_draws - before_draws, n, judgement.confidence)
-    return _measured("throughput_under_latency", n, before=before, after=after, difference=difference, speedup=speedup)
+    return measured(name, n, before=before, after=after, difference=difference, speedup=speedup)
 
 
 def _rate(best: Best, judgement: Judgement, seed: int) -> tuple[Estimate, np.ndarray, int]:
@@ -247,7 +252,7 @@ def _rate(best: Best, judgement: Judgement, seed: int) -> tuple[Estimate, np.nda
     return percentile_interval(value, draws, len(seconds), judgement.confidence), draws, len(seconds)
 
 
-def _measured(
+def measured(
     name: str,
     n: int,
     *,
@@ -256,6 +261,7 @@ def _measured(
     difference: Estimate | None,
     speedup: Estimate | None,
 ) -> Evidence:
+    """Evidence of a measured metric, unit and direction as `MEASURED` says; `n` rounds or processes were seen."""
     metric = MEASURED[name]
     counted = "fresh processes" if name in ("peak_memory", "load_time") else "timed rounds"
     return Evidence(name, metric.unit, metric.higher_is_better, n, counted, after, before, difference, speedup)

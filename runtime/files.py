@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -46,6 +47,33 @@ def model_files(model: Path) -> tuple[Path, ...]:
 def model_size(model: Path) -> int:
     """Bytes of an .onnx file with its external data; errors as in `model_files`."""
     return sum(file.stat().st_size for file in model_files(model))
+
+
+def checkpoint_files(config: Path) -> tuple[Path, ...]:
+    """The safetensors files beside a checkpoint's config.json.
+
+    BundleError if there is none, or one is missing that model.safetensors.index.json names.
+    """
+    if not config.is_file():
+        raise BundleError(f"{config}: the checkpoint's config is missing")
+    shards = tuple(sorted(config.parent.glob("*.safetensors")))
+    index = config.parent / "model.safetensors.index.json"
+    missing = sorted(_indexed(index) - {shard.name for shard in shards}) if index.is_file() else []
+    if missing or not shards:
+        raise BundleError(f"{config.parent}: shard missing: {', '.join(missing) or 'there is no .safetensors file'}")
+    return shards
+
+
+def _indexed(index: Path) -> set[str]:
+    try:
+        return set(map(str, json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BundleError(f"{index}: not the index of a checkpoint: {error}") from error
+
+
+def checkpoint_size(config: Path) -> int:
+    """Bytes of a checkpoint's tensors; errors as in `checkpoint_files`."""
+    return sum(file.stat().st_size for file in checkpoint_files(config))
 
 
 def regular_files(root: Path) -> tuple[dict[str, Path], list[str]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from runtime.evidence import Evidence
 from runtime.gates import GateResult, Verdict
+from runtime.manifest import GENERATION
 from runtime.metrics import MEASURED, METRICS
 from runtime.stats import Estimate
 
@@ -30,6 +31,9 @@ class Side:
     size_bytes: int | None = None
     load_ms: float | None = None
     peak_memory_bytes: float | None = None
+    generation: dict[str, float] = field(default_factory=dict)
+    """Of a decoder: ttft, tpot, itl_p50, itl_p95, itl_p99 (ms), prefill_rate, decode_rate (tokens/s), goodput (1/s)
+    and cost_per_million, as far as they were measured."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,10 @@ MEASURED_FIELDS = {
 }
 
 
+OF_DECODERS = tuple(name for name, metric in MEASURED.items() if metric.tasks == GENERATION)
+"""The measured metrics that only a decoder has."""
+
+
 def side(evidence: Mapping[str, Evidence], which: Literal["baseline", "candidate"], batch_size: int | None) -> Side:
     """One side's part of the evidence."""
     estimates: dict[str, Estimate] = {
@@ -88,6 +96,7 @@ def side(evidence: Mapping[str, Evidence], which: Literal["baseline", "candidate
         intervals={name: (e.low, e.high) for name, e in estimates.items() if e.method != "exact"},
         latency_ms={n.removeprefix("latency_"): e.value for n, e in estimates.items() if n.startswith("latency_")},
         throughput_batch_size=batch_size if "throughput" in estimates else None,
+        generation={name: e.value for name, e in estimates.items() if name in OF_DECODERS},
         **measured,  # type: ignore[arg-type]
     )
 

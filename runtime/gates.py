@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.bundle import Gate, Judgement
+from runtime.bundle import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
 from runtime.evidence import Evidence
 from runtime.metrics import MEASURED, METRICS, check_name, fitting
@@ -53,9 +53,8 @@ def check_gates(judgement: Judgement, task: str, has_labels: bool) -> None:
 
 def _check_metric(name: str, task: str, has_labels: bool, judgement: Judgement) -> None:
     check_name(name)
-    if name == "throughput_under_latency" and judgement.benchmark.latency_limit_ms is None:
-        raise UsageError("metric 'throughput_under_latency' needs benchmark.latency_limit_ms")
     if name in MEASURED:
+        _check_measured(name, task, judgement.benchmark)
         return
     metric = METRICS[name]
     fits = ", ".join(fitting(task, has_labels))
@@ -63,6 +62,18 @@ def _check_metric(name: str, task: str, has_labels: bool, judgement: Judgement) 
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
     if metric.against == "labels" and not has_labels:
         raise UsageError(f"metric '{name}' needs labels, and the evaluation set has none; without labels fit: {fits}")
+
+
+def _check_measured(name: str, task: str, benchmark: Benchmark) -> None:
+    if task not in MEASURED[name].tasks:
+        fits = ", ".join(other for other, metric in MEASURED.items() if task in metric.tasks)
+        raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
+    if name == "throughput_under_latency" and benchmark.latency_limit_ms is None:
+        raise UsageError("metric 'throughput_under_latency' needs benchmark.latency_limit_ms")
+    if name == "goodput" and benchmark.ttft_limit_ms is None and benchmark.tpot_limit_ms is None:
+        raise UsageError("metric 'goodput' needs benchmark.ttft_limit_ms or benchmark.tpot_limit_ms")
+    if name == "cost_per_million" and benchmark.price_per_hour is None:
+        raise UsageError("metric 'cost_per_million' needs benchmark.price_per_hour")
 
 
 def _rule_problems(gate: Gate) -> list[str]:

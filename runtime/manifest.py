@@ -11,8 +11,11 @@ from runtime.records import PYDANTIC_CONFIG
 
 FORMAT_VERSION = 1
 CLASSIFICATION = ("image-classification", "text-classification")
-TEXT_TASKS = ("text-classification", "feature-extraction")
-TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
+GENERATION = ("text-generation",)
+TEXT_TASKS = ("text-classification", "feature-extraction", *GENERATION)
+OUTPUT_TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
+"""Tasks whose outputs are kept, one row a sample; a decoder's logits are reduced as they come (`runtime.scoring`)."""
+TASKS = (*OUTPUT_TASKS, *GENERATION)
 RULES = ("max_drop", "min", "max", "min_speedup")
 """The rules of a gate: names of its fields, in the order in which they are decided and shown."""
 
@@ -35,13 +38,53 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class KvCache:
+    """The keys and values of earlier tokens, as inputs and outputs of a decoder's graph.
+
+    Each of `past` and `present` is [batch, n_heads, length, head_size]. In a graph with `shared_buffer` past and
+    present are one buffer of fixed length, texts are padded on the right, and the attention mask says how long each row
+    is; in any other graph past grows by what each call reads, and texts are padded on the left.
+    """
+
+    n_layers: int
+    n_heads: int
+    """Of keys and values: fewer than the queries' where those share them."""
+    head_size: int
+    dtype: str = "float32"
+    shared_buffer: bool = False
+    past: str = "past_key_values.{layer}.{kind}"
+    """Name of an input; layer from 0, kind is key or value."""
+    present: str = "present.{layer}.{kind}"
+    """Name of an output."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_heads", "head_size"):
+            _at_least(self, name, 1)
+        for name in ("past", "present"):
+            if not all(part in getattr(self, name) for part in ("{layer}", "{kind}")):
+                raise ValueError(f"{name} is '{getattr(self, name)}': it must hold {{layer}} and {{kind}}")
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(past, present) for each layer's keys and values."""
+        return tuple(
+            (self._named(self.past, layer, kind), self._named(self.present, layer, kind))
+            for layer in range(self.n_layers)
+            for kind in ("key", "value")
+        )
+
+    @staticmethod
+    def _named(pattern: str, layer: int, kind: str) -> str:
+        return pattern.replace("{layer}", str(layer)).replace("{kind}", kind)
+
+
+@dataclass(frozen=True)
 class Artifact:
-    """One model file of the bundle."""
+    """One model of the bundle: an .onnx file, or a checkpoint's folder that another engine loads."""
 
     name: str
     """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend."""
     path: str
-    """Of the .onnx file, relative to the bundle's folder."""
+    """Of the .onnx file, or of a checkpoint's config.json; relative to the bundle's folder."""
     target: str
     """The backend it was made for."""
     precision: str
@@ -49,7 +92,39 @@ class Artifact:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     size_bytes: int
-    """The file and its external data."""
+    """The file and its external data; all the folder's safetensors of a checkpoint."""
+    cache: KvCache | None = None
+    """A decoder's; None: each call reads whole texts."""
+    kind: Literal["onnx", "checkpoint"] = "onnx"
+    """A checkpoint is not run here: its quality was measured when it was built."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What generating text needs to know of a decoder, and its makers' settings for sampling."""
+
+    context_length: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Any of them ends an answer."""
+    pad_token_id: int | None = None
+    temperature: float = 1.0
+    """This and the rest: used where a call samples and does not give its own."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, "context_length", 1)
+        _at_least(self, "vocab_size", 1)
+        single = {"bos_token_id": self.bos_token_id, "pad_token_id": self.pad_token_id}
+        for name, token in (*single.items(), *(("eos_token_ids", token) for token in self.eos_token_ids)):
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name} {token} is not in the vocabulary of {self.vocab_size}")
 
 
 @dataclass(frozen=True)
@@ -110,17 +185,30 @@ class Benchmark:
     """Tokens in each text; default: the texts as they are."""
     latency_limit_ms: float | None = None
     """Also measure the throughput at the largest batch whose p95 latency stays within this."""
+    prompt_tokens: int = 128
+    """text-generation: tokens of each prompt."""
+    new_tokens: int = 64
+    """text-generation: tokens generated after each prompt."""
+    ttft_limit_ms: float | None = None
+    """text-generation: also measure goodput; p95 of the time to the first token stays within this."""
+    tpot_limit_ms: float | None = None
+    """text-generation: also measure goodput; p95 of the time for each further token stays within this."""
+    price_per_hour: float | None = None
+    """text-generation: also give the cost of a million tokens on a machine of this price, in its currency."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "throughput_batch_size", "iterations", "threads"):
+        for name in ("batch_size", "throughput_batch_size", "iterations", "threads", "prompt_tokens"):
             _at_least(self, name, 1)
+        _at_least(self, "new_tokens", 2)
         _at_least(self, "warmup", 0)
         if self.sequence_length is not None:
             _at_least(self, "sequence_length", 1)
-        if self.latency_limit_ms is not None and not 0 < self.latency_limit_ms < math.inf:
-            raise ValueError(f"latency_limit_ms is {self.latency_limit_ms}, not a positive number")
+        for name in ("latency_limit_ms", "ttft_limit_ms", "tpot_limit_ms", "price_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}, not a positive number")
 
 
 @dataclass(frozen=True)
@@ -164,7 +252,7 @@ class EvaluationSet:
     texts: str | None
     """evaluation/samples.jsonl: one object of texts for each sample."""
     baseline_outputs: str
-    """evaluation/baseline_outputs.npz."""
+    """evaluation/baseline_outputs.npz; text-generation: nll (nats, summed) and n_tokens of each sample."""
     digest: str
     """sha256 of the samples' content, whatever file they are stored in."""
 
@@ -191,6 +279,8 @@ class Manifest:
     artifacts: tuple[Artifact, ...]
     evaluation: EvaluationSet | None
     judgement: Judgement
+    generation: Generation | None = None
+    """text-generation: what generating needs to know."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file of the bundle but the manifest itself and what validation writes; `write_bundle` fills it."""
     created_by: str

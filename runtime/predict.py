@@ -11,27 +11,36 @@ import numpy as np
 from runtime.backends.base import Feeds, Session
 from runtime.columns import Array, Columns, count, take_texts
 from runtime.errors import BundleError, UsageError
-from runtime.manifest import TASKS, Manifest, TensorSpec
+from runtime.manifest import GENERATION, TASKS, Manifest, TensorSpec
 from runtime.preprocess import Preprocessor, make_preprocessor, pool, spec_from_dict
+from runtime.scoring import score
 from runtime.texts import TextEncoder
 
 TEXT_COLUMNS = ("text", "text_pair")
 
 
 def run_samples(
-    session: Session, preprocessor: Preprocessor, task: str, columns: Columns, batch_size: int = 32
+    session: Session,
+    preprocessor: Preprocessor,
+    task: str,
+    columns: Columns,
+    batch_size: int = 32,
+    reference: Session | None = None,
 ) -> dict[str, Array]:
     """The model's outputs over all samples, in their order.
 
     image- and text-classification: {"logits": float32 [N, C]}; feature-extraction: {"embeddings": float32 [N, k, D]}
-    for k text columns, pooled and normalised; generic: {output name: [N, ...]}. Texts run sorted by length, each
-    distinct one once, so the result does not depend on the order of the samples. UsageError where samples, task and
-    model do not fit.
+    for k text columns, pooled and normalised; generic: {output name: [N, ...]}; text-generation: the sums of
+    `runtime.scoring.score`, those beside a model `reference` among them where one is given. Texts run sorted by length,
+    each distinct one once, so the result does not depend on the order of the samples. UsageError where samples, task
+    and model do not fit.
     """
     if task not in TASKS:
         raise UsageError(f"unknown task '{task}'; known: {', '.join(TASKS)}")
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
+    if task in GENERATION:
+        return score(session, preprocessor, encoding_views(task, columns)[0], batch_size, reference)
     views = [_run(session, preprocessor, task, view, batch_size) for view in encoding_views(task, columns)]
     if task == "feature-extraction":
         return {"embeddings": np.stack([view["embeddings"] for view in views], axis=1)}  # [N, k, D]
@@ -50,9 +59,9 @@ def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
 
 def bundle_preprocessor(root: Path, manifest: Manifest, inputs: tuple[TensorSpec, ...]) -> Preprocessor:
     """What feeds a model of the bundle in `root`. The tokenizer lies beside the candidate, whichever artifact runs."""
-    return make_preprocessor(
-        spec_from_dict(manifest.preprocess), inputs, (root / manifest.artifact("candidate").path).parent
-    )
+    folder = (root / manifest.artifact("candidate").path).parent
+    vocab_size = manifest.generation.vocab_size if manifest.generation else None
+    return make_preprocessor(spec_from_dict(manifest.preprocess), inputs, folder, vocab_size)
 
 
 def classify(logits: Array, class_names: Sequence[str]) -> list[dict[str, Any]]:

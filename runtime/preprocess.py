@@ -13,7 +13,8 @@ import numpy as np
 from runtime.columns import Array, Columns, Rows, take
 from runtime.errors import UsageError
 from runtime.images import make_image_encoder
-from runtime.records import PYDANTIC_CONFIG, from_json, to_json
+from runtime.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.records import PYDANTIC_CONFIG, check_file_name, from_json, to_json
 from runtime.texts import make_text_encoder, pool
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ImagePreprocess",
+    "LanguageEncoder",
+    "LanguagePreprocess",
     "PreprocessSpec",
     "Preprocessor",
     "TensorPreprocess",
@@ -96,8 +99,7 @@ class TextPreprocess:
     def __post_init__(self) -> None:
         if self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}, below 1")
-        if not self.tokenizer or "/" in self.tokenizer or "\\" in self.tokenizer or self.tokenizer in (".", ".."):
-            raise ValueError(f"tokenizer is '{self.tokenizer}': give the name of a file inside the model's folder")
+        check_file_name("tokenizer", self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,14 @@ class TensorPreprocess:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
 
-PreprocessSpec = ImagePreprocess | TextPreprocess | TensorPreprocess
+PreprocessSpec = ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
 
-_KINDS: dict[str, type[PreprocessSpec]] = {"image": ImagePreprocess, "text": TextPreprocess, "tensor": TensorPreprocess}
+_KINDS: dict[str, type[PreprocessSpec]] = {
+    "image": ImagePreprocess,
+    "text": TextPreprocess,
+    "tensor": TensorPreprocess,
+    "language": LanguagePreprocess,
+}
 
 
 def spec_to_dict(spec: PreprocessSpec) -> dict[str, Any]:
@@ -140,16 +147,22 @@ class Preprocessor(Protocol):
 
 
 def make_preprocessor(
-    spec: PreprocessSpec, inputs: tuple[TensorSpec, ...], model_dir: Path | None = None
+    spec: PreprocessSpec,
+    inputs: tuple[TensorSpec, ...],
+    model_dir: Path | None = None,
+    vocab_size: int | None = None,
 ) -> Preprocessor:
     """What feeds a model that has `inputs`; `model_dir` holds the tokenizer where the spec is for text.
 
-    UsageError if the spec cannot make these inputs; BundleError if the tokenizer cannot be read.
+    With `vocab_size` a language model's encoder refuses token ids beyond it. UsageError if the spec cannot make these
+    inputs; BundleError if the tokenizer cannot be read.
     """
     if isinstance(spec, ImagePreprocess):
         return make_image_encoder(spec, inputs)
     if isinstance(spec, TextPreprocess):
         return make_text_encoder(spec, inputs, model_dir)
+    if isinstance(spec, LanguagePreprocess):
+        return make_language_encoder(spec, inputs, model_dir, vocab_size)
     return TensorEncoder(spec, inputs)
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.backends import BACKENDS
+from runtime.backends import BACKENDS, Session
 from runtime.errors import RuntimeFailure
+from runtime.manifest import KvCache
+from runtime.records import from_json, to_json
 
 RUNS = 3
 """Calls after which memory is read: the first allocates, the next may still grow the arena."""
@@ -40,9 +42,14 @@ def probe(
     threads: int,
     feeds: Mapping[str, np.ndarray],
     options: Mapping[str, object],
+    cache: KvCache | None = None,
+    new_tokens: int = 0,
     repeats: int = 3,
 ) -> Probe:
-    """Open the model and run it on `feeds` in `repeats` fresh processes. Raises RuntimeFailure with their error."""
+    """Open the model and run it on `feeds` in `repeats` fresh processes. Raises RuntimeFailure with their error.
+
+    With a `cache` it is a decoder that continues `feeds["prompts"]`, int64 [n, t], by `new_tokens`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "feeds.npz"
         np.savez(saved, **feeds)  # type: ignore[arg-type]
@@ -52,6 +59,8 @@ def probe(
             "threads": threads,
             "options": dict(options),
             "feeds": str(saved),
+            "cache": to_json(cache),
+            "new_tokens": new_tokens,
         }
         seen = [_fresh_process(json.dumps(task), path) for _ in range(repeats)]
     return Probe(tuple(s["load_ms"] for s in seen), tuple(s["peak_memory_bytes"] for s in seen))
@@ -96,9 +105,21 @@ def main(task: str) -> None:
     start = time.perf_counter()
     session = backend.open(Path(order["path"]), order["threads"], order["options"])
     load_ms = 1000 * (time.perf_counter() - start)
-    for _ in range(RUNS):
-        session.run(feeds)
+    if order["cache"] is not None:
+        _generate(session, from_json(KvCache, order["cache"], "cache"), list(feeds["prompts"]), order["new_tokens"])
+    else:
+        for _ in range(RUNS):
+            session.run(feeds)
     print(json.dumps({"load_ms": load_ms, "peak_memory_bytes": max(peak_memory_bytes() - bare, 0)}))
+
+
+def _generate(session: Session, cache: KvCache, prompts: list[np.ndarray], new_tokens: int) -> None:
+    from runtime.kv_cache import Decoder
+    from runtime.request_times import run_request
+
+    decoder = Decoder(session, cache)
+    for _ in range(RUNS - 1):  # a request is many calls
+        run_request(decoder, prompts, new_tokens)
 
 
 if __name__ == "__main__":

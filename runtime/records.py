@@ -15,6 +15,12 @@ PYDANTIC_CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrin
 """How the build side's recipe reads the records that it embeds; a plain dict, because pydantic is not needed here."""
 
 
+def check_file_name(field: str, name: str) -> None:
+    """ValueError where `name` is not that of a file, but a path or nothing."""
+    if not name or "/" in name or "\\" in name or name in (".", ".."):
+        raise ValueError(f"{field} is '{name}': give the name of a file inside the model's folder")
+
+
 class Mismatch(ValueError):
     """The data does not describe the record: the message starts with the place and says what was expected."""
 

@@ -16,9 +16,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from runtime.errors import RuntimeFailure
-from runtime.findings import MEASURED_FIELDS, Interval, Report, Side
+from runtime.findings import MEASURED_FIELDS, OF_DECODERS, Interval, Report, Side
 from runtime.gates import GateResult
-from runtime.metrics import METRICS
+from runtime.metrics import MEASURED, METRICS
 
 __all__ = [
     "Report",
@@ -72,7 +72,8 @@ def table_rows(report: Report) -> list[Row]:
     before, after = report.baseline, report.candidate
     rows = [Row("size", _bytes(before.size_bytes), _bytes(after.size_bytes), _times(report, "size"))]
     rows += [_metric_row(report, name) for name in METRICS if name in after.metrics]
-    for p in ("p50", "p95", "p99"):
+    rows += [_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
+    for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens
         row = Row(
             f"latency {p}", _ms(before.latency_ms.get(p)), _ms(after.latency_ms.get(p)), _times(report, f"latency_{p}")
         )
@@ -92,6 +93,34 @@ def _metric_row(report: Report, name: str) -> Row:
     change = report.differences.get(name)
     text = f"{change['value']:+z.4f}{_interval(change['interval'], signed=True)}" if change else ""
     return Row(name, _quality(report.baseline, name), _quality(report.candidate, name), text)
+
+
+def _decoder_row(report: Report, name: str) -> Row:
+    unit = {"1/s": "/s", "price": ""}.get(MEASURED[name].unit, f" {MEASURED[name].unit}")
+    before, after = report.baseline.generation.get(name), report.candidate.generation.get(name)
+    cells = ["-" if value is None else f"{value:.4g}{unit}" for value in (before, after)]
+    return Row(_label(report, name), cells[0], cells[1], _times(report, name))
+
+
+def _label(report: Report, name: str) -> str:
+    """A metric's name for people."""
+    if name != "goodput":
+        return _LABELS[name]
+    settings = report.benchmark
+    limits = [
+        f"{kind} {settings[f'{kind}_limit_ms']:g} ms" for kind in ("ttft", "tpot") if settings[f"{kind}_limit_ms"]
+    ]
+    return f"goodput, p95 within {', '.join(limits)}"
+
+
+_LABELS = {
+    "ttft": "time to first token",
+    "tpot": "time per token",
+    **{f"itl_{p}": f"between tokens {p}" for p in ("p50", "p95", "p99")},
+    "prefill_rate": "prefill",
+    "decode_rate": "decode",
+    "cost_per_million": "cost of a million tokens",
+}
 
 
 def _quality(of: Side, name: str) -> str:

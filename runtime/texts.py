@@ -81,8 +81,8 @@ def make_text_encoder(spec: TextPreprocess, inputs: tuple[TensorSpec, ...], mode
     width = _fixed_width(spec, inputs)
     if model_dir is None:
         raise UsageError("text preprocessing reads a tokenizer: give the model's folder")
-    tokenizer = _load_tokenizer(model_dir / spec.tokenizer)
-    config = _config(model_dir / "tokenizer_config.json")
+    tokenizer = load_tokenizer(model_dir / spec.tokenizer)
+    config = read_config(model_dir / "tokenizer_config.json")
     padding = _padding(tokenizer, config)
     least = tokenizer.num_special_tokens_to_add(True) + 1
     if spec.max_length < least:
@@ -136,7 +136,8 @@ def _fixed_width(spec: TextPreprocess, inputs: tuple[TensorSpec, ...]) -> int | 
     return width
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer.json at `path`. BundleError if it cannot be read; MissingDependency without `tokenizers`."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -149,7 +150,8 @@ def _load_tokenizer(path: Path) -> Any:
         raise BundleError(f"{path}: not a tokenizer of the tokenizers library: {error}") from error
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in the file, empty if there is no file; BundleError for anything else."""
     if not path.exists():
         return {}
     try:

@@ -36,7 +36,7 @@ def time_rounds(
     per_round = sum(seconds * calls for seconds, calls in zip(pace, repeats, strict=True))
     made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / max(per_round, 1e-9))))
     seconds = np.empty((len(sessions), made))
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for turn in range(made):
             for m in rng.permutation(len(sessions)):
                 batch = feeds[m][turn % len(feeds[m])]
@@ -64,7 +64,7 @@ def _timed(session: Session, feeds: Feeds) -> float:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.advice import advise
+import numpy as np
+
+from runtime.advice import advise, larger
 from runtime.alternatives import available_others, compare, only_main
 from runtime.benchmark import (
     BenchmarkResult,
@@ -17,18 +19,23 @@ from runtime.benchmark import (
     measure,
     opened,
     pair,
-    settings_for,
     speed_evidence,
 )
-from runtime.bundle import Manifest, inside, read_outputs, read_samples, verify
+from runtime.bundle import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
+from runtime.environment import environment
 from runtime.errors import BundleError
-from runtime.evidence import Evidence, quality_evidence, select_metrics
+from runtime.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.findings import Report, differences, ratios, side
 from runtime.gates import check_gates, judge, overall
-from runtime.metrics import METRICS, Metric, NonFiniteOutputs, Outputs, check_finite
+from runtime.manifest import GENERATION
+from runtime.metrics import MEASURED, METRICS, Metric, NonFiniteOutputs, Outputs, check_finite
 from runtime.onnx_graph import graph_facts
 from runtime.predict import bundle_preprocessor, run_samples
 from runtime.report import remove_report, write_report
+from runtime.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
+
+BASELINE_TOLERANCE = 1e-3
+"""Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,11 @@ class Case:
         """int64 [N] or float [N]; None without labels."""
         return self.columns.get("label")
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """True for a candidate that is not run here."""
+        return self.manifest.candidate_for(self.backend).kind == "checkpoint"
+
 
 def validate(path: str | Path, backends: Sequence[str] | None = None, threads: int | None = None) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
@@ -61,15 +73,34 @@ def validate(path: str | Path, backends: Sequence[str] | None = None, threads: i
     """
     case = prepare(Path(path), backends, threads)
     remove_report(case.root)
+    report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case)
+    write_report(report, case.root)
+    return report
+
+
+def judge_model(case: Case) -> Report:
+    """The report on a candidate that is run and timed here."""
     evidence, failures = quality(case)
-    timed = measure(case.root, case.manifest, case.columns, case.backend, threads)
+    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads)
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = other_ways(case, timed)
     graph = graph_facts(inside(case.root, case.manifest.candidate_for(case.backend).path))
     advice = [*list(failures.values())[:1], *advise(evidence, case.backend, timed.environment, graph, rows, case.notes)]
-    report = assemble(case, timed, evidence, failures, rows, advice)
-    write_report(report, case.root)
-    return report
+    return assemble(case, timed, evidence, failures, rows, advice)
+
+
+def judge_checkpoint(case: Case) -> Report:
+    """The report on a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
+    evidence, broken = quality(case)
+    sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
+    evidence |= size_evidence(sizes.get("baseline"), case.manifest.candidate_for(case.backend).size_bytes)
+    not_run = f"it was not measured: {_NOT_RUN.format(case.manifest.candidate_for(case.backend).target)}"
+    failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
+    advice = [*list(broken.values())[:1], *larger(evidence), *case.notes]
+    return assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+
+
+_NOT_RUN = "the candidate is a checkpoint for {}, which is not run here"
 
 
 def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> Case:
@@ -79,9 +110,16 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     labels = columns.get("label")
     check_gates(manifest.judgement, manifest.task, labels is not None)
     _, batch_note = settings_for(manifest, threads)
-    main, backend_note = choose_backend(manifest.target, backends[0] if backends else None)
-    others = [choose_backend(manifest.target, name)[0] for name in backends[1:]] if backends else available_others(main)
-    pair(manifest, main)
+    task = manifest.task
+    main, backend_note = choose_backend(manifest.target, backends[0] if backends else None, task)
+    others = [choose_backend(manifest.target, name, task)[0] for name in (backends or [])[1:]]
+    if not backends and task not in GENERATION:
+        others = available_others(main)
+    candidate = manifest.candidate_for(main)
+    if candidate.kind == "checkpoint":
+        backend_note = f"Quality was measured by torch when it was built: {_NOT_RUN.format(candidate.target)}."
+    else:
+        pair(manifest, main)
     try:
         metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
     except NonFiniteOutputs as error:
@@ -102,16 +140,36 @@ def quality(case: Case) -> tuple[dict[str, Evidence], dict[str, str]]:
 
 
 def run_candidate(case: Case) -> Outputs:
-    """The candidate's outputs over the frozen samples."""
+    """The candidate's outputs over the frozen samples; a decoder runs beside the baseline, whose sums are checked."""
     manifest = case.manifest
+    if case.is_checkpoint:
+        return read_candidate_outputs(case.root, manifest)
+    threads = case.threads or manifest.judgement.benchmark.threads
     with ExitStack() as stack:
-        _, variant = pair(manifest, case.backend)
-        session = opened(stack, case.root, variant, case.threads or manifest.judgement.benchmark.threads)
+        before, after = pair(manifest, case.backend)
+        session = opened(stack, case.root, after, threads)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
-        outputs: Outputs = run_samples(
-            session, preprocessor, manifest.task, case.columns, manifest.judgement.batch_size
+        reference = opened(stack, case.root, before, threads) if manifest.task in GENERATION else None
+        outputs = run_samples(
+            session, preprocessor, manifest.task, case.columns, manifest.judgement.batch_size, reference
         )
+    if reference is not None:
+        check_baseline(case.root, outputs.pop("reference_nll"), outputs["n_tokens"], case.baseline)
     return outputs
+
+
+def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None:
+    """BundleError where the baseline, run again, scores other tokens than its frozen sums or differs by much."""
+    if not np.array_equal(n_tokens, frozen["n_tokens"]):
+        raise BundleError(
+            f"{root}: {n_tokens.sum()} tokens are scored, the frozen sums are of {frozen['n_tokens'].sum()}"
+        )
+    here, then = float(nll.sum() / n_tokens.sum()), float(frozen["nll"].sum() / n_tokens.sum())
+    if not abs(here - then) <= BASELINE_TOLERANCE:
+        raise BundleError(
+            f"{root}: the baseline has {here:.6f} nats per token here, its frozen outputs say {then:.6f}: it is not "
+            "the model that they were made with, or this machine computes otherwise"
+        )
 
 
 def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
@@ -123,36 +181,44 @@ def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
 
 def assemble(
     case: Case,
-    timed: BenchmarkResult,
+    timed: BenchmarkResult | None,
     evidence: Mapping[str, Evidence],
     failures: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
     advice: Sequence[str],
+    broken: bool | None = None,
 ) -> Report:
-    """The report of what is known; a candidate with broken outputs fails even without a gate."""
+    """The report of what is known; a candidate with broken outputs (default: any failure) fails even without a gate."""
     manifest = case.manifest
     gates = judge(manifest.judgement, evidence, failures)
     return Report(
-        verdict="fail" if failures else overall(gates),
+        verdict="fail" if (bool(failures) if broken is None else broken) else overall(gates),
         gates=gates,
         backends=tuple(rows),
         advice=tuple(advice),
         layers=read_layers(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
-        **_common(manifest, timed, evidence),
+        **_common(manifest, timed, evidence, case.backend, case.threads),
     )
 
 
 def unjudged(manifest: Manifest, timed: BenchmarkResult) -> Report:
     """A benchmark alone in a report's form."""
-    return Report(verdict="unjudged", **_common(manifest, timed, speed_evidence(timed, manifest.judgement)))
+    evidence = speed_evidence(timed, manifest.judgement)
+    return Report(verdict="unjudged", **_common(manifest, timed, evidence, timed.backend, None))
 
 
-def _common(manifest: Manifest, timed: BenchmarkResult, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
-    batch_size = timed.settings.throughput_batch_size
+def _common(
+    manifest: Manifest,
+    timed: BenchmarkResult | None,
+    evidence: Mapping[str, Evidence],
+    backend: str,
+    threads: int | None,
+) -> dict[str, Any]:
+    batch_size = timed.settings.throughput_batch_size if timed else None
     return {
         "bundle": manifest.name,
-        "backend": timed.backend,
+        "backend": backend,
         "task": manifest.task,
         "manifest_digest": manifest.digest,
         "confidence": manifest.judgement.confidence,
@@ -160,9 +226,16 @@ def _common(manifest: Manifest, timed: BenchmarkResult, evidence: Mapping[str, E
         "candidate": side(evidence, "candidate", batch_size),
         "ratios": ratios(evidence),
         "differences": differences(evidence),
-        "environment": timed.environment,
-        "benchmark": {**asdict(timed.settings), "rounds": timed.latency_s.shape[1]},
+        "environment": timed.environment if timed else environment(threads or manifest.judgement.benchmark.threads),
+        "benchmark": _followed(manifest.task, timed) if timed else {},
     }
+
+
+def _followed(task: str, timed: BenchmarkResult) -> dict[str, Any]:
+    """The settings that say something about this task, and how many rounds were timed."""
+    unused = (*NOT_OF_DECODERS, "throughput_batch_size") if task in GENERATION else OF_DECODERS
+    settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
+    return {**settings, "rounds": timed.rounds}
 
 
 def build_notes(root: Path, manifest: Manifest) -> list[str]:

@@ -14,11 +14,28 @@ import onnx_ir as ir
 
 from compress import __version__
 from compress.export.card import model_card
-from compress.export.onnx import finished_graph, float_graph, save_graph
+from compress.export.checkpoint import write_checkpoint
+from compress.export.onnx import finish, float_graph, save_graph
+from compress.exports import CheckpointExport
+from compress.facts import Note
+from compress.graph.cache import cache_of
+from compress.graph.specs import input_specs, output_specs
+from compress.models.streamed import StreamedModel
 from compress.quantize.state import GraphState
 from compress.schema import Recipe
 from compress.targets import TARGETS
-from runtime.bundle import Artifact, Manifest, TensorSpec, model_size, write_bundle, write_outputs, write_samples
+from runtime.bundle import (
+    Artifact,
+    Generation,
+    Manifest,
+    TensorSpec,
+    checkpoint_size,
+    model_size,
+    write_bundle,
+    write_candidate_outputs,
+    write_outputs,
+    write_samples,
+)
 from runtime.preprocess import PreprocessSpec, spec_to_dict
 
 FOLDER_FILES = (
@@ -40,43 +57,52 @@ FOLDER_FILES = (
 
 
 @dataclass(frozen=True)
+class Graphs:
+    """What ONNX files are written from: the float graph, what the passes decided, what a call reads and gives."""
+
+    float_model: ir.Model
+    state: GraphState
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a bundle is made of."""
 
     recipe: Recipe
     recipe_yaml: str
     lock: dict[str, Any]
-    float_model: ir.Model
-    state: GraphState
     preprocess: PreprocessSpec
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
     folder: Path | None
-    class_names: tuple[str, ...]
     samples: Mapping[str, Any]
     baseline_outputs: Mapping[str, np.ndarray]
     layers: Sequence[Mapping[str, Any]]
+    graphs: Graphs | None = None
+    """None: no ONNX file is written."""
+    streamed: StreamedModel | None = None
+    """What checkpoints are written from."""
+    candidate_outputs: Mapping[str, np.ndarray] | None = None
+    """Of a candidate that the runtime cannot run: measured at the build."""
+    class_names: tuple[str, ...] = ()
+    generation: Generation | None = None
 
 
-def assemble(staging: Path, contents: Contents) -> Manifest:
-    """Write every file of the bundle under `staging`, then its manifest. Raises ExportError, BundleError."""
+def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
+    """Write every file of the bundle under `staging`, then its manifest; and what is worth knowing of the files.
+
+    Raises ExportError, BundleError.
+    """
     recipe = contents.recipe
-    artifacts = [_write_model(staging / "baseline", float_graph(contents.float_model), "baseline", "float32", contents)]
-    for export in recipe.export:
-        target = export.target or recipe.target
-        main = target == recipe.target
-        graph = finished_graph(contents.state, TARGETS[target])
-        folder, name = (
-            (staging / "model", "candidate") if main else (staging / f"model-{target}", f"candidate-{target}")
-        )
-        artifacts.append(_write_model(folder, graph, name, precision(contents.state), contents, target))
-        if contents.folder is not None:
-            _copy_folder_files(contents.folder, folder)
+    artifacts, notes = _write_artifacts(staging, contents)
     evaluation = write_samples(staging, contents.samples)
     write_outputs(staging, contents.baseline_outputs)
+    if contents.candidate_outputs is not None:
+        write_candidate_outputs(staging, contents.candidate_outputs)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
     _write_json(staging / "lock.json", contents.lock)
-    _write_json(staging / "layers.json", list(contents.layers))
+    layers = [*contents.layers, *note_rows(notes)]
+    _write_json(staging / "layers.json", layers)
     manifest = Manifest(
         name=recipe.name,
         task=recipe.model.task,
@@ -86,10 +112,74 @@ def assemble(staging: Path, contents: Contents) -> Manifest:
         artifacts=tuple(artifacts),
         evaluation=evaluation,
         judgement=recipe.validate_,
+        generation=contents.generation,
         created_by=f"compress {__version__}",
     )
-    (staging / "README.md").write_text(model_card(manifest, contents.lock, contents.layers), encoding="utf-8")
-    return write_bundle(staging, manifest)
+    (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
+    return write_bundle(staging, manifest), notes
+
+
+def note_rows(notes: Sequence[Note]) -> list[dict[str, Any]]:
+    """Notes as rows of layers.json."""
+    return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in notes]
+
+
+def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact], list[Note]]:
+    """The float graph if there are graphs, then every export; the one for the recipe's target is the candidate."""
+    recipe, artifacts, notes = contents.recipe, [], []
+    if contents.graphs is not None:
+        graph = float_graph(contents.graphs.float_model)
+        artifacts.append(
+            _write_graph(staging / "baseline", graph, "baseline", "float32", contents.graphs, recipe.target)
+        )
+    for export in recipe.export:
+        target = recipe.target_of(export)
+        main = target == recipe.target
+        if isinstance(export, CheckpointExport):
+            folder = staging / ("model" if main else "checkpoint")
+            artifact, found = _write_checkpoint(folder, "candidate" if main else "checkpoint", export, contents)
+        else:
+            folder = staging / ("model" if main else f"model-{target}")
+            artifact, found = _write_flavour(folder, "candidate" if main else f"candidate-{target}", target, contents)
+        artifacts.append(artifact)
+        notes += found
+    return artifacts, notes
+
+
+def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> tuple[Artifact, list[Note]]:
+    """The graph in the form that a target is fast on, and the files that tools expect beside it."""
+    graphs = contents.graphs
+    assert graphs is not None
+    graph, texts = finish(graphs.state, TARGETS[target])
+    notes = [Note("slow", text) for text in texts]
+    artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
+    if contents.folder is not None:
+        _copy_folder_files(contents.folder, folder)
+        if artifact.cache is not None and artifact.cache.shared_buffer:
+            pass  # genai
+    return artifact, notes
+
+
+def _write_checkpoint(
+    folder: Path, name: str, export: CheckpointExport, contents: Contents
+) -> tuple[Artifact, list[Note]]:
+    """The folder that transformers and vLLM load."""
+    model = contents.streamed
+    assert model is not None
+    notes = write_checkpoint(folder, model, export, contents.recipe_yaml)
+    if contents.folder is not None:
+        _copy_folder_files(contents.folder, folder)
+    schemes = sorted({scheme.name for scheme in model.schemes.values()})
+    return Artifact(
+        name=name,
+        path=f"{folder.name}/config.json",
+        target=contents.recipe.target_of(export),
+        precision=" + ".join(schemes) or "as it was",
+        inputs=(),
+        outputs=(),
+        size_bytes=checkpoint_size(folder / "config.json"),
+        kind="checkpoint",
+    ), notes
 
 
 def precision(state: GraphState) -> str:
@@ -98,25 +188,25 @@ def precision(state: GraphState) -> str:
     return " + ".join([*sorted(found), *([state.half] if state.half else [])]) or "float32"
 
 
-def _write_model(
-    folder: Path, graph: ir.Model, name: str, stored: str, contents: Contents, target: str | None = None
-) -> Artifact:
+def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: Graphs, target: str) -> Artifact:
     path = folder / "model.onnx"
     save_graph(graph, path)
+    cache = cache_of(graph)
     return Artifact(
         name=name,
         path=f"{folder.name}/model.onnx",
-        target=target or contents.recipe.target,
+        target=target,
         precision=stored,
-        inputs=contents.inputs,
-        outputs=contents.outputs,
+        inputs=graphs.inputs if cache is None else input_specs(graph),
+        outputs=graphs.outputs if cache is None else output_specs(graph),
         size_bytes=model_size(path),
+        cache=cache,
     )
 
 
 def _copy_folder_files(source: Path, folder: Path) -> None:
     for name in FOLDER_FILES:
-        if (source / name).is_file():
+        if (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +12,20 @@ import torch
 from onnx_ir.passes.common import ShapeInferencePass
 
 from compress.errors import ExportError
+from compress.export.torch_export import export_program, first_lines
 from compress.facts import LOWEST_OPSET
+from compress.graph.attention import to_group_query_attention
+from compress.graph.cache import cache_of, n_cached_layers
 from compress.graph.channels import pad_input_channels
+from compress.graph.decoder_norms import divide_by_root
 from compress.graph.edit import strip_metadata, tidy
 from compress.graph.half import to_half
+from compress.graph.merged import merge_products
 from compress.graph.normal import normalize
 from compress.graph.norms import keep_norms_apart
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
+from compress.graph.tied import share_tables
+from compress.graph.two_bits import to_two_bits
 from compress.models.load import LoadedModel
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
@@ -41,23 +45,15 @@ def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: in
     arguments = {
         loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names
     }
-    with _quiet():
-        try:
-            program = torch.onnx.export(
-                loaded.module,
-                (),
-                kwargs=arguments,
-                dynamo=True,
-                input_names=list(loaded.input_names),
-                output_names=list(loaded.output_names),
-                dynamic_shapes=_dynamic_shapes(loaded),
-                opset_version=opset,
-                verbose=False,
-            )
-        except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
-            raise ExportError(f"{loaded.architecture}: torch.onnx.export failed: {_first_lines(error)}") from error
-    assert program is not None
-    return program.model
+    return export_program(
+        loaded.module,
+        loaded.architecture,
+        arguments,
+        loaded.input_names,
+        loaded.output_names,
+        _dynamic_shapes(loaded),
+        opset,
+    )
 
 
 def read_graph(path: Path) -> ir.Model:
@@ -70,26 +66,65 @@ def read_graph(path: Path) -> ir.Model:
             normalize(model)
         ShapeInferencePass()(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error
+        raise ExportError(f"{path}: cannot be read as a graph: {first_lines(error)}") from error
     return model
 
 
 def finished_graph(state: GraphState, target: Target) -> ir.Model:
-    """The graph that `target` gets: decisions written in its flavour, forms that it is slow on avoided, no metadata."""
+    """What `finish` gives, without its notes."""
+    return finish(state, target)[0]
+
+
+def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
+    """The graph that `target` gets: decisions written in its flavour, forms that it is slow on avoided, no metadata.
+
+    The notes name what keeps a slower form, and why. Raises ExportError for a key-value cache that the target cannot
+    keep in the decided form.
+    """
+    notes: list[str] = []
     model = write_state(state, target.flavour)
     if state.half is not None:
         ShapeInferencePass()(model)
         to_half(model, state.half, state.half_kept)
     if target.name == "onnxruntime-cpu":
+        if n_cached_layers(model):
+            model, notes = _decoder_for_cpu(model, state)
         keep_norms_apart(model)
         pad_input_channels(model)
+    if state.kv_cache is not None and not _keeps_integers(model):
+        raise ExportError([_no_integer_cache(state.kv_cache, target.name), *notes])
+    share_tables(model)
     strip_metadata(model)
-    return model
+    return model, notes
+
+
+def _decoder_for_cpu(model: ir.Model, state: GraphState) -> tuple[ir.Model, list[str]]:
+    scales = state.kv_scales if state.kv_cache == "int8" else None
+    try:
+        model, notes = to_group_query_attention(model, scales=scales)
+    except KeyError as error:
+        raise ExportError(f"the key-value cache is {state.kv_cache}, but {error} has no scales") from error
+    divide_by_root(model)
+    merge_products(model)
+    to_two_bits(model)
+    return model, notes
+
+
+def _keeps_integers(model: ir.Model) -> bool:
+    cache = cache_of(model)
+    return cache is not None and cache.dtype == "int8"
+
+
+def _no_integer_cache(kind: str, target: str) -> str:
+    if kind != "int8" or target != "onnxruntime-cpu":
+        return f"{target} has no ONNX operator for a key-value cache of {kind}; use int8 on onnxruntime-cpu, or none"
+    return "a key-value cache of int8 needs GroupQueryAttention in every layer"
 
 
 def float_graph(model: ir.Model) -> ir.Model:
     """What the baseline's file holds: the float graph, without metadata."""
     plain = clone(model)
+    share_tables(plain)
     tidy(plain)
     strip_metadata(plain)
     return plain
@@ -104,7 +139,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
         onnx.checker.check_model(str(path))
         open_session(path)
     except refusals as error:
-        raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
+        raise ExportError(f"{path.name}: the exported graph is refused: {first_lines(error)}") from error
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
@@ -120,22 +155,3 @@ def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
         loaded.parameters[spec.name]: {i: dims[dim] for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
         for spec in loaded.inputs
     }
-
-
-def _first_lines(error: Exception, most: int = 6) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " | ".join(line for line in lines if line[:1] not in ("", "=", "-"))[: most * 160]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter's progress and warnings about optional packages stay out of the user's terminal."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

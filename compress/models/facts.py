@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SourceError
-from compress.facts import LayerFacts, ModelFacts, SampleShapes
+from compress.facts import LayerFacts, ModelFacts, SampleShapes, Structure
 from compress.models import factory, huggingface
+from compress.models.experts import first_expert_only, spread_over_experts, unstack_experts
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_facts
 from compress.models.source import Source, locate
+from compress.models.structure import N_TOKENS, find_structure, one_block
 from compress.models.trace import TRANSPOSED, Trace, is_hf_conv1d, is_layer, trace
 from compress.schema import ModelSpec
+from runtime.manifest import TEXT_TASKS
 
 Traced = tuple[Trace, list[str]]
 
@@ -32,9 +35,11 @@ def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Mode
     if source.onnx is not None:
         return onnx_facts(source.onnx, spec.task, feeds_shapes)
     module, notes = module_on_meta(spec, source, root)
+    unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
-    traced, more = _traced(spec, source, root, module, {names[name]: feeds_shapes[name] for name in names})
+    feeds = {names[name]: feeds_shapes[name] for name in names}
+    traced, more = _traced(spec, source, root, module, feeds)
     layers = _layers(module, traced)
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     return ModelFacts(
@@ -48,6 +53,7 @@ def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Mode
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
         notes=(*notes, *more, *_layer_notes(layers, traced)),
+        structure=_structure(spec, source, root, module, feeds),
     )
 
 
@@ -67,7 +73,10 @@ def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
 def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     try:
-        return trace(module, zeros(feeds, device)), []
+        with first_expert_only():
+            found = trace(module, zeros(feeds, device))
+        spread_over_experts(found.macs, module)
+        return found, []
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:
@@ -80,12 +89,29 @@ def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feed
         raise SourceError(f"{spec.source}: forward fails on {shapes}: {type(error).__name__}: {error}") from error
 
 
+def _structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:
+    """How the module is made; one block and a note where no run shows it."""
+    if spec.task in TEXT_TASKS:
+        feeds = {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
+    try:
+        return find_structure(module, zeros(feeds, "cpu"))
+    except factory.USER_ERRORS as error:
+        first = str(error).partition("\n")[0]
+    try:
+        return find_structure(_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+    except factory.USER_ERRORS:
+        return one_block(module, f"no blocks were found: a run without values fails ({first})")
+
+
 def _untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     if source.kind == "huggingface":
-        return huggingface.build_untrained(spec, source)
-    assert source.code is not None
-    with torch.random.fork_rng(devices=[]):
-        return factory.build(spec, source.code, root)
+        module = huggingface.build_untrained(spec, source)
+    else:
+        assert source.code is not None
+        with torch.random.fork_rng(devices=[]):
+            module = factory.build(spec, source.code, root)
+    unstack_experts(module)
+    return module
 
 
 def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ class PassContext:
     `batches`: the calibration data, encoded, in a fixed order (empty when the recipe has none); may be iterated again.
     `shortfalls`: given an ONNX graph, the quality gates of the recipe that it does not hold, as sentences (empty: all
     hold); None when the recipe has no quality gate to hold. `progress`: wraps an iterable in a progress bar. `log`: one
-    line for the log.
+    line for the log. `work`: a folder that outlives a killed run, for what a pass over blocks has finished; None: a
+    temporary one.
     """
 
     batches: Sequence[Feeds]
@@ -30,6 +32,7 @@ class PassContext:
     log: Callable[[str], None]
     progress: Callable[[Sequence[Any], str], Iterable[Any]]
     shortfalls: Callable[[Any], list[str]] | None = None
+    work: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.passes.weight_only import WeightOnly
+from compress.passes.weight_only import WeightPass
 
 if TYPE_CHECKING:
     from compress.passes.context import PassContext, PassResult
 
 
-class Gptq(WeightOnly):
-    """Weight-only quantization against the Hessian of each layer's calibration inputs, layer after layer."""
+class Gptq(WeightPass):
+    """Quantization of weights against the Hessian of each layer's calibration inputs, layer after layer."""
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 12.0
@@ -23,13 +23,17 @@ class Gptq(WeightOnly):
     """Of the mean of the Hessian's diagonal, added to it. Raised tenfold, and said so, where it does not suffice."""
     actorder: bool = True
     """Round the inputs of largest activation first; groups keep their places (static groups)."""
+    block_size: Annotated[int, Field(ge=1)] = 128
+    """Inputs whose errors are spread over the rest of the weight at once: for speed, not for the result."""
+    sweeps: Annotated[int, Field(ge=0)] = 2
+    """Of coordinate descent over levels and scales after the loop, which lower the same error; 0: GPTQ as published."""
     sequential: bool = True
-    """Each layer sees what the rounded layers before it give; otherwise what the float ones give (fewer runs)."""
-    strict: bool = False
-    """An error, not a note, where a layer's Hessian needs more damping or has inputs that are always zero."""
+    """Each layer sees what the rounded layers before it give; otherwise what the float ones give."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState. Raises PassError naming the layer."""
-        from compress.passes.gptq_steps import apply_gptq  # numpy, onnx-ir, onnxruntime
+        """`model`: a StreamedModel or a GraphState. Raises PassError naming the layer."""
+        from compress.passes.gptq_steps import apply_gptq  # torch, onnx-ir, onnxruntime
 
         return apply_gptq(self, model, context)

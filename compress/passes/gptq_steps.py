@@ -1,26 +1,40 @@
-"""The steps of the `gptq` pass: for each group of layers that read one tensor, gather its Gram matrix, then round."""
+"""The steps of the `gptq` pass on an ONNX graph: for each group of layers that read one tensor, gather, then round."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note
 from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
+from compress.models.streamed import StreamedModel
+from compress.passes.blockwork import may_be_negative
 from compress.passes.context import PassContext, PassResult
-from compress.passes.gptq import Gptq
-from compress.quantize.gptq import Hessian, gptq_round, gram_matrix, invert_hessian
+from compress.passes.gptq_blocks import gptq_blocks, hessian_remarks
+from compress.quantize.gptq import Hessian, Rounded, gptq_round, invert_hessian
+from compress.quantize.gram_graph import gram_matrix
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.smooth_graph import input_groups
 from compress.quantize.state import GraphState
 
+if TYPE_CHECKING:
+    from compress.passes.gptq import Gptq
 
-def apply_gptq(knobs: Gptq, state: GraphState, context: PassContext) -> PassResult:
+
+def apply_gptq(knobs: Gptq, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
+    if isinstance(model, GraphState):
+        return _on_graph(knobs, model, context)
+    return gptq_blocks(knobs, model, context)
+
+
+def _on_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassResult:
     taken, kept = knobs.begin(state)
     facts = {layer.name: layer for layer in taken}
     working = clone(state.model)
@@ -35,23 +49,25 @@ def apply_gptq(knobs: Gptq, state: GraphState, context: PassContext) -> PassResu
             hessian = invert_hessian(gram, knobs.damp_percent, knobs.actorder)
         except ValueError as error:
             raise PassError(f"gptq: {groups[tensor][0].name}: {error}") from error
-        notes += _remarks(knobs, groups[tensor], hessian)
+        notes += _notes(knobs, groups[tensor], hessian)
         for layer in groups[tensor]:
-            weights[layer.name], measured[layer.name] = _round(knobs, layer, facts[layer.name], hessian)
-            _put_back(working, layer, weights[layer.name])
+            found = _round(knobs, layer, facts[layer.name], hessian, context)
+            weights[layer.name] = found.weight
+            measured[layer.name] = {"output_error": found.error, "output_error_rtn": found.nearest_error}
+            _put_back(working, layer, found.weight)
     state = replace(state, weight_only=[*state.weight_only, *weights], weights={**state.weights, **weights})
-    return PassResult(state, (*map(knobs.decision, taken), *kept), tuple(notes), measured)
+    decisions = [knobs.decision(layer, context.target) for layer in taken]
+    return PassResult(state, (*decisions, *kept), tuple(notes), measured)
 
 
-def _round(
-    knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian
-) -> tuple[QuantizedWeight, dict[str, float]]:
-    """The rounded weight, and its relative output error beside that of rounding to the nearest."""
+def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, context: PassContext) -> Rounded:
+    scheme = knobs.setting(facts, context.target)
+    signed = may_be_negative(scheme, context.target)
+    weight = torch.from_numpy(layer.matrix().copy())
     try:
-        rounded, error, nearest = gptq_round(layer.matrix(), hessian, *knobs.setting(facts))
+        return gptq_round(weight, hessian, scheme.weights, signed, knobs.sweeps, knobs.block_size)
     except ValueError as problem:
         raise PassError(f"gptq: {layer.name}: {problem}") from problem
-    return rounded, {"output_error": error, "output_error_rtn": nearest}
 
 
 def _put_back(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
@@ -61,15 +77,8 @@ def _put_back(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> No
     layer.node.replace_input_with(layer.weight_input, initializer(model, f"{layer.name}/rounded", values))
 
 
-def _remarks(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[Note]:
-    names = ", ".join(layer.name for layer in group)
-    said = []
-    if hessian.damp_percent > knobs.damp_percent:
-        said.append(f"gptq: {names}: the Hessian could not be inverted until damp_percent was {hessian.damp_percent:g}")
-    if hessian.dead.any():
-        said.append(
-            f"gptq: {names}: {int(hessian.dead.sum())} of {len(hessian.dead)} inputs were zero on all calibration data"
-        )
+def _notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[Note]:
+    said = hessian_remarks([layer.name for layer in group], hessian, knobs.damp_percent)
     if said and knobs.strict:
         raise PassError(said)
     return [Note("warning", text) for text in said]

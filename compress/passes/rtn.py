@@ -1,35 +1,31 @@
-"""`rtn`: weights only, rounded to the nearest of 2^bits levels; activations stay float (W8A16, W4A16)."""
+"""`rtn`: weights rounded to the nearest of 2^bits levels (or of FP8's), each group's scale searched for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from compress.errors import PassError
-from compress.passes.weight_only import WeightOnly
+from compress.passes.weight_only import WeightPass
 
 if TYPE_CHECKING:
     from compress.passes.context import PassContext, PassResult
 
 
-class Rtn(WeightOnly):
-    """Round-to-nearest weight-only quantization of the matrix products."""
+class Rtn(WeightPass):
+    """Round-to-nearest quantization of the matrix products; needs no data but for stored input scales (FP8)."""
 
     kind: Literal["rtn"] = "rtn"
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState; weights are rounded with a searched scale for each group. Raises PassError."""
-        from compress.graph.layers import find_layers  # numpy, onnx-ir
-        from compress.passes.context import PassResult
-        from compress.quantize.rounding import round_to_nearest
+    @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]
+        """True where a scheme stores input scales."""
+        return any(scheme.activations and not scheme.activations.dynamic for scheme in self.schemes())
 
-        taken, kept = self.begin(model)
-        layers = {layer.name: layer for layer in find_layers(model.model)}
-        weights = {}
-        for facts in context.progress(taken, "rtn: rounding"):
-            try:
-                weights[facts.name] = round_to_nearest(layers[facts.name].matrix(), *self.setting(facts))
-            except ValueError as error:
-                raise PassError(f"rtn: {facts.name}: {error}") from error
-        state = replace(model, weight_only=[*model.weight_only, *weights], weights={**model.weights, **weights})
-        return PassResult(state, (*map(self.decision, taken), *kept))
+    @property
+    def calibration_runs(self) -> float:  # type: ignore[override]
+        return 1.1 if self.needs_calibration else 0.0
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel or a GraphState. Raises PassError naming the layer."""
+        from compress.passes.rtn_steps import apply_rtn  # torch, onnx-ir
+
+        return apply_rtn(self, model, context)

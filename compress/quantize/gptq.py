@@ -1,135 +1,193 @@
-"""GPTQ: rounding a weight column by column, each column's error made up for by those not yet rounded.
+"""GPTQ: rounding a weight column by column, each column's error made up for by those not yet rounded. Torch.
 
 Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (2022), algorithm 1,
 with static groups and activation order as its authors' code has them. Deviations: each group's scale is not the one of
-its range but the one of least error weighted with the Hessian's diagonal, because that is the error that counts; and
-inputs that were always zero are rounded to the nearest rather than set to zero, because serving may use them.
+its range but the one of least error weighted with the Hessian's diagonal, because that is the error that counts; inputs
+that were always zero are rounded to the nearest rather than set to zero, because serving may use them; and after the
+loop sweeps of coordinate descent over levels and scales (as QuantEase, Behdin et al. 2023, arXiv:2309.01885) lower the
+same error further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import onnx_ir as ir
+import torch
+from torch import Tensor
 
-from compress.graph.run import Feeds, open_session, run_batches, tap
-from compress.quantize.rounding import QuantizedWeight, round_to_nearest
+from compress.quantize.descent import descend
+from compress.quantize.grid import Grid, fit_grid
+from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import WeightScheme
 
 BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""
 MOST_DAMPING = 1.0
 SMALL = 1e-3
+JUDGED_ROWS = 256
+"""Of a weight, evenly spaced: those on which its output error is measured."""
+SWEEPS = 2
+
+
+class Rounded(NamedTuple):
+    """A weight, its relative output error, and that of rounding to the nearest on a grid fitted to the same inputs."""
+
+    weight: QuantizedWeight
+    error: float
+    nearest_error: float
 
 
 @dataclass(frozen=True, eq=False)
 class Hessian:
-    """`gram` is X^T X / n, [in, in] float64. `order` [in]: the inputs in the order in which they are rounded.
+    """`gram` is X^T X / n, [in, in]. `order` [in]: the inputs in the order in which they are rounded.
 
-    `factor`: the upper Cholesky factor of the inverse of the damped Hessian, rows and columns in that order.
-    `dead` [in]: inputs that were always zero. `damp_percent`: what the factorization needed.
+    `factor`: the upper Cholesky factor of the inverse of the damped Hessian, rows and columns in that order, float32.
+    `dead` [in]: inputs that were always zero. `added` [in]: what damping put on the diagonal. `damp_percent`: what the
+    factorization needed.
     """
 
-    gram: np.ndarray
-    order: np.ndarray
-    factor: np.ndarray
-    dead: np.ndarray
+    gram: Tensor
+    order: Tensor
+    factor: Tensor
+    dead: Tensor
+    added: Tensor
     damp_percent: float
 
+    @property
+    def damped(self) -> Tensor:
+        """float32 [in, in], in the weight's own order."""
+        return (self.gram + torch.diag(self.added)).float()
 
-def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds]) -> np.ndarray:
-    """X^T X / n over the rows of a tensor [..., in], all batches together; float64 [in, in].
+    @property
+    def importance(self) -> Tensor:
+        """Of each input [in]: the Hessian's diagonal; inputs that were always zero still count a little."""
+        diagonal = self.gram.diagonal()
+        return diagonal + SMALL * diagonal.mean().clamp_min(1e-30)
 
-    Raises ValueError when there is no batch or a value is not finite.
+
+def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) -> Hessian:
+    """Order (by falling diagonal with `act_order`), damp and factor X^T X / n, float32 or float64.
+
+    float32 is factored in float64 where it fails; damping is raised tenfold until it succeeds; ValueError if it never
+    does, or the matrix is not finite.
     """
-    session = open_session(tap(model, [tensor]))
-    total: np.ndarray | None = None
-    n_rows = 0
-    for outputs in run_batches(session, batches):
-        values = next(iter(outputs.values()))
-        rows = values.reshape(-1, values.shape[-1])
-        product = (rows.T @ rows).astype(np.float64)
-        total = product if total is None else total + product
-        n_rows += len(rows)
-    if total is None:
-        raise ValueError("there is no calibration data")
-    if not np.isfinite(total).all():
-        raise ValueError(f"tensor {tensor!r}: NaN or Inf on the calibration data")
-    return total / n_rows
-
-
-def invert_hessian(gram: np.ndarray, damp_percent: float, act_order: bool = True) -> Hessian:
-    """Order (by falling diagonal with `act_order`), damp and factor.
-
-    Damping is raised tenfold until the factorization succeeds; ValueError if it never does.
-    """
-    diagonal = np.diag(gram)
+    if not torch.isfinite(gram).all():
+        raise ValueError("NaN or Inf among its inputs on the calibration data")
+    diagonal = gram.diagonal()
     dead = diagonal == 0
-    order = np.argsort(-diagonal, kind="stable") if act_order else np.arange(len(gram))
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(gram))
     damp = damp_percent
     while damp <= MOST_DAMPING:
-        added = np.where(dead, 1.0, damp * diagonal.sum() / max(int((~dead).sum()), 1))
-        try:
-            return Hessian(gram, order, _upper_factor((gram + np.diag(added))[np.ix_(order, order)]), dead, damp)
-        except np.linalg.LinAlgError:
-            damp *= 10
+        added = torch.where(dead, 1.0, damp * diagonal.sum() / max(int((~dead).sum()), 1))
+        damped = (gram + torch.diag(added))[order][:, order]
+        factor = _upper_factor(damped)
+        if factor is None and gram.dtype != torch.float64:
+            factor = _upper_factor(damped.double())
+        if factor is not None:
+            return Hessian(gram, order, factor.float(), dead, added, damp)
+        damp *= 10
     raise ValueError(f"the Hessian of its inputs cannot be inverted, not even with damp_percent {damp / 10:g}")
 
 
 def gptq_round(
-    weight: np.ndarray, hessian: Hessian, bits: int, group_size: int, symmetric: bool
-) -> tuple[QuantizedWeight, float, float]:
-    """Quantize `weight` [out, in]: (the result, its relative output error, that of rounding to the nearest).
+    weight: Tensor,
+    hessian: Hessian,
+    scheme: WeightScheme,
+    signed: bool = True,
+    sweeps: int = SWEEPS,
+    block: int = BLOCK,
+) -> Rounded:
+    """`gptq_round_together` of one weight."""
+    return gptq_round_together([weight], hessian, scheme, signed, sweeps, block)[0]
 
-    The output error is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs. Never worse than the nearest: where the
-    column order leaves a larger error, the nearest is what is returned. Raises ValueError as `round_to_nearest` does.
+
+def gptq_round_together(
+    weights: Sequence[Tensor],
+    hessian: Hessian,
+    scheme: WeightScheme,
+    signed: bool = True,
+    sweeps: int = SWEEPS,
+    block: int = BLOCK,
+) -> list[Rounded]:
+    """Quantize weights [out, in] that read the same inputs, in one loop over those.
+
+    `signed`: scales may be negative (see `fit_grid`). `sweeps` of coordinate descent follow the loop. The output error
+    is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs, on up to JUDGED_ROWS outputs. Never worse than the
+    nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError as
+    `fit_grid` does.
     """
-    diagonal = np.diag(hessian.gram)
-    importance = diagonal + SMALL * max(diagonal.mean(), 1e-30)  # inputs that were always zero still count a little
-    nearest = round_to_nearest(weight, bits, group_size, symmetric, importance=importance)
-    order = hessian.order
-    groups = order // (len(order) if group_size == -1 else group_size)  # [in]: each column's group, in order of work
-    scales = nearest.scales[:, groups].astype(np.float64)  # [out, in]
-    zeros = np.zeros_like(scales) if nearest.zero_points is None else nearest.zero_points[:, groups].astype(np.float64)
-    low, high = (-(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
-    left = weight.astype(np.float64)[:, order]
-    levels = _round_columns(left, hessian.factor, scales, zeros, low, high)
-    values = np.empty_like(nearest.values)
-    values[:, order] = levels.astype(nearest.values.dtype)
-    found = QuantizedWeight(values, nearest.scales, nearest.zero_points, bits, group_size)
-    error, plain = (output_error(weight, q.dequantize(), hessian.gram) for q in (found, nearest))
-    return (found, error, plain) if error <= plain else (nearest, plain, plain)
+    weight = torch.cat([one.float() for one in weights])
+    grid = fit_grid(weight, scheme, hessian.importance, signed)
+    levels = round_columns(weight, hessian, grid, block)
+    best = descend(weight, hessian.damped, levels, grid, sweeps) if sweeps else (levels, grid)
+    sizes = [len(one) for one in weights]
+    parts = zip(weights, best[0].split(sizes), _split(best[1], sizes), _split(grid, sizes), strict=True)
+    return [_judged(one.float(), lv, found, plain, hessian.gram, scheme) for one, lv, found, plain in parts]
 
 
-def output_error(weight: np.ndarray, rounded: np.ndarray, gram: np.ndarray) -> float:
+def _judged(weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme) -> Rounded:
+    """What was found, or the nearest where that is better."""
+    nearest = plain.levels(weight)
+    step = -(-len(weight) // JUDGED_ROWS)
+    some = slice(None, None, step)
+    error, other = (
+        output_error(weight[some], values[some], gram) for values in (grid.values(levels), plain.values(nearest))
+    )
+    if error <= other:
+        return Rounded(grid.packed(levels, scheme), error, other)
+    return Rounded(plain.packed(nearest, scheme), other, other)
+
+
+def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
     """E|(W - Q) x|^2 / E|W x|^2 for inputs with this Gram matrix."""
-    difference = weight.astype(np.float64) - rounded
-    energy = float(np.sum((weight @ gram) * weight))
-    return float(np.sum((difference @ gram) * difference)) / max(energy, 1e-30)
+    weight, rounded = weight.to(gram.dtype), rounded.to(gram.dtype)
+    difference = weight - rounded
+    energy = ((weight @ gram) * weight).sum(dtype=torch.float64)
+    return float(((difference @ gram) * difference).sum(dtype=torch.float64) / energy.clamp_min(1e-30))
 
 
-def _round_columns(
-    left: np.ndarray, factor: np.ndarray, scales: np.ndarray, zeros: np.ndarray, low: int, high: int
-) -> np.ndarray:
-    """Algorithm 1 on columns in their order of work; `left` [out, in] is used up. Returns integer levels [out, in]."""
-    levels = np.empty_like(left)
-    n = left.shape[1]
-    for start in range(0, n, BLOCK):
-        stop = min(start + BLOCK, n)
-        errors = np.empty((len(left), stop - start))
+def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, block: int = BLOCK) -> Tensor:
+    """Algorithm 1: levels [out, in] of `weight` [out, in] on `grid`, each column's error spread over the later ones."""
+    order, factor = hessian.order, hessian.factor
+    n, size = weight.shape[1], weight.shape[1] // grid.scales.shape[1]
+    group = (order // size).tolist()
+    left = weight.T[order].contiguous()  # [in, out], in order of work
+    scales = grid.scales.T.contiguous()  # [groups, out]
+    inverse = 1 / scales
+    zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
+    levels = torch.empty_like(left)
+    pivots = factor.diagonal().tolist()
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        errors = torch.empty(stop - start, left.shape[1])  # [block, out]
         for column in range(start, stop):
-            q = np.clip(np.round(left[:, column] / scales[:, column]) + zeros[:, column], low, high)
-            levels[:, column] = q
-            rounded = (q - zeros[:, column]) * scales[:, column]
-            error = (left[:, column] - rounded) / factor[column, column]  # [out]
-            left[:, column:stop] -= np.outer(error, factor[column, column:stop])
-            errors[:, column - start] = error
-        left[:, stop:] -= errors @ factor[start:stop, stop:]
-    return levels
+            k, g = column - start, group[column]
+            value = torch.addmv(left[column], errors[:k].T, factor[start:column, column], alpha=-1)
+            level = torch.mul(value, inverse[g], out=levels[column]).round_()
+            if zeros is None:
+                rest = torch.addcmul(value, level.clamp_(grid.low, grid.high), scales[g], value=-1)
+            else:
+                level.add_(zeros[g]).clamp_(grid.low, grid.high)
+                rest = torch.addcmul(value, level - zeros[g], scales[g], value=-1)
+            torch.div(rest, pivots[column], out=errors[k])
+        left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    placed = torch.empty_like(levels)
+    placed[order] = levels
+    return placed.T.contiguous()
 
 
-def _upper_factor(matrix: np.ndarray) -> np.ndarray:
-    """U, upper triangular, with U^T U = the inverse of a symmetric positive definite matrix."""
-    flipped = np.linalg.cholesky(matrix[::-1, ::-1])[::-1, ::-1]  # upper R with R R^T = the matrix
-    return np.linalg.solve(flipped, np.eye(len(matrix)))
+def _split(grid: Grid, sizes: list[int]) -> list[Grid]:
+    zeros = [None] * len(sizes) if grid.zeros is None else list(grid.zeros.split(sizes))
+    return [Grid(s.contiguous(), z, grid.low, grid.high) for s, z in zip(grid.scales.split(sizes), zeros, strict=True)]
+
+
+def _upper_factor(matrix: Tensor) -> Tensor | None:
+    """U, upper triangular, with U^T U = the inverse of a symmetric matrix; None unless that is positive definite."""
+    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+    if failed:
+        return None
+    upper = lower.flip(0, 1)  # R with R R^T = the matrix
+    found = torch.linalg.solve_triangular(upper, torch.eye(len(matrix), dtype=matrix.dtype), upper=True)
+    return found if bool(torch.isfinite(found).all()) else None

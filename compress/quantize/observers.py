@@ -44,7 +44,7 @@ class Observer:
         if not (np.isfinite(low) and np.isfinite(high)):
             raise ValueError("NaN or Inf among the values")
         self.low, self.high = min(self.low, low), max(self.high, high)
-        self._widen(max(abs(low), abs(high)))
+        self.widen(max(abs(low), abs(high)))
         if self.bound:
             scaled = values.ravel() * np.float32(HALF_BINS / self.bound) + np.float32(HALF_BINS)
             self.counts += np.bincount(np.clip(scaled, 0, 2 * HALF_BINS - 1).astype(np.int32), minlength=2 * HALF_BINS)
@@ -62,7 +62,7 @@ class Observer:
         self.channel_peak = peak if self.channel_peak is None else np.maximum(self.channel_peak, peak)
         self.n_rows += values.size // values.shape[self.axis]
 
-    def _widen(self, peak: float) -> None:
+    def widen(self, peak: float) -> None:
         if peak <= self.bound or peak == 0.0:
             return
         bound = 2.0 ** max(np.ceil(np.log2(peak * (1 + 1e-6))), LOWEST_EXPONENT)

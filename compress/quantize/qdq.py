@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from itertools import count
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from compress.graph.edit import append, initializer, reroute, take_over, tidy, uses_of, values_by_name
-from compress.graph.layers import GraphLayer, constant, find_layers
+from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute
 from compress.graph.run import clone
 from compress.quantize.placement import Placement, place
 from compress.quantize.rounding import QuantizedWeight
@@ -22,6 +23,9 @@ from compress.quantize.state import Flavour, GraphState
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
+KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16), "s8s8": (128, 64, 32)}
+"""Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
+FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
 def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
@@ -35,11 +39,40 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
     else:
         _write_static(model, integer, state, flavour)
     for name in state.weight_only:
-        _write_weight(model, layers[name], state.weights[name])
-    if any(weight.bits == 4 or weight.group_size > 0 for weight in state.weights.values()):
+        _write_weight(model, layers[name], in_kernel_blocks(state.weights[name], flavour))
+    if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)
     return model
+
+
+def _needs_blocks(node: ir.Node) -> bool:
+    """True for a DequantizeLinear of blocks or of 4-bit integers."""
+    values = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+    small = values is not None and values.dtype in (ir.DataType.INT4, ir.DataType.UINT4)
+    return small or int_attribute(node, "block_size", 0) > 0
+
+
+def in_kernel_blocks(weight: QuantizedWeight, flavour: Flavour) -> QuantizedWeight:
+    """The same numbers with each scale repeated over blocks that kernels have, where groups are not such blocks.
+
+    A channel (-1), a tensor (0) and any other group become the largest blocks that divide them. Groups that no block
+    divides, and FP8 weights, for which no kernel is known, stay as they are.
+    """
+    rows, n_inputs = weight.values.shape[0], weight.values.size // weight.values.shape[0]
+    group = weight.group_size if weight.group_size > 0 else n_inputs
+    block = next((size for size in KERNEL_BLOCKS[flavour] if group % size == 0), 0)
+    if block in (0, weight.group_size) or weight.values.ndim != 2 or weight.values.dtype == FLOAT8:
+        return weight
+    scales = _repeated(weight.scales, rows, n_inputs // block)
+    zeros = None if weight.zero_points is None else _repeated(weight.zero_points, rows, n_inputs // block)
+    return QuantizedWeight(weight.values, scales, zeros, weight.bits, block)
+
+
+def _repeated(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray:
+    """[out or 1, groups] -> [out, blocks], `groups` dividing `blocks`."""
+    spread = np.broadcast_to(parts, (rows, parts.shape[1]))
+    return np.repeat(spread, blocks // parts.shape[1], axis=1)
 
 
 def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour) -> None:
@@ -83,10 +116,11 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     if weight.group_size > 0:
         attributes = {"axis": 1 - axis, "block_size": weight.group_size}
     else:
-        scales, zeros, attributes = scales.ravel(), zeros.ravel(), {"axis": axis}
-    q = _stored(model, layer, f"int{weight.bits}", _tensor(values, weight.bits))
+        scales, zeros = (np.broadcast_to(v.ravel(), (weight.values.shape[0],)) for v in (scales, zeros))
+        attributes = {"axis": axis}
+    q = _stored(model, layer, _stored_type(weight), _tensor(values, weight.bits))
     inputs = [q, _stored(model, layer, "scale", _tensor(scales, 32))]
-    if weight.zero_points is not None or weight.bits == 8:
+    if weight.zero_points is not None or (weight.bits > 4 and weight.values.dtype != FLOAT8):
         inputs.append(_stored(model, layer, "zero_point", _tensor(zeros, weight.bits)))
     dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/dequantized", attributes)
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
@@ -110,9 +144,14 @@ def _zeros(weight: QuantizedWeight) -> np.ndarray:
     return np.zeros(weight.scales.shape, np.int8) if weight.zero_points is None else weight.zero_points
 
 
+def _stored_type(weight: QuantizedWeight) -> str:
+    """int8, int4, or float8: what ONNX has for the weight's bits."""
+    return "float8" if weight.values.dtype == FLOAT8 else f"int{4 if weight.bits <= 4 else 8}"
+
+
 def _tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
-    """As it is, or in four bits as ONNX's INT4 / UINT4."""
-    if bits != 4:
+    """As it is, or up to four bits as ONNX's INT4 / UINT4."""
+    if bits > 4:
         return ir.Tensor(np.ascontiguousarray(values))
     kind = ir.DataType.INT4 if values.dtype == np.int8 else ir.DataType.UINT4
     return ir.Tensor(np.ascontiguousarray(values).astype(kind.numpy()), dtype=kind)

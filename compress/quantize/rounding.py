@@ -10,7 +10,7 @@ import numpy as np
 Fitted = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """(values [out, groups, group], scales [out, groups], zero points [out, groups] or None)."""
 Fit = Callable[[np.ndarray, int, np.float32], Fitted]
-SMALLEST_SCALE = np.finfo(np.float32).tiny
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, eq=False)

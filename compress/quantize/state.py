@@ -15,6 +15,7 @@ from compress.facts import LayerFacts
 from compress.graph.layers import layer_facts
 from compress.quantize.placement import Kind
 from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import KvScheme
 
 Flavour = Literal["u8s8", "s8s8"]
 
@@ -42,7 +43,8 @@ class GraphState:
     `integer`: layers computed in int8 (weights and activations). `weight_only`: layers whose weights alone are rounded.
     Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
     only). `biases`: layer -> corrected bias. `leave_out`: operators whose outputs stay float. `half`: the float type
-    that the rest is computed in; `half_kept`: the nodes kept in float32.
+    that the rest is computed in; `half_kept`: the nodes kept in float32. `kv_cache`: how a decoder keeps keys and
+    values, with `kv_scales`: attention module -> (scale of its keys, of its values).
     """
 
     model: ir.Model
@@ -57,6 +59,8 @@ class GraphState:
     dynamic: bool = False
     half: str | None = None
     half_kept: list[str] = field(default_factory=list)
+    kv_cache: KvScheme | None = None
+    kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def facts(self) -> tuple[LayerFacts, ...]:
         """The graph's layers as the plan knows them, the decided ones in the bits they are stored in."""
@@ -74,6 +78,7 @@ class GraphState:
         return {
             "bits": {name: [w.bits, w.group_size] for name, w in self.weights.items()},
             "ranges": {name: [r.low, r.high, r.peak] for name, r in self.ranges.items()},
+            "kv_scales": {name: list(pair) for name, pair in self.kv_scales.items()},
             **{name: getattr(self, name) for name in _JSON_FIELDS},
         }
 
@@ -87,7 +92,17 @@ class GraphState:
         return found
 
 
-_JSON_FIELDS = ("integer", "weight_only", "placement", "attention", "leave_out", "dynamic", "half", "half_kept")
+_JSON_FIELDS = (
+    "integer",
+    "weight_only",
+    "placement",
+    "attention",
+    "leave_out",
+    "dynamic",
+    "half",
+    "half_kept",
+    "kv_cache",
+)
 """Fields that are JSON values as they are."""
 
 
@@ -104,5 +119,6 @@ def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.
         weights=weights,
         biases={key.removesuffix("|bias"): value for key, value in arrays.items() if key.endswith("|bias")},
         ranges={name: Range(*span) for name, span in record["ranges"].items()},
+        kv_scales={name: (keys, values) for name, (keys, values) in record["kv_scales"].items()},
         **{name: record[name] for name in _JSON_FIELDS},
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +24,11 @@ class Session(Protocol):
     @property
     def outputs(self) -> tuple[TensorSpec, ...]: ...
 
-    def run(self, feeds: Feeds) -> Feeds:
-        """One call: {input name: array} -> {output name: array} that the caller may keep. UsageError, BundleError."""
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        """One call: {input name: array} -> {output name: array} that the caller may keep; `outputs`: only these.
+
+        UsageError, BundleError.
+        """
         ...
 
     def close(self) -> None:
@@ -69,3 +72,12 @@ def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Feeds) -> None:
     for spec in inputs:
         if feeds[spec.name].dtype.name != spec.dtype:
             raise UsageError(f"input '{spec.name}' is {feeds[spec.name].dtype}, but the model takes {spec.dtype}")
+
+
+def chosen(specs: tuple[TensorSpec, ...], outputs: Sequence[str] | None) -> list[str]:
+    """The names of the outputs to give; UsageError for one that the model does not have."""
+    names = [spec.name for spec in specs]
+    unknown = [name for name in outputs or () if name not in names]
+    if unknown:
+        raise UsageError(f"the model has no output '{unknown[0]}'; its outputs: {', '.join(names)}")
+    return names if outputs is None else list(outputs)

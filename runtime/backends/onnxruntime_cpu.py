@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
 from runtime.errors import BundleError, MissingDependency, UsageError
 from runtime.files import model_files
 from runtime.manifest import TensorSpec
@@ -25,16 +25,17 @@ class OnnxRuntimeSession:
     outputs: tuple[TensorSpec, ...]
     handle: Any
 
-    def run(self, feeds: Feeds) -> Feeds:
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         check_open(self.path, self.handle)
         check_feeds(self.inputs, feeds)
+        names = chosen(self.outputs, outputs)
         try:
-            results = self.handle.run(None, feeds)
+            results = self.handle.run(names, feeds)
         except _invalid_argument() as error:
             raise UsageError(f"{self.path}: the inputs do not fit the model: {error}") from error
         except failures() as error:
             raise BundleError(f"{self.path}: ONNX Runtime could not run the model: {error}") from error
-        return dict(zip((spec.name for spec in self.outputs), results, strict=True))
+        return dict(zip(names, results, strict=True))
 
     def close(self) -> None:
         self.handle = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
 from runtime.errors import BundleError, MissingDependency, UsageError
 from runtime.files import model_files
 from runtime.manifest import TensorSpec
@@ -28,16 +28,17 @@ class OpenVinoSession:
     specialize: Callable[[Feeds], Any] | None = None
     special: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def run(self, feeds: Feeds) -> Feeds:
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         check_open(self.path, self.request)
         check_feeds(self.inputs, feeds)
+        names = chosen(self.outputs, outputs)
         try:
             results = self._request_for(feeds).infer(feeds, share_inputs=True)
         except RuntimeError as error:  # OpenVINO has no classes of its own
             raise UsageError(
                 f"{self.path}: OpenVINO could not run the model on these inputs: {_last_line(error)}"
             ) from error
-        return {spec.name: results[i] for i, spec in enumerate(self.outputs)}
+        return {spec.name: results[i] for i, spec in enumerate(self.outputs) if spec.name in names}
 
     def _request_for(self, feeds: Feeds) -> Any:
         if self.specialize is None:

@@ -17,15 +17,21 @@ from runtime.metrics.base import Metric, NonFiniteOutputs, Outputs, check_finite
 from runtime.metrics.correlation import MSE, PEARSON, SPEARMAN
 from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_DB
 from runtime.metrics.fscore import F_SCORES
-from runtime.metrics.measured import LATENCY_PERCENTILES, MEASURED, MeasuredMetric
+from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
+from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, MeasuredMetric
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE, AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE)
+    for metric in (
+        *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
+        *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
+        *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
+    )
 }
 KNOWN_METRICS: tuple[str, ...] = (*METRICS, *MEASURED)
 
 __all__ = [
+    "ITL_PERCENTILES",
     "KNOWN_METRICS",
     "LATENCY_PERCENTILES",
     "MEASURED",
@@ -51,7 +57,7 @@ def check_name(name: str) -> None:
 
 def fitting(task: str, has_labels: bool) -> tuple[str, ...]:
     """Names of the quality metrics that fit a task, with or without labels."""
-    return tuple(n for n, m in METRICS.items() if task in m.tasks and (has_labels or m.against == "baseline"))
+    return tuple(n for n, m in METRICS.items() if task in m.tasks and (has_labels or m.against != "labels"))
 
 
 def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> str | None:
@@ -90,4 +96,11 @@ def _not_outputs(metric: Metric, outputs: Outputs, labels: Any | None) -> str | 
     return None if float_outputs(outputs) else f"needs a floating output, and there is none among {sorted(outputs)}"
 
 
-_SHAPE_CHECKS = {"classes": _not_classes, "score": _not_score, "outputs": _not_outputs}
+def _not_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    missing = [name for name in ("nll", "n_tokens") if name not in outputs]
+    if missing:
+        return f"needs the sums nll and n_tokens of each sample, and there are only {sorted(outputs)}"
+    return None if outputs["n_tokens"].min() > 0 else "needs samples of at least two tokens"
+
+
+_SHAPE_CHECKS = {"classes": _not_classes, "score": _not_score, "tokens": _not_tokens, "outputs": _not_outputs}

@@ -33,21 +33,21 @@ def mean_of_first(columns: Columns) -> float:
 class Metric:
     """One quality metric.
 
-    `against` says what the reference is: the labels [N], or the baseline's outputs. `shape` says what it needs to see:
-    "classes" (logits of at least two classes), "score" (one number per sample, or two embeddings) or "outputs"
-    (anything floating). `kind` says how its interval is made: a proportion is a mean of zeros and ones, a mean is a
-    mean over samples, a statistic is neither. `ideal` is the value of a model compared with itself (metrics against the
-    baseline).
+    `against` says what the reference is: the labels [N], the texts themselves, or the baseline's outputs. `shape` says
+    what it needs to see: "classes" (logits of at least two classes), "score" (one number per sample, or two
+    embeddings), "tokens" (sums over each sample's tokens) or "outputs" (anything floating). `kind` says how its
+    interval is made: a proportion is a mean of zeros and ones, a mean is a mean over samples, a statistic is neither.
+    `ideal` is the value of a model compared with itself (metrics against the baseline).
     """
 
     name: str
-    against: Literal["labels", "baseline"]
+    against: Literal["labels", "texts", "baseline"]
     higher_is_better: bool
     tasks: tuple[str, ...]
     unit: str
     about: str
     reduce: Callable[[Outputs, Any], Columns]
-    shape: Literal["classes", "score", "outputs"] = "outputs"
+    shape: Literal["classes", "score", "tokens", "outputs"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first
     ideal: float | None = None

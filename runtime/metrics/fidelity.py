@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.manifest import CLASSIFICATION, TASKS
+from runtime.manifest import CLASSIFICATION, OUTPUT_TASKS
 from runtime.metrics.base import (
     Columns,
     Metric,
@@ -97,7 +97,7 @@ COSINE = Metric(
     name="cosine",
     against="baseline",
     higher_is_better=True,
-    tasks=TASKS,
+    tasks=OUTPUT_TASKS,
     unit="cosine",
     about="mean cosine between the candidate's and the baseline's outputs",
     reduce=cosine_columns,
@@ -107,7 +107,7 @@ SQNR_DB = Metric(
     name="sqnr_db",
     against="baseline",
     higher_is_better=True,
-    tasks=TASKS,
+    tasks=OUTPUT_TASKS,
     unit="dB",
     about="power of the baseline's outputs over the power of the candidate's error",
     reduce=error_columns,
@@ -118,7 +118,7 @@ MSE_BASELINE = Metric(
     name="mse_baseline",
     against="baseline",
     higher_is_better=False,
-    tasks=TASKS,
+    tasks=OUTPUT_TASKS,
     unit="squared output",
     about="mean squared difference between the candidate's and the baseline's outputs",
     reduce=mse_columns,

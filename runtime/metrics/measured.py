@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.manifest import GENERATION, OUTPUT_TASKS, TASKS
+
 
 @dataclass(frozen=True)
 class MeasuredMetric:
@@ -14,30 +16,75 @@ class MeasuredMetric:
     unit: str
     speed: bool
     about: str
+    tasks: tuple[str, ...] = TASKS
 
 
 LATENCY_PERCENTILES = {"latency_p50": 50, "latency_p90": 90, "latency_p95": 95, "latency_p99": 99}
 
 _LATENCIES = tuple(
-    MeasuredMetric(name, False, "ms", True, f"{percentile}th percentile of one call's time at benchmark.batch_size")
+    MeasuredMetric(
+        name,
+        False,
+        "ms",
+        True,
+        f"{percentile}th percentile of one call's time (text-generation: of one decoding step) at benchmark.batch_size",
+    )
     for name, percentile in LATENCY_PERCENTILES.items()
+)
+
+ITL_PERCENTILES = {"itl_p50": 50, "itl_p95": 95, "itl_p99": 99}
+_REQUEST = "at benchmark.batch_size, prompt_tokens and new_tokens"
+_GENERATION = (
+    MeasuredMetric("ttft", False, "ms", True, f"time to the first token: a prompt read, median {_REQUEST}", GENERATION),
+    MeasuredMetric(
+        "tpot", False, "ms", True, f"time for each further token: a request's mean, median {_REQUEST}", GENERATION
+    ),
+    *(
+        MeasuredMetric(
+            name, False, "ms", True, f"{percentile}th percentile of the time between tokens {_REQUEST}", GENERATION
+        )
+        for name, percentile in ITL_PERCENTILES.items()
+    ),
+    MeasuredMetric("prefill_rate", True, "tokens/s", True, f"prompt tokens read in a second {_REQUEST}", GENERATION),
+    MeasuredMetric("decode_rate", True, "tokens/s", True, f"further tokens made in a second {_REQUEST}", GENERATION),
+    MeasuredMetric(
+        "goodput",
+        True,
+        "1/s",
+        True,
+        "requests per second at the largest power-of-two batch whose p95 keeps benchmark.ttft_limit_ms and "
+        "tpot_limit_ms",
+        GENERATION,
+    ),
+    MeasuredMetric(
+        "cost_per_million",
+        False,
+        "price",
+        True,
+        f"of a million generated tokens, their prompts' time included, at benchmark.price_per_hour, {_REQUEST}",
+        GENERATION,
+    ),
 )
 
 MEASURED: dict[str, MeasuredMetric] = {
     metric.name: metric
     for metric in (
         *_LATENCIES,
-        MeasuredMetric("throughput", True, "1/s", True, "samples per second at benchmark.throughput_batch_size"),
+        MeasuredMetric(
+            "throughput", True, "1/s", True, "samples per second at benchmark.throughput_batch_size", OUTPUT_TASKS
+        ),
         MeasuredMetric(
             "throughput_under_latency",
             True,
             "1/s",
             True,
             "samples per second at the largest power-of-two batch whose p95 keeps benchmark.latency_limit_ms",
+            OUTPUT_TASKS,
         ),
+        *_GENERATION,
         MeasuredMetric("peak_memory", False, "bytes", False, "peak resident memory above the bare runtime's"),
         MeasuredMetric("load_time", False, "ms", True, "time to open the model in a fresh process"),
-        MeasuredMetric("size", False, "bytes", False, "model file with its external data"),
+        MeasuredMetric("size", False, "bytes", False, "model file with its external data, or a checkpoint's tensors"),
         MeasuredMetric("size_ratio", True, "x", False, "baseline's size over the candidate's"),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,27 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtime.backends import BACKENDS, Session
-from runtime.bundle import Artifact, Judgement, Manifest, model_size, write_bundle, write_outputs, write_samples
+from runtime.bundle import (
+    Artifact,
+    Benchmark,
+    Generation,
+    Judgement,
+    KvCache,
+    Manifest,
+    model_size,
+    write_bundle,
+    write_outputs,
+    write_samples,
+)
 from runtime.predict import run_samples
-from runtime.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess, make_preprocessor, spec_to_dict
+from runtime.preprocess import (
+    ImagePreprocess,
+    LanguagePreprocess,
+    PreprocessSpec,
+    TextPreprocess,
+    make_preprocessor,
+    spec_to_dict,
+)
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "mat", "dog", "ran", "far"]
 IMAGE = ImagePreprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
@@ -136,6 +155,209 @@ def make_text_bundle(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+# decoders
+
+VOCAB, WIDTH, HEADS, SIZE, CONTEXT = 258, 16, 2, 8, 64
+"""256 bytes, <s> 256, </s> 257; WIDTH is HEADS x SIZE."""
+
+
+def decoder_weights(seed: int = 0, layers: int = 2) -> dict[str, np.ndarray]:
+    """Random weights of a small attention model; large enough that its distributions are far from flat."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (VOCAB, WIDTH),
+        "places": (4 * CONTEXT, WIDTH),
+        "head": (WIDTH, VOCAB),
+    }
+    shapes |= {f"{name}{layer}": (WIDTH, WIDTH) for layer in range(layers) for name in "qkvo"}
+    scales = {"embed": 1.0, "head": 0.6}
+    return {name: (rng.normal(size=s) * scales.get(name, 0.25)).astype(np.float32) for name, s in shapes.items()}
+
+
+def decoder_logits(weights: dict[str, np.ndarray], ids: Any) -> np.ndarray:
+    """The model without any cache or padding, in float64: tokens [t] -> logits [t, VOCAB]."""
+    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    n = len(ids)
+    x = w["embed"][np.asarray(ids)] + w["places"][:n]  # [t, WIDTH]
+    for layer in range(len([name for name in w if name.startswith("q")])):
+        q, k, v = ((x @ w[f"{name}{layer}"]).reshape(n, HEADS, SIZE) for name in "qkv")
+        scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(SIZE)
+        scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf
+        chances = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("hij,jhd->ihd", chances / chances.sum(-1, keepdims=True), v).reshape(n, WIDTH)
+        x = x + mixed @ w[f"o{layer}"]
+    return x @ w["head"]
+
+
+def decoder_model(path: Path, seed: int = 0, shared: bool = False, layers: int = 2, noise: float = 0.0) -> Path:
+    """The same as a graph with a key-value cache; `shared`: GroupQueryAttention on one buffer; `noise` in the head."""
+    weights = decoder_weights(seed, layers)
+    weights["head"] = weights["head"] + noise * np.random.default_rng(99).normal(size=(WIDTH, VOCAB)).astype(np.float32)
+    consts: dict[str, np.ndarray] = {
+        "one": np.array(1),
+        "zero": np.array(0),
+        "axis": np.array(1),
+        "far": np.array([2**62]),
+        "first": np.array([1]),
+        "lanes": np.array([1, 2]),
+        "rows": np.array([0]),
+        "heads": np.array([0, 0, HEADS, SIZE]),
+        "flat": np.array([0, 0, WIDTH]),
+        "root": np.array(np.sqrt(SIZE), np.float32),
+        "no": np.array(-1e9, np.float32),
+        "yes": np.array(0, np.float32),
+    }
+    make = helper.make_node
+    nodes = [
+        make("Shape", ["input_ids"], ["sequence"], start=1, end=2),
+        make("Shape", ["attention_mask"], ["total"], start=1, end=2),
+        make("CumSum", ["attention_mask", "axis"], ["counted"]),
+        make("Sub", ["counted", "one"], ["before"]),
+        make("Max", ["before", "zero"], ["places_all"]),
+        make("Sub", ["total", "sequence"], ["start"]),
+        make("Slice", ["places_all", "start", "far", "first"], ["place_ids"]),
+        make("Gather", ["embed", "input_ids"], ["tokens"]),
+        make("Gather", ["places", "place_ids"], ["placed"]),
+        make("Add", ["tokens", "placed"], ["x0"]),
+    ]
+    nodes += _shared_mask() if shared else _plain_mask()
+    for i in range(layers):
+        nodes += [make("MatMul", [f"x{i}", f"{name}{i}"], [f"{name}_{i}"]) for name in "qkv"]
+        nodes += _shared_attention(i) if shared else _plain_attention(i)
+        nodes += [make("MatMul", [f"mixed{i}", f"o{i}"], [f"out{i}"]), make("Add", [f"x{i}", f"out{i}"], [f"x{i + 1}"])]
+    nodes.append(make("MatMul", [f"x{layers}", "head"], ["logits"]))
+    ints = {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "total"]}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in ints.items()]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", VOCAB])]
+    for i, kind in ((i, kind) for i in range(layers) for kind in ("key", "value")):
+        for name, length, into in (("past_key_values", "past", inputs), ("present", "kept", outputs)):
+            shape = ["batch", HEADS, length, SIZE]
+            into.append(helper.make_tensor_value_info(f"{name}.{i}.{kind}", TensorProto.FLOAT, shape))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    initializers = [numpy_helper.from_array(np.asarray(value), name) for name, value in {**weights, **consts}.items()]
+    graph = helper.make_graph(nodes, "decoder", inputs, outputs, initializers)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+    return path
+
+
+def _plain_mask() -> list[Any]:
+    """bias [batch, 1, sequence, total]: 0 where a token is that came no later, else -1e9."""
+    make = helper.make_node
+    return [
+        make("Squeeze", ["total"], ["n_total"]),
+        make("Squeeze", ["start"], ["n_start"]),
+        make("Range", ["zero", "n_total", "one"], ["keys"]),
+        make("Range", ["n_start", "n_total", "one"], ["queries"]),
+        make("Unsqueeze", ["queries", "first"], ["queries2"]),
+        make("LessOrEqual", ["keys", "queries2"], ["causal"]),
+        make("Cast", ["attention_mask"], ["real"], to=TensorProto.BOOL),
+        make("Unsqueeze", ["real", "lanes"], ["real4"]),
+        make("And", ["causal", "real4"], ["allowed"]),
+        make("Where", ["allowed", "yes", "no"], ["bias"]),
+    ]
+
+
+def _plain_attention(i: int) -> list[Any]:
+    make, nodes = helper.make_node, []
+    for name in "qkv":
+        nodes += [
+            make("Reshape", [f"{name}_{i}", "heads"], [f"{name}4_{i}"]),
+            make("Transpose", [f"{name}4_{i}"], [f"{name}t_{i}"], perm=[0, 2, 1, 3]),
+        ]
+    for name, kind in (("k", "key"), ("v", "value")):
+        nodes.append(make("Concat", [f"past_key_values.{i}.{kind}", f"{name}t_{i}"], [f"present.{i}.{kind}"], axis=2))
+    return [
+        *nodes,
+        make("Transpose", [f"present.{i}.key"], [f"kk_{i}"], perm=[0, 1, 3, 2]),
+        make("MatMul", [f"qt_{i}", f"kk_{i}"], [f"raw_{i}"]),
+        make("Div", [f"raw_{i}", "root"], [f"scaled_{i}"]),
+        make("Add", [f"scaled_{i}", "bias"], [f"scores_{i}"]),
+        make("Softmax", [f"scores_{i}"], [f"chances_{i}"], axis=-1),
+        make("MatMul", [f"chances_{i}", f"present.{i}.value"], [f"by_head_{i}"]),
+        make("Transpose", [f"by_head_{i}"], [f"back_{i}"], perm=[0, 2, 1, 3]),
+        make("Reshape", [f"back_{i}", "flat"], [f"mixed{i}"]),
+    ]
+
+
+def _shared_mask() -> list[Any]:
+    make = helper.make_node
+    return [
+        make("ReduceSum", ["attention_mask", "first"], ["lengths"], keepdims=0),
+        make("Sub", ["lengths", "one"], ["last"]),
+        make("Cast", ["last"], ["seqlens"], to=TensorProto.INT32),
+        make("Squeeze", ["total"], ["n_total"]),
+        make("Cast", ["n_total"], ["total32"], to=TensorProto.INT32),
+    ]
+
+
+def _shared_attention(i: int) -> list[Any]:
+    past, present = ([f"{name}.{i}.{kind}" for kind in ("key", "value")] for name in ("past_key_values", "present"))
+    inputs = [f"q_{i}", f"k_{i}", f"v_{i}", *past, "seqlens", "total32"]
+    sizes = {"num_heads": HEADS, "kv_num_heads": HEADS}
+    return [helper.make_node("GroupQueryAttention", inputs, [f"mixed{i}", *present], domain="com.microsoft", **sizes)]
+
+
+def write_byte_tokenizer(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """A token for each byte, <s> 256 and </s> 257, and a post-processor that would add <s>."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.enable_truncation(9)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def kv_cache(shared: bool = False, layers: int = 2) -> KvCache:
+    return KvCache(layers, HEADS, SIZE, shared_buffer=shared)
+
+
+def decoder_manifest(root: Path, spec: LanguagePreprocess, columns: dict[str, Any], shared: bool = False) -> Manifest:
+    """Samples and the baseline's sums in `root`, beside decoders that are there already; the manifest to write."""
+    manifest = stage(root, "text-generation", spec, columns)
+    caches = {"candidate": kv_cache(shared), "baseline": kv_cache()}
+    return replace(
+        manifest,
+        class_names=(),
+        artifacts=tuple(replace(one, cache=caches[one.name]) for one in manifest.artifacts),
+        generation=Generation(CONTEXT, VOCAB, 256, (257,)),
+        judgement=Judgement(benchmark=Benchmark(warmup=1, iterations=10, prompt_tokens=8, new_tokens=5), resamples=50),
+    )
+
+
+STORIES = [
+    "the cat sat on the mat",
+    "a dog ran far",
+    "one day",
+    "she saw a café and a 🐈",
+    *(f"story {i} of many" for i in range(8)),
+]
+
+
+@pytest.fixture
+def make_decoder_bundle(tmp_path: Path) -> Callable[..., Path]:
+    def make(shared: bool = False, noise: float = 0.3, gates: Any = (), **changes: Any) -> Path:
+        root = tmp_path / "bundle"
+        decoder_model(root / "model/model.onnx", shared=shared, noise=noise)
+        decoder_model(root / "baseline/model.onnx")
+        write_byte_tokenizer(root / "model", changes.pop("config", None))
+        spec = LanguagePreprocess(max_length=20, bos_token_id=256)
+        manifest = decoder_manifest(root, spec, {"text": STORIES}, shared)
+        judgement = replace(manifest.judgement, gates=tuple(gates), **changes.pop("judgement", {}))
+        write_bundle(root, replace(manifest, judgement=judgement, **changes))
+        return root
+
+    return make
+
+
 class Tiny:
     """The functions above, as one fixture: test files need no import of each other."""
 
@@ -147,6 +369,13 @@ class Tiny:
     write_tokenizer = staticmethod(write_tokenizer)
     open_onnx = staticmethod(open_onnx)
     stage = staticmethod(stage)
+    stories = STORIES
+    decoder_weights = staticmethod(decoder_weights)
+    decoder_logits = staticmethod(decoder_logits)
+    decoder_model = staticmethod(decoder_model)
+    decoder_manifest = staticmethod(decoder_manifest)
+    write_byte_tokenizer = staticmethod(write_byte_tokenizer)
+    kv_cache = staticmethod(kv_cache)
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""Language models of the claims scripts: the real ones' one score, and the random ones that are timed.
+
+torch and transformers on the CPU. Whoever made a folder, its score comes from the same two functions here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+STORIES = "data/tinystories/stories.jsonl"
+EVALUATED = (200, 400)
+CALIBRATED = (400, 656)
+BOS = 1
+MAX_TOKENS = 512
+
+QUICK = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+"""Of the random Llama whose compression is timed; QUICK stands in for it where nothing is measured."""
+VOCABULARY = 32000
+DECODER_LAYERS = 12
+"""Of the random Llama whose decoding is timed: 220 million parameters, 33 million of them only looked up."""
+
+
+def read_stories(bench: Path, span: tuple[int, int]) -> list[str]:
+    """Stories [first, last) of the file."""
+    lines = (bench / STORIES).read_text(encoding="utf-8").splitlines()[slice(*span)]
+    return [json.loads(line)["text"] for line in lines]
+
+
+def encode_stories(folder: Path, stories: Sequence[str]) -> list[list[int]]:
+    """Each without special tokens, behind token 1, cut at 512."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [[BOS, *tokenizer.encode(text, add_special_tokens=False)][:MAX_TOKENS] for text in stories]
+
+
+def load_causal(folder: Path) -> nn.Module:
+    """A folder as transformers loads it, in float32 and eval mode; compressed-tensors checkpoints included."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.no_grad()
+def with_weights(model: nn.Module, path: Path) -> nn.Module:
+    """The model with the weights of a .safetensors file in place of its own, changed in place. KeyError for a name
+    that it lacks."""
+    from safetensors.torch import load_file
+
+    own = model.state_dict()
+    for name, weight in load_file(path).items():
+        own[name].copy_(weight)
+    return model
+
+
+@torch.no_grad()
+def nats_per_token(model: nn.Module, stories: Sequence[Sequence[int]]) -> float:
+    """Cross-entropy of all predicted tokens over their number, in nats; each story is read alone."""
+    total, n_tokens = 0.0, 0
+    for story in stories:
+        ids = torch.tensor([story])  # [1, T]
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()  # [T - 1, vocabulary]
+        total += float(nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        n_tokens += len(story) - 1
+    return total / n_tokens
+
+
+def write_random_llama(folder: Path, shape: dict[str, Any], seed: int = 0) -> Path:
+    """A Llama of random weights as a folder (float32, shards of at most 1 GB), with a tokenizer; returns it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, **shape)
+    LlamaForCausalLM(config).float().save_pretrained(folder, max_shard_size="1GB")
+    write_tokenizer(folder, shape["vocab_size"])
+    return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer whose token i is the word "w<i>": the tools that want a tokenizer get one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocabulary)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    whole.save_pretrained(folder)
+
+
+def random_llama(folder: Path, n_layers: int, quick: bool) -> Path:
+    """The random Llama with so many layers."""
+    shape = QUICK if quick else SMALL
+    vocabulary = 512 if quick else VOCABULARY
+    return write_random_llama(folder, shape | {"num_hidden_layers": n_layers, "vocab_size": vocabulary})
+
+
+def random_tokens(n_samples: int, length: int, vocabulary: int, seed: int = 0) -> np.ndarray:
+    """int64 [n_samples, length]: ids uniform over the vocabulary but for the first three."""
+    return np.random.default_rng(seed).integers(3, vocabulary, (n_samples, length))

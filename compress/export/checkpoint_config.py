@@ -1,0 +1,114 @@
+"""What lies beside a checkpoint's tensors (configuration, tokenizer), and the types that tensors are written in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.errors import ExportError
+from compress.export.shards import CODES
+
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Of the source's folder: all that is not weights, configuration or text about it."""
+FLOATS = {code: dtype for dtype, code in CODES.items() if dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+@dataclass(frozen=True)
+class FloatTypes:
+    """The type that each float tensor is written in: `usual`, unless its name in the file says otherwise."""
+
+    usual: torch.dtype
+    by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def of(self, written: str) -> torch.dtype:
+        return self.by_name.get(written, self.usual)
+
+
+def float_types(folder: Path | None, wanted: str | None) -> FloatTypes:
+    """`wanted` for all, or what the source's files have each tensor in, the commonest for those they do not have."""
+    if wanted is not None:
+        return FloatTypes(getattr(torch, wanted))
+    by_name: dict[str, torch.dtype] = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        by_name |= {n: FLOATS[e["dtype"]] for n, e in header.items() if n != "__metadata__" and e["dtype"] in FLOATS}
+    if by_name:
+        return FloatTypes(Counter(by_name.values()).most_common(1)[0][0], by_name)
+    config = _source_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return FloatTypes(getattr(torch, name) if name in ("float32", "float16", "bfloat16") else torch.float32)
+
+
+def write_config(
+    folder: Path, source: Path | None, module: nn.Module, quantization: Any, dtype: torch.dtype, untie: bool
+) -> None:
+    """config.json, from the source's or the module's own, and the source's tokenizer and generation files.
+
+    `untie`: the output layer has values of its own now. A module that is none of transformers' gets a config.json with
+    nothing but `quantization_config`.
+    """
+    wrapped: Any = getattr(module, "wrapped", module)
+    config = _source_config(source)
+    if not config and hasattr(getattr(wrapped, "config", None), "to_dict"):
+        config = json.loads(wrapped.config.to_json_string(use_diff=False))
+    if config:
+        config = _typed(config, str(dtype).removeprefix("torch."), untie)
+        config["architectures"] = [type(wrapped).__name__]
+    config.pop("quantization_config", None)
+    write_json(folder / "config.json", config | ({} if quantization is None else {"quantization_config": quantization}))
+    if source is not None and source.resolve() != folder.resolve():
+        for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _typed(config: dict[str, Any], dtype: str, untie: bool) -> dict[str, Any]:
+    """The configuration and those inside it, told the type and whether embeddings are shared."""
+    changed = {key: _typed(value, dtype, untie) if _inner(key, value) else value for key, value in config.items()}
+    changed.pop("torch_dtype", None)
+    changed["dtype"] = dtype
+    if untie:
+        changed["tie_word_embeddings"] = False
+    return changed
+
+
+def _inner(key: str, value: Any) -> bool:
+    return key.endswith("_config") and isinstance(value, dict) and "model_type" in value
+
+
+def _source_config(folder: Path | None) -> dict[str, Any]:
+    path = folder / "config.json" if folder is not None else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"{path}: is not JSON: {error}; copy or download it again") from error
+    return dict(found)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

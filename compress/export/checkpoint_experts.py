@@ -1,0 +1,38 @@
+"""Experts of a mixture that stay float, put back into the stacks that transformers keeps them in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.models.experts import ExpertPart, Experts, stacked_parts
+from compress.models.facts import plain_name
+
+
+def float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, ExpertPart]:
+    """Parameter of a float expert -> where it lies in its layer's stack, of mixtures with no quantized expert.
+
+    Empty for modules that are none of transformers', whose experts stay single.
+    """
+    wrapped: Any = getattr(module, "wrapped", module)
+    config = getattr(wrapped, "config", None)
+    layers = tuple(quantized)
+    mixtures = [plain_name(name) for name, part in module.named_modules() if isinstance(part, Experts)]
+    mixtures = [name for name in mixtures if not any(layer.startswith(f"{name}.") for layer in layers)]
+    if not mixtures or not hasattr(config, "model_type"):
+        return {}
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        stacked = type(wrapped)(copy.deepcopy(config))
+    return {own: part for name in mixtures for own, part in stacked_parts(stacked.get_submodule(name), name).items()}
+
+
+def stack_shape(parts: Mapping[str, ExpertPart], shape: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+    """Of the stack that `parts` (all of one stack) make; `shape`: of one of them, by name."""
+    name, part = next(iter(parts.items()))
+    rows, *rest = shape(name)
+    one = (rows * (2 if part.half else 1), *rest)
+    return (1 + max(part.expert for part in parts.values()), *(one[::-1] if part.transposed else one))

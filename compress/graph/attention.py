@@ -1,0 +1,256 @@
+"""Attention as com.microsoft GroupQueryAttention, which keeps past and present keys and values in one buffer.
+
+Found by pattern, in any architecture; masks and rotary angles are known by running the nodes that make them. The form
+is exact: float results differ by rounding alone. It counts tokens from the attention mask, so padding stands on the
+right (a plain graph's stands on the left), and several new tokens at once after a past go one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.graph.attention_parts import Attention, NotMatched, Rotated, find_attention, find_rotation
+from compress.graph.attention_values import angle_table, mask_window
+from compress.graph.cache import ATTENTION, MAX_LENGTH, POSITIONS, n_cached_layers, past_name, present_name
+from compress.graph.edit import append, initializer, replace_output, reroute, tidy, uses_of
+from compress.graph.layers import constant, is_constant
+from compress.graph.run import clone
+
+DOMAIN = "com.microsoft"
+SCALE_INPUT = 12
+"""Place of the keys' scale among the node's inputs; the values' comes next."""
+
+
+@dataclass
+class _Plan:
+    """What each layer becomes; `notes` say what keeps its form."""
+
+    layers: list[tuple[Attention, int, tuple[Rotated, Rotated] | None]] = field(default_factory=list)
+    """(attention, window, how query and key are rotated inside the node or None)."""
+    tables: dict[ir.Value, np.ndarray] = field(default_factory=dict)
+    """[positions, rotated channels / 2] for each cos and sin."""
+    notes: list[str] = field(default_factory=list)
+
+
+def to_group_query_attention(
+    model: ir.Model, max_length: int | None = None, scales: Mapping[str, Sequence[float]] | None = None
+) -> tuple[ir.Model, list[str]]:
+    """A new graph whose cached layers are all GroupQueryAttention, and notes; the same graph where one cannot be.
+
+    `max_length`: the longest sequence; the graph's own where it is None. `scales`: attention module -> (scale of its
+    keys, of its values), for a cache of int8. Raises KeyError for a module that has none.
+    """
+    length = max_length or int(model.metadata_props.get(MAX_LENGTH, 0))
+    copy = clone(model)
+    plan = _plan(copy, length)
+    if len(plan.layers) < n_cached_layers(model):
+        return model, [*plan.notes, "attention keeps its plain form: one buffer needs every layer to use it"]
+    _rewrite(copy, plan, scales or {})
+    stray = _other_readers(copy)
+    if stray:
+        return model, [*plan.notes, f"attention keeps its plain form: {stray} reads the attention mask too"]
+    return copy, plan.notes
+
+
+def _plan(model: ir.Model, length: int) -> _Plan:
+    plan = _Plan()
+    windows: dict[ir.Value, int] = {}
+    for layer in range(n_cached_layers(model)):
+        try:
+            attention = find_attention(model, layer)
+            if attention.mask not in windows:
+                windows[attention.mask] = mask_window(model, attention.mask, length)
+        except NotMatched as error:
+            plan.notes.append(f"attention of layer {layer} keeps its plain form: {error}")
+            continue
+        rotations = _rotations(model, attention, length, plan)
+        plan.layers.append((attention, windows[attention.mask], rotations))
+    return plan
+
+
+def _rotations(model: ir.Model, attention: Attention, length: int, plan: _Plan) -> tuple[Rotated, Rotated] | None:
+    """How query and key are rotated, where it is a plain rotation by position with tables of a fair size."""
+    query, key = find_rotation(attention.query), find_rotation(attention.key)
+    if query is None or key is None or not length:
+        return None
+    if query.cos is not key.cos or query.sin is not key.sin:
+        return None
+    for angle in (query.cos, query.sin):
+        if angle not in plan.tables:
+            table = angle_table(model, angle, length)
+            if table is None:
+                return None
+            plan.tables[angle] = table
+    return query, key
+
+
+def _rewrite(model: ir.Model, plan: _Plan, scales: Mapping[str, Sequence[float]]) -> None:
+    model.opset_imports[DOMAIN] = 1
+    counts = _count_tokens(model)
+    tables = {
+        angle: initializer(model, f"rotary/{index}", table) for index, (angle, table) in enumerate(plan.tables.items())
+    }
+    for attention, window, rotations in plan.layers:
+        node = _rewrite_layer(model, attention, window, rotations, counts, tables)
+        if scales:
+            _keep_integers(model, attention.layer, node, scales[attention.name])
+    _count_positions(model)
+    tidy(model)
+
+
+def _count_tokens(model: ir.Model) -> list[ir.Value]:
+    """(tokens of each sequence less one, int32 [B]; the most of any, int32 scalar) from the attention mask."""
+    mask = _input(model, "attention_mask")
+    one, axis = _number(model, [1]), _number(model, [1])
+    lengths = append(model, "ReduceSum", [mask, axis], "tokens/count", {"keepdims": 0})
+    last = append(model, "Sub", [lengths, one], "tokens/last")
+    total = append(model, "Shape", [mask], "tokens/shape", {"start": 1})
+    most = append(model, "Squeeze", [total], "tokens/most")
+    return [append(model, "Cast", [v], f"{v.name}/int32", {"to": ir.DataType.INT32}) for v in (last, most)]
+
+
+def _rewrite_layer(
+    model: ir.Model,
+    attention: Attention,
+    window: int,
+    rotations: tuple[Rotated, Rotated] | None,
+    counts: Sequence[ir.Value],
+    tables: Mapping[ir.Value, ir.Value],
+) -> ir.Node:
+    layer, query, key = attention.layer, attention.query, attention.key
+    heads, kept = _dim(attention.query, 1), _dim(attention.key, 1)
+    angles: list[ir.Value] = []
+    if rotations is not None:
+        query, key = (rotated.source for rotated in rotations)
+        angles = [tables[rotations[0].cos], tables[rotations[0].sin]]
+    flat = [_flat(model, value) for value in (query, key, attention.value)]
+    past = [_input(model, past_name(layer, kind)) for kind in ("key", "value")]
+    attributes: dict[str, int | float] = {"num_heads": heads, "kv_num_heads": kept, "scale": attention.scale}
+    attributes |= {"do_rotary": 1} if angles else {}
+    attributes |= {"local_window_size": window} if window > 0 else {}
+    attributes |= {"softcap": attention.softcap} if attention.softcap else {}
+    inputs = [*flat, *past, *counts, *angles]
+    node = ir.node(ATTENTION, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"attention.{layer}")
+    model.graph.append(node)
+    _replace_present(model, layer, node)
+    _replace_output(model, attention.output, node.outputs[0], heads, f"attention.{layer}/output")
+    return node
+
+
+def _keep_integers(model: ir.Model, layer: int, node: ir.Node, scales: Sequence[float]) -> None:
+    """Past and present become int8, one scale for a layer's keys and one for its values."""
+    values = [
+        initializer(model, f"attention.{layer}/{kind}_scale", np.array([scale], np.float32))
+        for kind, scale in zip(("key", "value"), scales, strict=True)
+    ]
+    node.resize_inputs(SCALE_INPUT + 2)
+    for index, value in enumerate(values):
+        node.replace_input_with(SCALE_INPUT + index, value)
+    attributes = [ir.AttrString(f"{kind}_quant_type", "PER_TENSOR") for kind in "kv"]
+    for attribute in (*attributes, ir.AttrInt64("kv_cache_bit_width", 8)):
+        node.attributes[attribute.name] = attribute
+    for kind, present in zip(("key", "value"), node.outputs[1:], strict=True):
+        _input(model, past_name(layer, kind)).type = present.type = ir.TensorType(ir.DataType.INT8)
+
+
+def _replace_present(model: ir.Model, layer: int, node: ir.Node) -> None:
+    """The buffer goes in and comes out: past and present have one shape."""
+    for kind, new in zip(("key", "value"), node.outputs[1:], strict=True):
+        old = next(value for value in model.graph.outputs if value.name == present_name(layer, kind))
+        past = _input(model, past_name(layer, kind))
+        assert past.shape is not None
+        past.shape = ir.Shape((past.shape[0], past.shape[1], "length", past.shape[3]))
+        new.name, old.name = old.name, f"{old.name}/plain"
+        new.type, new.shape = old.type, ir.Shape(list(past.shape))
+        replace_output(model, old, new)
+
+
+def _replace_output(model: ir.Model, old: ir.Value, new: ir.Value, heads: int, name: str) -> None:
+    """Readers of `old` [B, S, N, H] read `new` [B, S, N x H], as it is where they only bring the heads together."""
+    size = _dim(old, 3)
+    new.name, new.type = name, old.type
+    new.shape = ir.Shape((*list(old.shape or ())[:2], heads * size))
+    for use in list(old.uses()):
+        if use.node.op_type == "Reshape" and _is_flat(use.node.outputs[0], old, heads * size):
+            reroute(uses_of(use.node.outputs[0]), new)
+    if list(old.uses()):
+        split = _number(model, [0, 0, heads, size])
+        reroute(uses_of(old), append(model, "Reshape", [new, split], f"{name}/heads"))
+
+
+def _is_flat(value: ir.Value, old: ir.Value, width: int) -> bool:
+    """True if `value` has the batch and sequence of `old`, and its heads in one dimension."""
+    return value.shape is not None and old.shape is not None and list(value.shape) == [*list(old.shape)[:2], width]
+
+
+def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
+    """[B, heads, S, H] as [B, S, heads x H]: what it was made of where that is it, else transposed."""
+    node = value.producer()
+    if node is not None and node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == (0, 2, 1, 3):
+        split = node.inputs[0]
+    else:
+        split = append(model, "Transpose", [value], f"{value.name}/tokens", {"perm": [0, 2, 1, 3]})
+        shape = list(value.shape or ())
+        split.type, split.shape = value.type, ir.Shape([shape[0], shape[2], shape[1], shape[3]])
+    assert split is not None
+    width = _dim(value, 1) * _dim(value, 3)
+    maker = split.producer()
+    source = maker.inputs[0] if maker is not None and maker.op_type == "Reshape" else None
+    if source is not None and _is_flat(source, split, width):
+        return source
+    known = [use.node for use in split.uses() if use.node.name == f"{split.name}/flat"]
+    if known:
+        return known[0].outputs[0]
+    flat = append(model, "Reshape", [split, _number(model, [0, 0, width])], f"{split.name}/flat")
+    flat.type, flat.shape = value.type, ir.Shape((*list(split.shape or ())[:2], width))
+    return flat
+
+
+def _count_positions(model: ir.Model) -> None:
+    """Where positions are still read: from 0 in a first call, else those after each sequence's own past."""
+    old = next((value for node in model.graph for value in node.outputs if value.name == POSITIONS), None)
+    if old is None:
+        return
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    zero, one, ids = _number(model, [0]), _number(model, [1]), _input(model, "input_ids")
+    new = append(model, "Shape", [ids], "tokens/new", {"start": 1})
+    first = append(model, "Equal", [new, values["tokens/shape"]], "tokens/first")
+    before = append(model, "Sub", [values["tokens/count"], new], "tokens/before")
+    start = append(model, "Where", [first, zero, before], "tokens/start")
+    column = append(model, "Unsqueeze", [start, one], "tokens/column")
+    scalars = [_number(model, 0), append(model, "Squeeze", [new], "tokens/new/scalar"), _number(model, 1)]
+    steps = append(model, "Range", scalars, "tokens/steps")
+    positions = append(model, "Add", [column, steps], "tokens/positions")
+    positions.type, positions.shape = old.type, old.shape
+    reroute(uses_of(old), positions)
+    old.name, positions.name = f"{POSITIONS}/plain", POSITIONS
+
+
+def _other_readers(model: ir.Model) -> str:
+    """The nodes beside ours that read the attention mask, whose padding now stands on the other side."""
+    nodes = [use.node for use in _input(model, "attention_mask").uses()]
+    return ", ".join(str(node.name) for node in nodes if not (node.name or "").startswith("tokens/"))
+
+
+def _number(model: ir.Model, value: int | list[int]) -> ir.Value:
+    """An int64 constant, shared by all that use the same."""
+    array = np.array(value, np.int64)
+    name = f"int64/{'x'.join(map(str, array.ravel()))}" + ("" if array.ndim else "/scalar")
+    held = model.graph.initializers.get(name)
+    same = held is not None and is_constant(held) and np.array_equal(constant(held), array)
+    return held if held is not None and same else initializer(model, name, array)
+
+
+def _input(model: ir.Model, name: str) -> ir.Value:
+    return next(value for value in model.graph.inputs if value.name == name)
+
+
+def _dim(value: ir.Value, axis: int) -> int:
+    size = value.shape[axis] if value.shape is not None else None
+    if not isinstance(size, int):
+        raise NotMatched(f"{value.name} has no fixed size along axis {axis}")
+    return size

@@ -1,0 +1,45 @@
+"""The key-value cache of an exported decoder: how its inputs and outputs are named, and what they say of it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from runtime.manifest import KvCache
+
+PAST = "past_key_values.{layer}.{kind}"
+PRESENT = "present.{layer}.{kind}"
+POSITIONS = "position_ids"
+"""The value, inside the graph, that holds each token's position."""
+MAX_LENGTH = "max_length"
+"""Key of a model's metadata: the longest sequence it was made for."""
+ATTENTION = "GroupQueryAttention"
+
+
+def past_name(layer: int, kind: str) -> str:
+    return PAST.format(layer=layer, kind=kind)
+
+
+def present_name(layer: int, kind: str) -> str:
+    return PRESENT.format(layer=layer, kind=kind)
+
+
+def n_cached_layers(model: ir.Model) -> int:
+    """How many layers of the graph keep keys and values; 0 where it is no decoder."""
+    names = {value.name for value in model.graph.inputs}
+    count = 0
+    while past_name(count, "key") in names:
+        count += 1
+    return count
+
+
+def cache_of(model: ir.Model) -> KvCache | None:
+    """What a bundle says of a decoder's cache; None for a graph without one."""
+    count = n_cached_layers(model)
+    if not count:
+        return None
+    first = next(value for value in model.graph.inputs if value.name == past_name(0, "key"))
+    assert first.shape is not None and first.dtype is not None
+    heads, size = first.shape[1], first.shape[3]
+    assert isinstance(heads, int) and isinstance(size, int)
+    shared = any(node.op_type == ATTENTION for node in model.graph)
+    return KvCache(count, heads, size, str(first.dtype.numpy()), shared, PAST, PRESENT)

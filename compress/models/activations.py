@@ -1,0 +1,136 @@
+"""Calibration data on its way through the blocks: micro-batches, and tensors held in memory or on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Feeds = Mapping[str, np.ndarray]
+ROWS = 4096
+"""Tokens that go through a block at once, at most, unless one sample has more."""
+ROWS_OF_OTHERS = 256
+"""What a sample that is not a row of tokens (an image) is counted as."""
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of equal shape. `feeds`: by parameter of forward. `rows`: [B, T], False at padding; None without."""
+
+    feeds: dict[str, Tensor]
+    rows: Tensor | None
+    n_rows: int
+
+
+def micro_batches(batches: Iterable[Feeds], parameters: Mapping[str, str]) -> Iterator[MicroBatch]:
+    """Feeds by input name, in order: those of equal shape that follow one another together, large ones in pieces."""
+    waiting: list[Feeds] = []
+    for feeds in (piece for one in batches for piece in _pieces({name: one[name] for name in parameters})):
+        if waiting and (_shapes(feeds) != _shapes(waiting[0]) or _n_rows([*waiting, feeds]) > ROWS):
+            yield _joined(waiting, parameters)
+            waiting = []
+        waiting.append(feeds)
+    if waiting:
+        yield _joined(waiting, parameters)
+
+
+def _pieces(feeds: Feeds) -> Iterator[Feeds]:
+    n = {len(values) for values in feeds.values()}
+    most = max(1, ROWS // _rows_per_sample(feeds))
+    if len(n) != 1:  # no common batch dimension
+        yield feeds
+        return
+    for start in range(0, n.pop(), most):
+        yield {name: values[start : start + most] for name, values in feeds.items()}
+
+
+def _rows_per_sample(feeds: Feeds) -> int:
+    first = next(iter(feeds.values()))
+    return first.shape[1] if first.ndim == 2 and first.dtype.kind in "iu" else ROWS_OF_OTHERS
+
+
+def _n_rows(many: list[Feeds]) -> int:
+    return sum(len(next(iter(feeds.values()))) * _rows_per_sample(feeds) for feeds in many)
+
+
+def _shapes(feeds: Feeds) -> list[tuple[int, ...]]:
+    return [values.shape[1:] for values in feeds.values()]
+
+
+def _joined(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatch:
+    feeds = {
+        parameter: torch.from_numpy(np.concatenate([one[name] for one in many]))
+        for name, parameter in parameters.items()
+    }
+    mask = feeds.get(parameters.get(MASK, MASK))
+    rows = mask.bool() if mask is not None and mask.dim() == 2 and not bool(mask.all()) else None
+    return MicroBatch(feeds, rows, int(rows.sum()) if rows is not None else _n_rows(many))
+
+
+class Held:
+    """A tensor in memory, or in a file that goes with it."""
+
+    def __init__(self, tensor: Tensor, path: Path | None = None) -> None:
+        self._tensor = tensor if path is None else None
+        self._path = path
+        if path is not None:
+            torch.save(tensor.contiguous(), path)
+
+    def get(self) -> Tensor:
+        if self._path is None:
+            assert self._tensor is not None
+            return self._tensor
+        return torch.load(self._path, weights_only=True)
+
+    def __del__(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class Holder:
+    """Makes `Held` tensors. `folder`: where their files go; None: they stay in memory."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def hold(self, tensor: Tensor) -> Held:
+        self._count += 1
+        return Held(tensor, None if self._folder is None else self._folder / f"activation-{self._count}.pt")
+
+
+class Interned:
+    """Keeps one of tensors that are equal: masks and rotary tables of many blocks and micro-batches."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._seen:
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            key = (tensor.shape, tensor.stride(), tensor.dtype, hashlib.sha256(data.data).digest())
+            self._seen[id(tensor)] = (tensor, self._kept.setdefault(key, tensor.detach()))
+        return self._seen[id(tensor)][1]
+
+    def forget(self) -> None:
+        """Lets go of the tensors that were not kept; to be called between micro-batches."""
+        self._seen.clear()
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`value` with every tensor in its tuples, lists and dicts changed; other objects as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, change) for item in value)
+    if type(value) is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value

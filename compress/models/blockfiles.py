@@ -1,0 +1,154 @@
+"""Finished steps of a stream: `block-00003.safetensors` with what it changed, and `.json` with what it said.
+
+The record is written last and holds the digest of the tensors, so a step is whole or it is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.errors import OutputError
+from compress.facts import LayerDecision, Note
+from compress.models.store import packed_tensors
+from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import Scheme
+from runtime.files import sha256_of
+from runtime.records import from_json, to_json
+
+
+@dataclass
+class Changes:
+    """What a step did: float values by parameter, quantized weights by layer, and what is to be said of it."""
+
+    replaced: dict[str, Tensor] = field(default_factory=dict)
+    quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
+    transposed: set[str] = field(default_factory=set)
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    activation_scales: dict[str, float] = field(default_factory=dict)
+    kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
+    decisions: list[LayerDecision] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the record of a finished step tells."""
+
+    name: str
+    path: Path
+    schemes: dict[str, Scheme]
+    activation_scales: dict[str, float]
+    kv_scales: dict[str, tuple[float, float]]
+    decisions: tuple[LayerDecision, ...]
+    notes: tuple[Note, ...]
+    measured: dict[str, dict[str, float]]
+    timing: dict[str, float]
+
+
+def step_file(folder: Path, index: int) -> Path:
+    """Of a step's tensors."""
+    return folder / f"block-{index:05d}.safetensors"
+
+
+def write_step(folder: Path, index: int, name: str, changes: Changes, timing: Mapping[str, float]) -> Path:
+    """Write a finished step, its record last; OutputError where the disk takes no more."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = step_file(folder, index)
+    tensors = {key: tensor.detach().contiguous() for key, tensor in changes.replaced.items()}
+    for layer, weight in changes.quantized.items():
+        tensors |= packed_tensors(layer, weight)
+    draft = path.with_suffix(".draft")
+    try:
+        save_file(_apart(tensors), draft)
+        os.replace(draft, path)
+        _write_record(path, _record(name, changes, timing) | {"sha256": sha256_of(path)})
+    except (SafetensorError, OSError) as error:
+        raise OutputError(f"{path}: cannot be written: {error}; finished blocks are kept, run again") from error
+    return path
+
+
+def read_step(folder: Path, index: int, name: str) -> Said | None:
+    """A finished step of that name; None if it is not there or not whole."""
+    path = step_file(folder, index)
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+        if record["name"] != name or record["sha256"] != sha256_of(path):
+            return None
+        return _said(path, record)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that lie in the same memory as another one copied: the format wants each by itself."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
+
+
+def finished_steps(folder: Path) -> list[Said]:
+    """All steps of a finished stream, in order. OutputError where one is damaged."""
+    found = []
+    for index, path in enumerate(sorted(folder.glob("block-*.json"))):
+        said = read_step(folder, index, json.loads(path.read_text())["name"])
+        if said is None:
+            raise OutputError(f"{path}: is damaged; remove the folder and run again")
+        found.append(said)
+    return found
+
+
+def _said(path: Path, record: dict[str, Any]) -> Said:
+    return Said(
+        record["name"],
+        path,
+        {layer: from_json(Scheme, value, f"{path}: {layer}") for layer, value in record["schemes"].items()},
+        record["activation_scales"],
+        {name: (pair[0], pair[1]) for name, pair in record["kv_scales"].items()},
+        tuple(LayerDecision(**one) for one in record["decisions"]),
+        tuple(Note(**one) for one in record["notes"]),
+        record["measured"],
+        record["timing"],
+    )
+
+
+def _record(name: str, changes: Changes, timing: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "replaced": sorted(changes.replaced),
+        "quantized": {
+            layer: {
+                "bits": weight.bits,
+                "group_size": weight.group_size,
+                "zero_points": weight.zero_points is not None,
+                "transposed": layer in changes.transposed,
+            }
+            for layer, weight in changes.quantized.items()
+        },
+        "schemes": to_json(changes.schemes),
+        "activation_scales": changes.activation_scales,
+        "kv_scales": to_json(changes.kv_scales),
+        "decisions": to_json(changes.decisions),
+        "notes": to_json(changes.notes),
+        "measured": changes.measured,
+        "timing": dict(timing),
+    }
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    draft = path.with_suffix(".json.draft")
+    draft.write_text(json.dumps(record, indent=1))
+    os.replace(draft, path.with_suffix(".json"))

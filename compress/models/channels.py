@@ -1,0 +1,319 @@
+"""How a factor on the channels of one tensor travels through operators: the algebra behind exact folding of scales.
+
+A `Layout` tells, for each element of a tensor, which channel of a source it is scaled with. Rules are per operator; an
+operator without a rule, or one that is not homogeneous (GELU, softmax, a sum with something unscaled), ends the search.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from compress.models.dataflow import Op, Ref
+
+Atom = tuple[int, int]
+"""(how many, step in channels); step 0: all of the same channel."""
+Dims = tuple[tuple[Atom, ...], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Element [i, j, ...] has channel `offset` + each index, split over its dimension's atoms, times their steps.
+
+    `mixes`: attention or another weighted sum lies behind. `plain`: nothing but moves, weighted sums and factors shared
+    by all channels lie behind, so that a rotation of channels would travel the same way. `head_size`: the width of the
+    last weighted sum.
+    """
+
+    dims: Dims
+    offset: int = 0
+    mixes: bool = False
+    plain: bool = True
+    head_size: int = 0
+
+    @property
+    def still(self) -> tuple[bool, ...]:
+        """For each dimension: does the channel not depend on it."""
+        return tuple(all(step == 0 for _, step in atoms) for atoms in self.dims)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The first and last channel."""
+        return self.offset, self.offset + sum((n - 1) * step for atoms in self.dims for n, step in atoms)
+
+    def channels(self) -> list[int]:
+        """The channels along the last dimension."""
+        found = [self.offset]
+        for n, step in self.dims[-1]:
+            found = [base + i * step for base in found for i in range(n)]
+        return found
+
+
+class Stop(Exception):
+    """The factor does not pass. The message says where."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operator to pass: its arguments, the layouts of the scaled ones among its inputs, and shapes by value."""
+
+    op: Op
+    layouts: Mapping[int, Layout]
+    shapes: Sequence[tuple[int, ...]]
+    scaled: tuple[int, int]
+
+    def of(self, argument: Any) -> Layout | None:
+        return self.layouts.get(argument.value) if isinstance(argument, Ref) else None
+
+    def shape(self, argument: Any) -> tuple[int, ...]:
+        return self.shapes[argument.value] if isinstance(argument, Ref) else ()
+
+    def stop(self, why: str = "is not homogeneous") -> Stop:
+        place = f" in {self.op.module}" if self.op.module else ""
+        return Stop(f"{self.op.name}{place} {why}")
+
+
+def last_dim(shape: tuple[int, ...]) -> Layout:
+    """The layout of a source's own output [..., channels]."""
+    return Layout((*(((n, 0),) for n in shape[:-1]), ((shape[-1], 1),)))
+
+
+def pass_through(step: Step) -> list[Layout | None]:
+    """The layouts of the operator's outputs (None: not scaled). Raises Stop."""
+    rule = RULES.get(step.op.name)
+    if rule is None and "scaled_dot_product" in step.op.name:
+        rule = _attention
+    if rule is None:
+        raise step.stop()
+    return rule(step)
+
+
+def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
+    """The same elements in the same order as another shape; None where a new dimension would cut across."""
+    atoms = _merged([atom for dim in layout.dims for atom in dim if atom[0] != 1])
+    dims: list[tuple[Atom, ...]] = []
+    for size in shape:
+        taken, left = [], size
+        while left > 1:
+            if not atoms:
+                return None
+            n, step = atoms.pop(0)
+            if left % n == 0:
+                taken.append((n, step))
+                left //= n
+            elif n % left == 0:
+                taken.append((left, step * (n // left)))
+                atoms.insert(0, (n // left, step))
+                left = 1
+            else:
+                return None
+        dims.append(tuple(_merged(taken)) or ((size, 0),))
+    return None if atoms else replace(layout, dims=tuple(dims))
+
+
+def _merged(atoms: list[Atom]) -> list[Atom]:
+    found: list[Atom] = []
+    for n, step in atoms:
+        if found and found[-1][1] == step * n:
+            found[-1] = (found[-1][0] * n, step)
+        else:
+            found.append((n, step))
+    return found
+
+
+def _view(step: Step) -> list[Layout | None]:
+    layout = _only(step, step.op.args[0])
+    if len(step.op.args) > 1 and isinstance(step.op.args[1], torch.dtype):
+        raise step.stop()
+    out = reshaped(layout, step.shapes[step.op.outputs[0]])
+    if out is None:
+        raise step.stop("cuts across channels")
+    return [out]
+
+
+def _only(step: Step, argument: Any) -> Layout:
+    """The layout of the first argument, which must be the only scaled one."""
+    layout = step.of(argument)
+    if layout is None or len(step.layouts) != 1:
+        raise step.stop("takes a scaled tensor as a second argument")
+    return layout
+
+
+def _same(step: Step) -> list[Layout | None]:
+    if not step.op.kwargs.get("dtype", torch.float32).is_floating_point:
+        raise step.stop()
+    return [_only(step, step.op.args[0])]
+
+
+def _bent(step: Step) -> list[Layout | None]:
+    """Positively homogeneous, not linear: f(s x) = s f(x) for s > 0."""
+    return [replace(_only(step, step.op.args[0]), plain=False)]
+
+
+def _permute(step: Step) -> list[Layout | None]:
+    layout = _only(step, step.op.args[0])
+    n = len(layout.dims)
+    order = list(range(n))
+    if step.op.name == "permute":
+        order = [d % n for d in step.op.args[1]]
+    else:
+        a, b = (step.op.args[1:3] if step.op.name == "transpose" else (0, 1)) if n > 1 else (0, 0)
+        order[a % n], order[b % n] = order[b % n], order[a % n]
+    return [replace(layout, dims=tuple(layout.dims[d] for d in order))]
+
+
+def _broadcast(layout: Layout, shape: Sequence[int]) -> Layout:
+    dims = (((1, 0),),) * (len(shape) - len(layout.dims)) + layout.dims
+    sized = (((n, 0),) if math.prod(a[0] for a in atoms) != n else atoms for n, atoms in zip(shape, dims, strict=True))
+    return replace(layout, dims=tuple(sized))
+
+
+def _expand(step: Step) -> list[Layout | None]:
+    return [_broadcast(_only(step, step.op.args[0]), step.shapes[step.op.outputs[0]])]
+
+
+def _cut(step: Step, layout: Layout, dim: int, start: int, length: int) -> Layout | None:
+    """Some of a dimension; None if that part is not scaled."""
+    atoms = layout.dims[dim]
+    size = math.prod(n for n, _ in atoms)
+    if length == size:
+        return layout
+    if layout.still[dim]:
+        out = replace(layout, dims=(*layout.dims[:dim], ((length, 0),), *layout.dims[dim + 1 :]))
+    elif len(atoms) == 1:
+        offset = layout.offset + start * atoms[0][1]
+        dims = (*layout.dims[:dim], ((length, atoms[0][1]),), *layout.dims[dim + 1 :])
+        out = replace(layout, dims=dims, offset=offset)
+    else:
+        raise step.stop("cuts across channels")
+    low, high = out.reach
+    return None if high < step.scaled[0] or low >= step.scaled[1] else out
+
+
+def _slice(step: Step) -> list[Layout | None]:
+    layout = _only(step, step.op.args[0])
+    args = (*step.op.args[1:], *(None,) * 4)
+    dim = (args[0] or 0) % len(layout.dims)
+    size = math.prod(n for n, _ in layout.dims[dim])
+    if args[3] not in (None, 1):
+        raise step.stop("takes every other channel")
+    start, _, _ = slice(args[1], args[2]).indices(size)
+    return [_cut(step, layout, dim, start, step.shapes[step.op.outputs[0]][dim])]
+
+
+def _split(step: Step) -> list[Layout | None]:
+    layout = _only(step, step.op.args[0])
+    dim = (step.op.args[2] if len(step.op.args) > 2 else step.op.kwargs.get("dim", 0)) % len(layout.dims)
+    lengths = [step.shapes[value][dim] for value in step.op.outputs]
+    starts = itertools.accumulate(lengths, initial=0)
+    return [_cut(step, layout, dim, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def _pick(step: Step) -> list[Layout | None]:
+    """select and unbind: one index of a dimension, which goes away."""
+    layout = _only(step, step.op.args[0])
+    dim = (step.op.args[1] if len(step.op.args) > 1 else 0) % len(layout.dims)
+    size = math.prod(n for n, _ in layout.dims[dim])
+    picked = [step.op.args[2] % size] if step.op.name == "select" else range(size)
+    parts = [_cut(step, layout, dim, index, 1) for index in picked]
+    return [p and replace(p, dims=(*p.dims[:dim], *p.dims[dim + 1 :])) for p in parts]
+
+
+def _concatenate(step: Step) -> list[Layout | None]:
+    parts = [part for part in step.op.args[0] if math.prod(step.shape(part))]  # an empty cache is nothing
+    layouts = [step.of(part) for part in parts]
+    first = layouts[0]
+    dim = step.op.args[1] if len(step.op.args) > 1 else step.op.kwargs.get("dim", 0)
+    if first is None or len({layout and replace(layout, dims=()) for layout in layouts}) != 1:
+        raise step.stop("puts scaled and unscaled channels together")
+    dim %= len(first.dims)
+    others = {tuple(a for d, a in enumerate(layout.dims) if d != dim) for layout in layouts if layout is not None}
+    if len(parts) > 1 and (not all(layout and layout.still[dim] for layout in layouts) or len(others) != 1):
+        raise step.stop("puts channels together")
+    size = step.shapes[step.op.outputs[0]][dim]
+    dims = first.dims if len(parts) == 1 else (*first.dims[:dim], ((size, 0),), *first.dims[dim + 1 :])
+    return [replace(first, dims=dims)]
+
+
+def _product(step: Step) -> list[Layout | None]:
+    """mul and div with an unscaled factor, which stays plain if it is the same for all channels."""
+    a, b = step.op.args[0], step.op.args[1]
+    layout, other = (step.of(a), b) if step.of(a) else (step.of(b), a)
+    divides_by_it = step.op.name == "div" and (step.of(a) is None or step.op.kwargs.get("rounding_mode"))
+    if layout is None or step.of(other) is not None or divides_by_it:
+        raise step.stop("multiplies scaled tensors with each other")
+    out = _broadcast(layout, step.shapes[step.op.outputs[0]])
+    shape = step.shape(other)
+    aligned = (1,) * (len(out.dims) - len(shape)) + tuple(shape)
+    shared = all(n == 1 or still for n, still in zip(aligned, out.still, strict=True))
+    return [replace(out, plain=out.plain and shared)]
+
+
+def _sum_of_two(step: Step) -> list[Layout | None]:
+    layouts = [step.of(argument) for argument in step.op.args[:2]]
+    if None in layouts or layouts[0] != layouts[1]:
+        raise step.stop("adds something unscaled")
+    return [layouts[0]]
+
+
+def _masked(step: Step) -> list[Layout | None]:
+    layout = _only(step, step.op.args[0])
+    if step.op.args[2] != 0:
+        raise step.stop("fills in something unscaled")
+    return [replace(layout, plain=False)]
+
+
+def _matmul(step: Step) -> list[Layout | None]:
+    """mm and bmm with the scaled channels outside the contracted dimension."""
+    a, b = step.op.args[0], step.op.args[1]
+    left, right = step.of(a), step.of(b)
+    if len(step.layouts) != 1 or (left is None) == (right is None):
+        raise step.stop("multiplies scaled tensors with each other")
+    layout, contracted = (left, -1) if left is not None else (right, -2)
+    assert layout is not None
+    if not layout.still[contracted]:
+        raise step.stop("sums over channels")
+    shape = step.shapes[step.op.outputs[0]]
+    tail = (layout.dims[-2], ((shape[-1], 0),)) if left is not None else (((shape[-2], 0),), layout.dims[-1])
+    return [replace(layout, dims=(*layout.dims[:-2], *tail), mixes=True, head_size=shape[-1])]
+
+
+def _attention(step: Step) -> list[Layout | None]:
+    """Fused attention: query, key, value [B, heads, T, size]; the value's channels pass, its heads repeated."""
+    q, k, v = step.op.args[:3]
+    layout = step.of(v)
+    n_outputs = len(step.op.outputs)
+    if layout is None or step.of(q) is not None or step.of(k) is not None or len(layout.dims) != 4:
+        raise step.stop("takes scaled queries or keys")
+    heads, tokens, size = step.shapes[step.op.outputs[0]][1:]
+    own = math.prod(n for n, _ in layout.dims[1])
+    if heads % own or not layout.still[2]:
+        raise step.stop("sums over channels")
+    repeated = (*layout.dims[1], (heads // own, 0)) if heads != own else layout.dims[1]
+    dims = (layout.dims[0], repeated, ((tokens, 0),), layout.dims[3])
+    return [replace(layout, dims=dims, mixes=True, head_size=size), *([None] * (n_outputs - 1))]
+
+
+Rule = Callable[[Step], list[Layout | None]]
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "unflatten"), _view),
+    **dict.fromkeys(("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "neg"), _same),
+    **dict.fromkeys(("relu", "leaky_relu", "abs"), _bent),
+    **dict.fromkeys(("t", "transpose", "permute", "numpy_T"), _permute),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
+    **dict.fromkeys(("select", "unbind"), _pick),
+    **dict.fromkeys(("mul", "div"), _product),
+    **dict.fromkeys(("mm", "bmm"), _matmul),
+    "expand": _expand,
+    "slice": _slice,
+    "cat": _concatenate,
+    "add": _sum_of_two,
+    "sub": _sum_of_two,
+    "masked_fill": _masked,
+}
+"""Operator -> how it passes a factor on. In-place forms have the same names."""

@@ -1,0 +1,101 @@
+"""Which file of a checkpoint holds which tensor of a module: one safetensors file, or the shards of an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import SourceError
+from compress.models.experts import ExpertPart, take_part
+from compress.models.materialise import plain
+from compress.models.store import Entry, Sliced, Stored, WeightStore
+from compress.models.weights import safetensors_shapes
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+Parts = Mapping[str, ExpertPart]
+Held = dict[str, tuple[Path, tuple[int, ...]]]
+"""Name of a tensor -> its file, and its shape."""
+
+
+class NotAsNamed(Exception):
+    """The files do not hold the module's tensors under the module's names."""
+
+
+def open_store(weights: Sequence[Path], module: nn.Module, parts: Parts | None = None) -> WeightStore:
+    """The module's tensors in the files, none of them read.
+
+    A prefix that the files have and the module lacks, or the other way round, is allowed for, and so are tied tensors
+    that are stored once. `parts`: where an expert's parameter lies, if the files hold all experts' in one. NotAsNamed
+    where the names do not fit; SourceError: a damaged or missing file, another shape.
+    """
+    held, parts = _listed(weights), parts or {}
+    wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    known = {*wanted, *(part.stacked for part in parts.values())}
+    keys = _renamed(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
+    groups: dict[int, list[str]] = {}
+    for name, tensor in wanted.items():
+        groups.setdefault(id(tensor), []).append(name)
+    entries: dict[str, Entry] = {}
+    tied: dict[str, str] = {}
+    for names in groups.values():
+        found = next((entry for name in names if (entry := _entry(name, keys, held, parts)) is not None), None)
+        if found is not None:
+            entries[names[0]] = found
+            tied.update(dict.fromkeys(names[1:], names[0]))
+        elif not names[0].endswith("num_batches_tracked"):
+            raise NotAsNamed(f"no tensor of the files is called '{names[0]}'")
+    _check_shapes(entries, held, wanted)
+    return WeightStore(entries, tied)
+
+
+def _entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) -> Entry | None:
+    if name in keys:
+        return Stored(held[keys[name]][0], keys[name])
+    part = parts.get(name)
+    if part is None or part.stacked not in keys:
+        return None
+    return Sliced(held[keys[part.stacked]][0], keys[part.stacked], part)
+
+
+def _check_shapes(entries: Mapping[str, Entry], held: Held, wanted: Mapping[str, Tensor]) -> None:
+    """SourceError naming every tensor of another shape than the module's."""
+    problems = []
+    for name, entry in entries.items():
+        assert isinstance(entry, (Stored, Sliced))
+        path, shape = held[entry.key]
+        if isinstance(entry, Sliced):
+            shape = tuple(take_part(torch.empty(shape, device="meta"), entry.part).shape)
+        if shape != tuple(wanted[name].shape):
+            problems.append(f"{path}: '{name}' is {list(shape)} in the file, {list(wanted[name].shape)} in the model")
+    if problems:
+        raise SourceError(problems)
+
+
+def _listed(weights: Sequence[Path]) -> Held:
+    """What the files hold. The index, which was checked when they were located, decides where there is one."""
+    if any(path.suffix != ".safetensors" for path in weights):
+        raise NotAsNamed(f"{weights[0].name} is no safetensors file")
+    index = weights[0].parent / INDEX
+    if not index.is_file() or [path.name for path in weights] == [SINGLE]:
+        return {name: (path, shape) for path in weights for name, shape in safetensors_shapes(path).items()}
+    files = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    shapes = {path: safetensors_shapes(path) for path in sorted(set(files.values()))}
+    for name, path in files.items():
+        if name not in shapes[path]:
+            raise SourceError(f"{path}: '{name}' is missing, which {INDEX} promises; copy or download the file again")
+    return {name: (path, shapes[path][name]) for name, path in files.items()}
+
+
+def _renamed(held: Held, wanted: Collection[str], prefix: str) -> dict[str, str]:
+    """The module's name -> the file's, with the prefix taken off or put on where that fits more of them."""
+    dotted = f"{prefix}."
+    ways = [{name: name for name in held}]
+    if prefix:
+        ways.append({name.removeprefix(dotted): name for name in held})
+        ways.append({dotted + name: name for name in held})
+    best = max(ways, key=lambda way: sum(name in wanted for name in way))
+    return {name: key for name, key in best.items() if name in wanted}

@@ -1,0 +1,233 @@
+"""One forward pass written down: which operator read which tensor, inside which module. No values are needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+OPAQUE = "opaque"
+"""The operator of a tensor that was seen after its memory had been written to through another view."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor among an operator's arguments: the number of its value."""
+
+    value: int
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One aten operator: `name` without overload and without the underscore of in-place forms; tensors are `Ref`s."""
+
+    index: int
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module: the tensors among its arguments and results. `start`, `stop`: operators run meanwhile."""
+
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Flow:
+    """A recorded run. Values are numbered; module and parameter names are the user's (see `plain`).
+
+    A value has at most one `producers` entry; those of parameters, buffers and inputs have none.
+    """
+
+    module: nn.Module
+    ops: list[Op] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    producers: dict[int, Op] = field(default_factory=dict)
+    consumers: dict[int, list[Op]] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    parameters: dict[int, str] = field(default_factory=dict)
+    outputs: tuple[int, ...] = ()
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+    def in_order(self) -> list[Call]:
+        """All calls by the time at which they began, a module before what it calls."""
+        return sorted((call for calls in self.calls.values() for call in calls), key=lambda c: (c.start, -c.stop))
+
+
+def plain(name: str) -> str:
+    """A module's or parameter's name without the wrapper around a Hugging Face model."""
+    return name.removeprefix("wrapped.")
+
+
+def within(name: str, module: str) -> bool:
+    """True if `name` is `module` or inside it ("" holds everything)."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Flow:
+    """Run `module` once on `feeds` (by parameter of forward) and write down what reads what.
+
+    Unless `compute`, tensors hold no values, wherever the module lies (meta, CPU): a forward that looks at values then
+    raises RuntimeError. With `compute` the module must hold values. Raises whatever else the forward raises.
+    """
+    with torch.no_grad(), _plain_attention(), contextlib.ExitStack() as stack:
+        state: dict[str, Tensor] = {}
+        if not compute:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            state = {name: _empty(tensor) for name, tensor in _state(module)}
+            feeds = {name: _empty(tensor) for name, tensor in feeds.items()}
+        recorder = _Recorder(module, state or dict(_state(module)))
+        for handle in recorder.hooks():
+            stack.callback(handle.remove)
+        with recorder:
+            out = torch.func.functional_call(module, state, kwargs=dict(feeds)) if state else module(**feeds)
+        recorder.flow.outputs = tuple(recorder.value(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    return recorder.flow
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """The same shape on the CPU; in a fake mode this takes no memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Without torch's fused encoder layers, inside which no module is called."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Recorder(TorchDispatchMode):
+    """Numbers values by memory, view and the number of writes to that memory, and keeps them alive until the end."""
+
+    def __init__(self, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.flow = Flow(module, modules={plain(name): m for name, m in module.named_modules()})
+        self.alive: list[Tensor] = []
+        self.views: dict[tuple[Any, ...], tuple[int, int]] = {}  # view -> (value, writes)
+        self.writes: dict[int, tuple[int, int]] = {}  # memory -> (writes so far, the last written value)
+        self.running: list[str] = []
+        for name, tensor in state.items():
+            self.flow.parameters[self.value(tensor)] = plain(name)
+
+    def value(self, tensor: Tensor) -> int:
+        """The number of what `tensor` now holds."""
+        key = _view(tensor)
+        n_writes, last = self.writes.get(key[0], (0, -1))
+        known = self.views.get(key)
+        if known is not None and known[1] == n_writes:
+            return known[0]
+        sources = [value for value in (known[0] if known else -1, last) if value >= 0]
+        value = self._new(tensor)
+        if sources:
+            self._add_op(OPAQUE, (), {}, sources, [value])
+        return value
+
+    def _new(self, tensor: Tensor) -> int:
+        self.alive.append(tensor)
+        value = len(self.flow.shapes)
+        self.flow.shapes.append(tuple(tensor.shape))
+        key = _view(tensor)
+        self.views[key] = (value, self.writes.get(key[0], (0, -1))[0])
+        return value
+
+    def _add_op(self, name: str, args: Any, kwargs: Any, inputs: list[int], outputs: list[int]) -> None:
+        module = self.running[-1] if self.running else ""
+        op = Op(len(self.flow.ops), name, args, kwargs, tuple(inputs), tuple(outputs), module)
+        self.flow.ops.append(op)
+        for value in dict.fromkeys(inputs):
+            self.flow.consumers.setdefault(value, []).append(op)
+        for value in outputs:
+            self.flow.producers[value] = op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # asks for a device: no value is read
+        inputs: list[int] = []
+
+        def refer(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            inputs.append(self.value(leaf))
+            return Ref(inputs[-1])
+
+        told, told_by_name = tree_map(refer, (tuple(args), dict(kwargs)))
+        before = {_view(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **kwargs)
+        written = [
+            args[i] if i < len(args) else kwargs.get(arg.name)
+            for i, arg in enumerate(func._schema.arguments)
+            if arg.alias_info is not None and arg.alias_info.is_write
+        ]
+        changed = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+        fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not changed and len(fresh) == 1 and _view(fresh[0]) in before:
+            return out  # another handle on the same tensor
+        outputs = [self._written(leaf) for leaf in changed] or [self._new(leaf) for leaf in fresh]
+        name = func.overloadpacket.__name__
+        self._add_op(name.rstrip("_") if changed else name, told, told_by_name, inputs, outputs)
+        return out
+
+    def _written(self, tensor: Tensor) -> int:
+        memory = _view(tensor)[0]
+        self.writes[memory] = (self.writes.get(memory, (0, -1))[0] + 1, -1)
+        value = self._new(tensor)
+        self.writes[memory] = (self.writes[memory][0], value)
+        return value
+
+    def hooks(self) -> Iterator[Any]:
+        """Hooks on every module that tell which one runs."""
+        for name, module in self.flow.modules.items():
+            calls: list[tuple[tuple[int, ...], int]] = []
+            yield module.register_forward_pre_hook(self._before(name, calls), with_kwargs=True)
+            yield module.register_forward_hook(self._after(name, calls), with_kwargs=True)
+
+    def _before(self, name: str, calls: list[Any]) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.append((self._values((args, kwargs)), len(self.flow.ops)))
+            self.running.append(name)
+
+        return hook
+
+    def _after(self, name: str, calls: list[Any]) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            self.running.pop()
+            inputs, start = calls.pop()
+            call = Call(name, inputs, self._values(out), start, len(self.flow.ops))
+            self.flow.calls.setdefault(name, []).append(call)
+
+        return hook
+
+    def _values(self, tree: Any) -> tuple[int, ...]:
+        return tuple(self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    place = tensor.untyped_storage()._cdata
+    return place, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype

@@ -1,0 +1,90 @@
+"""Activations between the blocks: what the next block reads of each micro-batch, on the compressed and float path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.activations import Held, Holder, Interned, MicroBatch
+from compress.models.skeleton import Form, Template, forms_of, passage
+from compress.models.step import Call
+
+
+class Flow:
+    """Of one process's micro-batches. `hidden` and `floats`: what the next block reads on each path.
+
+    `floats` is `hidden` itself as long as both paths are one.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], holder: Holder) -> None:
+        self.batches = batches
+        self.holder = holder
+        self.forms: tuple[Form, ...] = ()
+        self.templates: list[tuple[Template, ...]] = []
+        self.hidden: list[Held] = []
+        self.floats: list[Held] | None = None
+
+    def enter(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        blocks: Sequence[nn.Module],
+        real: Callable[..., Any],
+    ) -> None:
+        """Run everything up to the first block, noting what every block is called with."""
+        intern = Interned()
+        with torch.no_grad():
+            for batch in self.batches:
+                run = _run(module, batch)
+                self.forms = self.forms or forms_of(run, names, blocks, real)
+                found = passage(run, names, blocks, self.forms, intern)
+                self.templates.append(found.templates)
+                self.hidden.append(self.holder.hold(found.hidden))
+
+    def enter_float(self, module: nn.Module, names: Sequence[str], blocks: Sequence[nn.Module]) -> None:
+        """The float path's own way up to the first block, where what is before the blocks is not float."""
+        with torch.no_grad():
+            found = [passage(_run(module, batch), names, blocks, self.forms, Interned()) for batch in self.batches]
+        self.floats = [self.holder.hold(one.hidden) for one in found]
+
+    def calls(self, block: int) -> list[Call]:
+        """Of the k-th block on the compressed path."""
+        return [
+            Call(_arguments(self.templates[i][block], self.hidden[i]), batch.rows, batch.n_rows)
+            for i, batch in enumerate(self.batches)
+        ]
+
+    def advance(self, outputs: Iterator[Tensor]) -> None:
+        """Take a block's outputs for what the next one reads; an input is let go of when its output is there."""
+        for i, out in enumerate(outputs):
+            self.hidden[i] = self.holder.hold(out)
+
+    def float_forward(self, block: int, forward: Callable[..., Any]) -> list[Held]:
+        """What the k-th block with float weights gives on the float path."""
+        inputs = self.floats if self.floats is not None else self.hidden
+        given = []
+        with torch.no_grad():
+            for i in range(len(self.batches)):
+                args, kwargs = self.templates[i][block].filled(inputs[i].get())
+                given.append(self.holder.hold(self.forms[block].taken(forward(*args, **kwargs)).float()))
+        return given
+
+
+def feeds_calls(batches: Sequence[MicroBatch]) -> list[Call]:
+    """Of the whole model."""
+    return [Call(_fed(batch.feeds), batch.rows, batch.n_rows) for batch in batches]
+
+
+def _arguments(template: Template, held: Held) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda: template.filled(held.get())
+
+
+def _fed(feeds: Mapping[str, Tensor]) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda: ((), dict(feeds))
+
+
+def _run(module: nn.Module, batch: MicroBatch) -> Callable[[], Any]:
+    return lambda: module(**batch.feeds)

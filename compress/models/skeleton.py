@@ -1,0 +1,226 @@
+"""What surrounds the blocks of a model: one run in which every block only notes what it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from compress.errors import PassError
+from compress.models.activations import Interned, mapped
+
+Slot = int | str
+"""Where a block takes the hidden state: a position, or a keyword."""
+Called = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes a block's number and the arguments that it is called with."""
+NO_STREAM = "it cannot be worked on in a stream"
+
+
+class Reached(BaseException):
+    """Ends a forward pass that has shown what it was run for. No Exception, so that no model catches it."""
+
+    def __init__(self, hidden: Tensor | None = None) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a block gives: the hidden state itself (`element` None), or a tuple of `length` with it at `element`."""
+
+    element: int | None
+    length: int = 0
+
+    def taken(self, out: Any) -> Tensor:
+        found = out if self.element is None else out[self.element]
+        return found
+
+    def given(self, hidden: Tensor) -> Any:
+        if self.element is None:
+            return hidden
+        return tuple(hidden if k == self.element else _NOT_THERE for k in range(self.length))
+
+
+class _NotThere:
+    """Stands for what a block gives beside its hidden state, in a run in which it did not run."""
+
+
+_NOT_THERE = _NotThere()
+
+
+@dataclass(frozen=True)
+class Template:
+    """The arguments of one call of one block, without its hidden state, which goes into `slot`."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    slot: Slot
+
+    def filled(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(self.slot, int):
+            return (*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]), dict(self.kwargs)
+        return self.args, {**self.kwargs, self.slot: hidden}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One micro-batch: what the first block reads, and a template for each block."""
+
+    hidden: Tensor
+    templates: tuple[Template, ...]
+
+
+@contextmanager
+def standing_in(
+    blocks: Sequence[nn.Module], call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """While inside, the k-th block's forward is `call(k, args, kwargs)`; for forwards in lockstep the last to enter."""
+
+    def stub(number: int) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(number, args, kwargs)
+
+    for number, block in enumerate(blocks):
+        block.__dict__["forward"] = stub(number)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)  # the first forward to end may have taken it away
+
+
+def forms_of(
+    run: Callable[[], Any], names: Sequence[str], blocks: Sequence[nn.Module], real: Called
+) -> tuple[Form, ...]:
+    """What each block gives. The first block of each class is run for real: `real(k, args, kwargs)`."""
+    known: dict[type, Form] = {}
+    found: list[Form] = []
+
+    def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(blocks[number]) not in known:
+            out = real(number, args, kwargs)
+            known[type(blocks[number])] = _form(out, names[number])
+        form = known[type(blocks[number])]
+        found.append(form)
+        if len(found) == len(blocks):
+            raise Reached
+        return form.given(first_hidden(args, kwargs, names[number]))
+
+    with standing_in(blocks, call):
+        try:
+            run()
+        except Reached:
+            return tuple(found)
+    raise PassError(f"{names[len(found)]}: the model's forward does not run it; {NO_STREAM}")
+
+
+def passage(
+    run: Callable[[], Any], names: Sequence[str], blocks: Sequence[nn.Module], forms: Sequence[Form], intern: Interned
+) -> Passage:
+    """What every block is called with in `run`, each handing its hidden state on as it came.
+
+    The hidden state is the argument that is the very tensor which the block before gave. PassError where there is none,
+    or where a block reads something else of what an earlier one gave.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    slots: list[Slot] = []
+    given: Tensor | None = None
+
+    def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal given
+        if number != len(calls):
+            raise PassError(f"{names[number]}: runs out of order or more than once; {NO_STREAM}")
+        _refuse_more(args, kwargs, names[number])
+        if given is not None:
+            slots.append(_slot_of(given, args, kwargs, names[number], names[number - 1]))
+        calls.append((args, kwargs))
+        if len(calls) == len(blocks):
+            raise Reached
+        hidden = first_hidden(args, kwargs, names[0]) if given is None else given
+        given = hidden.view_as(hidden)  # an object of its own, to be known again
+        return forms[number].given(given)
+
+    with standing_in(blocks, call):
+        try:
+            run()
+        except Reached:
+            pass
+        else:
+            raise PassError(
+                f"{names[len(calls)]}: the model's forward does not run it; it cannot be worked on in a stream"
+            )
+    slots.insert(0, _slot_of(first_hidden(*calls[0], names[0]), *calls[0], names[0], names[0]))
+    hidden = _at(slots[0], *calls[0])
+    templates = tuple(_template(*one, slot, intern) for one, slot in zip(calls, slots, strict=True))
+    intern.forget()
+    return Passage(hidden, templates)
+
+
+def until_reached(run: Callable[[], Any]) -> Tensor:
+    """The hidden state with which `run` was ended. AssertionError if it came to its own end."""
+    try:
+        run()
+    except Reached as reached:
+        if reached.hidden is not None:
+            return reached.hidden
+    raise AssertionError("no block was reached")
+
+
+def without_cache(module: nn.Module) -> None:
+    """Turns off what grows from call to call: `use_cache` in every configuration inside."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
+def _form(out: Any, name: str) -> Form:
+    if isinstance(out, Tensor):
+        return Form(None)
+    if isinstance(out, tuple):
+        tensors = [k for k, item in enumerate(out) if isinstance(item, Tensor) and item.is_floating_point()]
+        if tensors:
+            return Form(tensors[0], len(out))
+    raise PassError(f"{name}: gives {type(out).__name__}, not a tensor or a tuple; {NO_STREAM}")
+
+
+def first_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Tensor:
+    """The first floating-point tensor among the arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise PassError(f"{name}: is called without a floating-point tensor; {NO_STREAM}")
+
+
+def _slot_of(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, before: str) -> Slot:
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        if value is hidden:
+            return place  # type: ignore[return-value]
+    raise PassError(
+        f"{name}: does not read what {before} gives as it is: something outside the blocks works between them; "
+        f"{NO_STREAM}"
+    )
+
+
+def _refuse_more(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
+    if any(value is _NOT_THERE for value in (*args, *kwargs.values())):
+        raise PassError(
+            f"{name}: reads more of earlier blocks than their hidden state; it cannot be worked on in a stream"
+        )
+
+
+def _at(slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    found = args[slot] if isinstance(slot, int) else kwargs[slot]
+    return found
+
+
+def _template(args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot, intern: Interned) -> Template:
+    """The arguments with the hidden state taken out and equal tensors kept once."""
+    plain = Template(args, kwargs, slot)
+    if isinstance(slot, int):
+        plain = replace(plain, args=(*args[:slot], None, *args[slot + 1 :]))
+    else:
+        plain = replace(plain, kwargs={name: value for name, value in kwargs.items() if name != slot})
+    return replace(plain, args=mapped(plain.args, intern), kwargs=mapped(dict(plain.kwargs), intern))

@@ -1,0 +1,285 @@
+"""One step of a stream: a block with its weights, the calls that reach it, and what is done to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note, Reading
+from compress.models.blockfiles import Changes
+from compress.models.lockstep import Tap, run_in_lockstep, tapped
+from compress.models.skeleton import Reached
+from compress.models.store import WeightStore
+from compress.models.trace import is_hf_conv1d
+from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import Scheme
+
+Visit = Callable[[Reading, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One micro-batch's call of the step's module. `rows`: [B, T], False where padding is; None: there is none."""
+
+    arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    rows: Tensor | None
+    n_rows: int
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.arguments()[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self.arguments()[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step is made of. `run`: the forward of one micro-batch, giving the hidden state.
+
+    `names`: parameter's plain name -> the modules and names under which it is held, for all that may be changed.
+    `runs_on`: outputs are wanted (not those of the whole model, which may be large).
+    """
+
+    index: int
+    name: str
+    block: nn.Module
+    layers: dict[str, nn.Module]
+    readings: tuple[Reading, ...]
+    holders: Mapping[str, list[tuple[nn.Module, str]]]
+    run: Callable[[int], Tensor]
+    calls: Sequence[Call]
+    store: WeightStore
+    float_outputs: Callable[[int], Tensor] | None = None
+    runs_on: bool = True
+    compute: torch.dtype = torch.float32
+
+
+@dataclass
+class BlockStep:
+    """What a pass over blocks works on: see the attributes of `Part`, which are those of the step."""
+
+    part: Part
+    changes: Changes = field(default_factory=Changes)
+    _outputs: list[Tensor] | None = None
+    _paused: Reading | None = None
+
+    @property
+    def index(self) -> int:
+        return self.part.index
+
+    @property
+    def name(self) -> str:
+        """Its module's path; "" for a model without blocks; "before" or "after" for what is outside the blocks."""
+        return self.part.name
+
+    @property
+    def block(self) -> nn.Module:
+        """With its weights, float32, no gradients asked for."""
+        return self.part.block
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """Full name -> module: Linear, transformers' Conv1D, convolutions, embeddings."""
+        return self.part.layers
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        return self.part.readings
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """This process's micro-batches."""
+        return self.part.calls
+
+    @property
+    def quantized(self) -> Mapping[str, QuantizedWeight]:
+        """The step's quantized layers, of earlier passes and of this one."""
+        found = {layer: self.part.store.quantized(layer) for layer in self.layers}
+        earlier = {
+            layer: weight
+            for layer, weight in found.items()
+            if weight is not None and f"{layer}.weight" not in self.changes.replaced
+        }
+        return earlier | self.changes.quantized
+
+    def forward(self, i: int) -> Tensor:
+        """The hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
+        with self._computing():
+            out = self.part.run(i)
+        return out.float() if out.is_floating_point() else out
+
+    def float_outputs(self, i: int) -> Tensor:
+        """What the float block gives for micro-batch `i` where all blocks before are float, too."""
+        if self.part.float_outputs is None:
+            raise PassError(f"{self.name or 'the model'}: the float outputs were not asked for, or there are none here")
+        return self.part.float_outputs(i)
+
+    def matrix(self, layer: str) -> Tensor:
+        """A copy of a layer's weight as it is now, [out, in, ...], float32; a Conv1D's is transposed."""
+        return self._as_matrix(layer, self._weight(layer))
+
+    def float_matrix(self, layer: str) -> Tensor:
+        """As `matrix`, but of a quantized layer the values from which it was rounded."""
+        name = f"{layer}.weight"
+        replaced = self.changes.replaced.get(name)
+        return self._as_matrix(layer, self.part.store.read_float(name) if replaced is None else replaced)
+
+    def collect(self, visit: Visit, readings: Sequence[Reading] | None = None) -> None:
+        """Run all micro-batches as the block is now; `visit` gets a reading and rows [n, in] of it, padding left out.
+
+        A forward ends before the last of the wanted readings is computed with.
+        """
+        wanted = self.readings if readings is None else sorted(readings, key=self.readings.index)
+        taps = self._taps(wanted)
+        for i in range(len(self.calls)):
+            self._visited(i, taps, visit)
+
+    def lockstep(self, visit: Visit, act: Callable[[Reading], None]) -> None:
+        """One forward of all micro-batches, stopping before each reading: `visit` for each micro-batch, then `act`.
+
+        `act` may `put` the reading's layers: the forward goes on through what it left. Once for each reading, in their
+        order, also when no row reaches it. The outputs are kept, so that the step costs no second forward.
+        """
+
+        def seen(reading: Reading, x: Tensor, i: int) -> None:
+            visit(reading, self._rows(x, i))
+
+        def acts(reading: Reading) -> None:
+            self._paused = reading
+            act(reading)
+
+        def advance(go: Callable[[], None]) -> None:
+            with self._computing():
+                go()
+
+        runs = [self._runner(i) for i in range(len(self.calls))]
+        self._outputs = []
+        with torch.no_grad():
+            outputs = run_in_lockstep(runs, self._taps(self.readings), seen, acts, advance, self.part.runs_on)
+        self._paused = None
+        if self._outputs is not None and self.part.runs_on:
+            self._outputs = [out.float() for out in outputs]
+
+    def put(self, layer: str, weight: QuantizedWeight, scheme: Scheme, activation_scale: float | None = None) -> None:
+        """Record a quantized weight ([out, in] `values`); the module goes on with what it stands for.
+
+        A tied weight gets values of its own. ValueError if the shape differs.
+        """
+        module = self.layers[layer]
+        values = torch.from_numpy(weight.dequantize())
+        if is_hf_conv1d(module):
+            values = values.t().contiguous()
+            self.changes.transposed.add(layer)
+        if values.shape != module.weight.shape:
+            raise ValueError(f"{layer}: is {list(module.weight.shape)}, what was put is {list(values.shape)}")  # type: ignore[arg-type]
+        module.weight = nn.Parameter(values, requires_grad=False)
+        self.changes.quantized[layer] = weight
+        self.changes.schemes[layer] = scheme
+        if activation_scale is not None:
+            self.changes.activation_scales[layer] = float(activation_scale)
+        self._outdated(layer)
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Record new float values of a parameter (its full plain name) and go on with them.
+
+        Parameters that are tied to it change with it; a tied one that is named itself gets values of its own. KeyError
+        if the step has no such parameter, ValueError if the shape differs.
+        """
+        if name not in self.part.holders:
+            raise KeyError(f"step {self.name!r} has no parameter {name!r}")
+        values = tensor.detach().to(torch.float32, copy=True).contiguous()
+        for module, key in self.part.holders[name]:
+            old = module._parameters[key]
+            assert old is not None
+            if old.shape != values.shape:
+                raise ValueError(f"{name}: is {list(old.shape)}, its replacement is {list(values.shape)}")
+            module._parameters[key] = nn.Parameter(values, requires_grad=False)
+        self.changes.replaced[name] = values
+        layer = name.removesuffix(".weight")
+        for decided in (self.changes.quantized, self.changes.schemes, self.changes.activation_scales):
+            decided.pop(layer, None)
+        self._outdated(layer)
+
+    def put_kv(self, attention: str, key_scale: float, value_scale: float) -> None:
+        """Record the scales of an attention module's cached keys and values."""
+        self.changes.kv_scales[attention] = (float(key_scale), float(value_scale))
+
+    def say(
+        self,
+        decisions: Sequence[LayerDecision] = (),
+        notes: Sequence[Note] = (),
+        measured: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        """What the report will tell of this step; calls add up."""
+        self.changes.decisions += decisions
+        self.changes.notes += notes
+        for layer, numbers in (measured or {}).items():
+            self.changes.measured.setdefault(layer, {}).update({k: float(v) for k, v in numbers.items()})
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The hidden states that the step leaves: those of `lockstep` where they still hold, or a forward's."""
+        if self._outputs is not None and self.part.runs_on:
+            yield from self._outputs
+            return
+        with torch.no_grad():
+            for i in range(len(self.calls)):
+                yield self.forward(i)
+
+    def close(self) -> None:
+        """Let go of everything large: whoever still holds the step holds little."""
+        self.changes, self._outputs = Changes(), None
+        self.part = replace(self.part, layers={}, holders={}, calls=(), run=_is_over, float_outputs=None)
+
+    def _visited(self, i: int, taps: Sequence[Tap], visit: Visit) -> None:
+        last = len(taps) - 1
+
+        def heard(number: int, x: Tensor) -> None:
+            with torch.autocast("cpu", enabled=False):
+                visit(taps[number][0], self._rows(x, i))
+            if number == last:
+                raise Reached
+
+        with torch.no_grad(), tapped(taps, heard), contextlib.suppress(Reached):
+            self.forward(i)
+
+    def _taps(self, readings: Sequence[Reading]) -> list[Tap]:
+        return [(reading, self.layers[reading.layers[0]]) for reading in readings]
+
+    def _runner(self, i: int) -> Callable[[], Tensor]:
+        return lambda: self.part.run(i)
+
+    def _rows(self, x: Tensor, i: int) -> Tensor:
+        """[n, in], float32, without the rows of padding where `x` still has the samples' shape."""
+        rows, flat = self.calls[i].rows, x.reshape(-1, x.shape[-1])
+        if rows is not None and len(flat) == rows.numel():
+            flat = flat[rows.reshape(-1)]
+        return flat.float()
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        if self.part.compute == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", self.part.compute, cache_enabled=False)
+
+    def _weight(self, layer: str) -> Tensor:
+        weight: Any = self.layers[layer].weight
+        return weight.detach()
+
+    def _as_matrix(self, layer: str, weight: Tensor) -> Tensor:
+        return (weight.t() if is_hf_conv1d(self.layers[layer]) else weight).clone(memory_format=torch.contiguous_format)
+
+    def _outdated(self, layer: str) -> None:
+        """A layer changed that a lockstep had already run through: its outputs hold no more."""
+        if self._paused is None or layer not in self._paused.layers:
+            self._outputs = None
+
+
+def _is_over(i: int) -> Tensor:
+    raise RuntimeError("the step is over: the stream has gone on")

@@ -1,0 +1,215 @@
+"""A model's tensors, read when they are asked for: from safetensors shards, from memory, from what passes wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from compress.errors import SourceError
+from compress.models.experts import ExpertPart, take_part
+from compress.quantize.rounding import QuantizedWeight
+
+VALUES, SCALES, ZERO_POINTS = ":values", ":scales", ":zero_points"
+"""Endings of a quantized layer's tensors in a file of finished work."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file. `key`: its name there."""
+
+    path: Path
+    key: str
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """One expert's part of a tensor that holds those of all."""
+
+    path: Path
+    key: str
+    part: ExpertPart
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized layer of a file of finished work. `transposed`: the module holds the weight as [in, out]."""
+
+    path: Path
+    layer: str
+    bits: int
+    group_size: int
+    zero_points: bool
+    transposed: bool
+
+
+Entry = Stored | Sliced | Packed | Tensor
+
+
+class WeightStore:
+    """Named tensors: parameters and persistent buffers, under the plain names of the model's modules.
+
+    `tied`: parameter -> the one that holds its values, until it gets values of its own. `keep`: held as long as the
+    store is (the owner of a temporary folder).
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        tied: Mapping[str, str] | None = None,
+        floats: Mapping[str, Entry] | None = None,
+        keep: tuple[Any, ...] = (),
+    ) -> None:
+        self._entries = dict(entries)
+        self._floats = dict(entries if floats is None else floats)
+        self._tied = {name: owner for name, owner in (tied or {}).items() if name not in self._entries}
+        self._keep = keep
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Parameters without values of their own -> the one that holds theirs."""
+        return self._tied
+
+    def names(self) -> tuple[str, ...]:
+        """All, the tied ones last."""
+        return (*self._entries, *self._tied)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries or name in self._tied
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header alone."""
+        entry = self._entry(name, self._entries)
+        if isinstance(entry, Tensor):
+            return tuple(entry.shape)
+        if isinstance(entry, Stored):
+            return _shape(entry.path, entry.key)
+        if isinstance(entry, Sliced):
+            return tuple(take_part(torch.empty(_shape(entry.path, entry.key), device="meta"), entry.part).shape)
+        shape = _shape(entry.path, entry.layer + VALUES)
+        return shape[::-1] if entry.transposed else shape
+
+    def read(self, name: str) -> Tensor:
+        """A copy on the CPU, float32 (integers stay), dequantized. SourceError: a damaged file, NaN or infinity."""
+        return self._read(name, self._entries)
+
+    def read_float(self, name: str) -> Tensor:
+        """As `read`, but of a quantized layer the values from which it was rounded."""
+        return self._read(name, self._floats)
+
+    def quantized(self, layer: str) -> QuantizedWeight | None:
+        """The integers of a quantized layer (a module's path); None where it is not quantized."""
+        name = f"{layer}.weight"
+        entry = self._entry(name, self._entries) if name in self else None
+        return _unpacked(entry) if isinstance(entry, Packed) else None
+
+    def is_quantized(self, layer: str) -> bool:
+        name = f"{layer}.weight"
+        return name in self and isinstance(self._entry(name, self._entries), Packed)
+
+    def over(self, files: Sequence[Path], keep: Any = None) -> WeightStore:
+        """This store with the tensors of files that a stream wrote before those here; later files win."""
+        entries, floats = dict(self._entries), dict(self._floats)
+        for path in files:
+            for name, found in written_entries(path).items():
+                entries[name] = found[-1]
+                if isinstance(found[0], Stored):
+                    floats[name] = found[0]
+                elif name in self._tied:
+                    floats.setdefault(name, floats[self._tied[name]])
+        return WeightStore(entries, self._tied, floats, (*self._keep, *([] if keep is None else [keep])))
+
+    def _entry(self, name: str, among: Mapping[str, Entry]) -> Entry:
+        try:
+            return among[name] if name in among else among[self._tied[name]]
+        except KeyError:
+            raise KeyError(f"the model has no tensor {name!r}") from None
+
+    def _read(self, name: str, among: Mapping[str, Entry]) -> Tensor:
+        entry = self._entry(name, among)
+        if isinstance(entry, Packed):
+            weight = torch.from_numpy(_unpacked(entry).dequantize())
+            return weight.t().contiguous() if entry.transposed else weight
+        if isinstance(entry, Sliced):
+            tensor = _expert(entry)
+        else:
+            tensor = entry if isinstance(entry, Tensor) else _tensor(entry.path, entry.key)
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        tensor = tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if not bool(torch.isfinite(tensor).all()):
+            where = "" if isinstance(entry, Tensor) else f" ({entry.path})"
+            raise SourceError(f"NaN or infinity in '{name}'{where}; the weights are not usable: get them again")
+        return tensor
+
+
+def written_entries(path: Path) -> dict[str, list[Entry]]:
+    """Tensor name -> what a file of finished work has for it: new float values, then a quantized weight."""
+    record = json.loads(path.with_suffix(".json").read_text())
+    found: dict[str, list[Entry]] = {name: [Stored(path, name)] for name in record["replaced"]}
+    for layer, how in record["quantized"].items():
+        packed = Packed(path, layer, how["bits"], how["group_size"], how["zero_points"], how["transposed"])
+        found.setdefault(f"{layer}.weight", []).append(packed)
+    return found
+
+
+def packed_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """What a file holds of a quantized layer; FP8 values under torch's type."""
+    values = np.ascontiguousarray(weight.values)
+    if values.dtype == ml_dtypes.float8_e4m3fn:
+        held = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
+    else:
+        held = torch.from_numpy(values)
+    found = {layer + VALUES: held, layer + SCALES: torch.from_numpy(np.ascontiguousarray(weight.scales))}
+    if weight.zero_points is not None:
+        found[layer + ZERO_POINTS] = torch.from_numpy(np.ascontiguousarray(weight.zero_points))
+    return found
+
+
+def _unpacked(entry: Packed) -> QuantizedWeight:
+    held = _tensor(entry.path, entry.layer + VALUES)
+    if held.dtype == torch.float8_e4m3fn:
+        values = held.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    else:
+        values = held.numpy()
+    zero_points = _tensor(entry.path, entry.layer + ZERO_POINTS).numpy() if entry.zero_points else None
+    scales = _tensor(entry.path, entry.layer + SCALES).numpy()
+    return QuantizedWeight(values, scales, zero_points, entry.bits, entry.group_size)
+
+
+def _tensor(path: Path, key: str) -> Tensor:
+    with _opened(path, key) as file:
+        found: Tensor = file.get_tensor(key)
+        return found
+
+
+def _expert(entry: Sliced) -> Tensor:
+    """Of all experts' tensor this one's alone is read."""
+    with _opened(entry.path, entry.key) as file:
+        own = file.get_slice(entry.key)[entry.part.expert : entry.part.expert + 1]
+    return take_part(own, replace(entry.part, expert=0))
+
+
+def _shape(path: Path, key: str) -> tuple[int, ...]:
+    with _opened(path, key) as file:
+        return tuple(file.get_slice(key).get_shape())
+
+
+@contextmanager
+def _opened(path: Path, key: str) -> Iterator[Any]:
+    """A safetensors file, open while inside. SourceError, which names the tensor, where it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise SourceError(f"{path}: '{key}' cannot be read: {error}; copy or download the file again") from error

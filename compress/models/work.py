@@ -1,0 +1,283 @@
+"""Where a stream's steps come from: one module whose parts are filled, worked on, run and emptied in turn."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.facts import Reading
+from compress.models.activations import Held, Holder, MicroBatch
+from compress.models.flow import Flow, feeds_calls
+from compress.models.materialise import Holders, empty, fill, holders, plain
+from compress.models.skeleton import Reached, first_hidden, standing_in, until_reached, without_cache
+from compress.models.step import BlockStep, Call, Part
+from compress.models.store import WeightStore
+from compress.models.trace import is_layer
+
+if TYPE_CHECKING:
+    from compress.models.streamed import StreamedModel
+
+Read = Callable[[str], Tensor]
+BEFORE, AFTER = "before", "after"
+"""Names of the steps outside the blocks."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step to come. `block`: its number among the blocks; None for what is outside of them."""
+
+    index: int
+    name: str
+    readings: tuple[Reading, ...]
+    block: int | None = None
+
+
+class Work:
+    """A module on meta, the store that fills it, and the data on its way. `batches` None: weights alone."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        batches: Sequence[MicroBatch] | None,
+        holder: Holder,
+        float_too: bool,
+        compute: torch.dtype,
+    ) -> None:
+        self.store, self.compute, self.float_too = model.store, compute, float_too
+        self.build = model.build
+        self.module = model.build()
+        without_cache(self.module)
+        parts = {plain(path): part for path, part in self.module.named_modules()}
+        self.names = [block.name for block in model.structure.blocks]
+        self.whole = self.names == [""]
+        self.blocks = [] if self.whole else [parts[name] for name in self.names]
+        self.late = {layer for reading in model.structure.after for layer in reading.layers}
+        self.flow = None if batches is None else Flow(batches, holder)
+        self._floats: list[Held] | None = None
+
+    def open(self, one: Planned) -> BlockStep:
+        """The step with its weights and the calls that reach it."""
+        if one.block is None:
+            return self._open_outside(one)
+        return self._open_whole(one) if self.whole else self._open_block(one, one.block)
+
+    def advance(self, step: BlockStep) -> None:
+        """Compute what the next block reads."""
+        assert self.flow is not None
+        self.flow.advance(step.outputs())
+        if self._floats is not None:
+            self.flow.floats = self._floats
+
+    def drop(self, path: Path) -> None:
+        """Go on with what a finished step left in a file, its weights in memory let go of."""
+        self.store = self.store.over([path])
+        self._floats = None
+        empty(self.module)
+        _give_back()
+
+    def replay(self, one: Planned, path: Path, feeds_more: bool) -> None:
+        """Pass the data through a step that is done already."""
+        if feeds_more and one.block is not None:
+            self._enter()
+            float_store, self.store = self.store, self.store.over([path])
+            self.advance(self._open_block(one, one.block, float_store))
+        self.drop(path)
+
+    def _open_block(self, one: Planned, number: int, float_store: WeightStore | None = None) -> BlockStep:
+        block, flow = self.blocks[number], self.flow
+        if flow is None:
+            self._fill(block, one.name, self.store.read)
+            return BlockStep(self._part(one, block, _layers(block, one.name), [], _no_data))
+        self._enter()
+        if self.float_too:
+            self._fill(block, one.name, (float_store or self.store).read_float)
+            self._floats = flow.float_forward(number, block)
+        self._fill(block, one.name, self.store.read)
+        calls = flow.calls(number)
+
+        def run(i: int) -> Tensor:
+            args, kwargs = calls[i].arguments()
+            return flow.forms[number].taken(block(*args, **kwargs))
+
+        return BlockStep(self._part(one, block, _layers(block, one.name), calls, run))
+
+    def _open_whole(self, one: Planned) -> BlockStep:
+        """The model as one step."""
+        if self.flow is None:
+            self._fill(self.module, "", self.store.read)
+            return BlockStep(self._part(one, self.module, _layers(self.module), [], _no_data))
+        batches = self.flow.batches
+
+        def run(i: int) -> Tensor:
+            return first_output(self.module(**batches[i].feeds))
+
+        if self.float_too:
+            self._fill(self.module, "", self.store.read_float)
+            with torch.no_grad():
+                self._floats = [self.flow.holder.hold(run(i)) for i in range(len(batches))]
+        self._fill(self.module, "", self.store.read)
+        return BlockStep(self._part(one, self.module, _layers(self.module), feeds_calls(batches), run))
+
+    def _open_outside(self, one: Planned) -> BlockStep:
+        """What is outside the blocks: of "before", a forward ends at the first block; "after" begins at the last."""
+        after = one.name == AFTER
+        self._fill_outside(self.module, self.store.read, late=after or self.flow is None)
+        layers = {name: layer for name, layer in self._outside_layers().items() if (name in self.late) == after}
+        if self.flow is None:
+            return BlockStep(self._part(one, self.module, layers, [], _no_data))
+        if after:
+            self._enter()
+        run = self._after(self.module, self.flow.hidden) if after else self._before()
+        part = self._part(one, self.module, layers, feeds_calls(self.flow.batches), run)
+        return BlockStep(replace(part, float_outputs=self._float_after()) if after and self.float_too else part)
+
+    def _before(self) -> Callable[[int], Tensor]:
+        """A forward as far as the first block: what that reads."""
+        assert self.flow is not None
+        batches = self.flow.batches
+
+        def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise Reached(first_hidden(args, kwargs, self.names[number]))
+
+        def run(i: int) -> Tensor:
+            with standing_in(self.blocks, call):
+                return until_reached(lambda: self.module(**batches[i].feeds))
+
+        return run
+
+    def _after(self, module: nn.Module, hidden: Sequence[Held]) -> Callable[[int], Tensor]:
+        """A forward in which the last block gives `hidden`: the model's output."""
+        assert self.flow is not None
+        flow = self.flow
+        parts = {plain(path): part for path, part in module.named_modules()}
+        blocks = [parts[name] for name in self.names]
+
+        def run(i: int) -> Tensor:
+            def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                last = number == len(blocks) - 1
+                given = hidden[i].get() if last else first_hidden(args, kwargs, self.names[number])
+                return flow.forms[number].given(given)
+
+            with standing_in(blocks, call):
+                return first_output(module(**flow.batches[i].feeds))
+
+        return run
+
+    def _float_after(self) -> Callable[[int], Tensor]:
+        """The float model's output, from another module, which is made when it is asked for."""
+        flow = self.flow
+        made: list[Callable[[int], Tensor]] = []
+        assert flow is not None
+
+        def run(i: int) -> Tensor:
+            if not made:
+                module = self.build()
+                without_cache(module)
+                self._fill_outside(module, self.store.read_float, late=True)
+                made.append(self._after(module, flow.hidden if flow.floats is None else flow.floats))
+            with torch.no_grad():
+                return made[0](i)
+
+        return run
+
+    def _enter(self) -> None:
+        """Once: find what every block is called with."""
+        flow = self.flow
+        assert flow is not None
+        if flow.hidden or not flow.batches:
+            return
+        self._fill_outside(self.module, self.store.read, late=False)
+        flow.enter(self.module, self.names, self.blocks, self._real)
+        if self.float_too and any(map(self.store.is_quantized, self._outside_layers())):
+            self._fill_outside(self.module, self.store.read_float, late=False)
+            flow.enter_float(self.module, self.names, self.blocks)
+        empty(self.module)
+
+    def _real(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block's own forward, in a run in which all blocks are stood in for."""
+        block = self.blocks[number]
+        self._fill(block, self.names[number], self.store.read)
+        out = type(block).forward(block, *args, **kwargs)
+        empty(block)
+        return out
+
+    def _part(
+        self,
+        one: Planned,
+        block: nn.Module,
+        layers: dict[str, nn.Module],
+        calls: Sequence[Call],
+        run: Callable[[int], Tensor],
+    ) -> Part:
+        floats = self._floats
+        found = holders(block, self.store.tied, one.name if one.block is not None else "")
+        filled: Holders = {
+            name: places for name, places in found.items() if _is_real(places[0][0]._parameters[places[0][1]])
+        }
+        return Part(
+            index=one.index,
+            name=one.name,
+            block=block,
+            layers=layers,
+            readings=one.readings,
+            holders=filled,
+            run=run,
+            calls=calls,
+            store=self.store,
+            float_outputs=None if floats is None else lambda i: floats[i].get(),
+            runs_on=one.name != AFTER,
+            compute=self.compute,
+        )
+
+    def _fill(self, module: nn.Module, name: str, read: Read) -> None:
+        fill(module, read, self.store.tied, name)
+
+    def _outside(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """Modules outside the blocks, by plain path."""
+        for path, part in module.named_modules():
+            if not any(plain(path) == name or plain(path).startswith(f"{name}.") for name in self.names):
+                yield plain(path) if path != "wrapped" else "", part
+
+    def _outside_layers(self) -> dict[str, nn.Module]:
+        return {path: part for path, part in self._outside(self.module) if is_layer(part)}
+
+    def _fill_outside(self, module: nn.Module, read: Read, late: bool) -> None:
+        """Weights outside the blocks; without `late`, not those of the layers that read what the blocks give."""
+        parts = [part for path, part in self._outside(module) if late or path not in self.late]
+        fill(module, read, self.store.tied, only={id(part) for part in parts})
+
+
+def first_output(out: Any) -> Tensor:
+    """The first tensor of what a model gives."""
+    if isinstance(out, Tensor):
+        return out
+    values = out.values() if hasattr(out, "values") else out
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _layers(block: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """Full plain name -> layer."""
+    found = {plain(".".join(part for part in (name, path) if part)): layer for path, layer in block.named_modules()}
+    return {path: layer for path, layer in found.items() if is_layer(layer)}
+
+
+def _is_real(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.device.type != "meta"
+
+
+def _no_data(i: int) -> Tensor:
+    raise IndexError("this stream has no data")
+
+
+def _give_back() -> None:
+    """Ask glibc to return freed memory to the system, so that what a block took does not pile up."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return

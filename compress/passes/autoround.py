@@ -1,0 +1,56 @@
+"""`autoround`: rounding learned block by block by the sign of the gradient (arXiv:2309.05516)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.facts import ModelFacts, PassPlan
+from compress.passes.base import Stage
+from compress.passes.tune import plan_from_integers, selected
+from compress.passes.weight_only import WeightPass
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+
+class AutoRound(WeightPass):
+    """Learn each block's rounding and the ends of its ranges, so that it gives what the float block gave."""
+
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 30.0
+
+    kind: Literal["autoround"] = "autoround"
+    steps: Annotated[int, Field(ge=0)] = 200
+    """For each block; each takes one micro-batch."""
+    rate: Annotated[float, Field(ge=0)] | None = None
+    """How far one step moves the rounding, in levels; empty: 1 / steps, as in the paper."""
+    range_rate: Annotated[float, Field(ge=0)] | None = None
+    """How far one step moves the ends of a range, as a part of them; empty: 1 / steps."""
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125
+    """Part of the micro-batches, the last, on which the best state is chosen; none worse than the start is kept."""
+    start: Literal["nearest", "given"] = "nearest"
+    """nearest: float layers, rounded to the nearest first; given: go on from the integers that an earlier pass left."""
+    strict: bool = False
+    """An error, not a note, where a block ends as it started."""
+
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        return "blocks"
+
+    def refused_by(self, target: Target) -> str | None:
+        return None if self.start == "given" else super().refused_by(target)
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        if facts.structure is None:
+            return PassPlan(facts, problems=("autoround: works on torch models; an ONNX file has no blocks to learn",))
+        if self.start == "given":
+            return plan_from_integers(self, facts, lambda name, kind: selected(self, name, kind))
+        return super().check(facts, target)
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel. Raises PassError naming the layer."""
+        from compress.passes.autoround_steps import apply_autoround  # torch
+
+        return apply_autoround(self, model, context)

@@ -1,0 +1,123 @@
+"""The steps of the `autoround` pass: each block started from integers, learned against the float block, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from compress.errors import PassError
+from compress.facts import LayerDecision
+from compress.models.sharing import summed
+from compress.models.step import BlockStep
+from compress.models.stream import Stream
+from compress.models.streamed import StreamedModel
+from compress.passes.autoround import AutoRound
+from compress.passes.blockwork import matrix, nearest, remark, step_layers
+from compress.passes.context import PassContext, PassResult
+from compress.passes.tune import selected
+from compress.passes.tune_steps import block_lessons
+from compress.quantize.autoround import autoround_block
+from compress.quantize.learn import Course, TuneLog
+from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import Scheme
+from compress.targets import Target
+
+
+def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext) -> PassResult:
+    """Learn block after block, each on what the rounded ones before it give. PassError naming the layer."""
+    stream = Stream(model, context, float_too=True)
+    for step in stream:
+        start, schemes = _start(knobs, model, step, context.target)
+        if start:
+            _learn(knobs, step, start, schemes, context)
+    result = stream.result()
+    if not any(decision.action == "learned" for decision in result.decisions):
+        raise PassError("autoround: no layer is left to round; check targets and ignore")
+    return result
+
+
+def _learn(
+    knobs: AutoRound,
+    step: BlockStep,
+    start: Mapping[str, QuantizedWeight],
+    schemes: Mapping[str, Scheme],
+    context: PassContext,
+) -> None:
+    floats = {layer: step.float_matrix(layer) for layer in start}
+    for layer, weight in start.items():
+        step.put(layer, weight, schemes[layer])
+    lessons, kept = block_lessons(step, knobs.held_out)
+    rate = 1 / max(knobs.steps, 1)
+    course = Course(
+        knobs.steps,
+        rate if knobs.rate is None else knobs.rate,
+        rate if knobs.range_rate is None else knobs.range_rate,
+        method="sign",
+        seed=context.seed + step.index,
+    )
+    weights, log = autoround_block(
+        step.layers,
+        start,
+        lessons,
+        course,
+        kept_aside=kept,
+        floats=floats,
+        progress=context.progress,
+        reduce=summed,
+    )
+    _record(knobs, step, start, weights, schemes, log)
+
+
+def _record(
+    knobs: AutoRound,
+    step: BlockStep,
+    start: Mapping[str, QuantizedWeight],
+    weights: Mapping[str, QuantizedWeight],
+    schemes: Mapping[str, Scheme],
+    log: TuneLog,
+) -> None:
+    where = step.name or "the model"
+    if log.steps and not log.best_step:
+        remark(
+            knobs, step, [f"autoround: {where}: {log.steps} steps led to nothing better than the start, which is kept"]
+        )
+    losses = {"start_loss": log.start_loss, "end_loss": log.end_loss, "best_step": log.best_step}
+    step.say(measured={step.name: losses})
+    for layer, weight in weights.items():
+        step.put(layer, weight, schemes[layer])
+        changed = float((weight.values != start[layer].values).mean())
+        reason = f"{schemes[layer].name}, {changed:.1%} of its integers changed"
+        decision = LayerDecision(layer, type(step.layers[layer]).__name__, "learned", reason)
+        step.say([decision], measured={layer: {"changed": changed}})
+
+
+def _start(
+    knobs: AutoRound, model: StreamedModel, step: BlockStep, target: Target
+) -> tuple[dict[str, QuantizedWeight], dict[str, Scheme]]:
+    """The integers to go on from, and their schemes: the nearest, or those that are there."""
+    if knobs.start == "given":
+        found = {la: weight for la, weight in step.quantized.items() if _learnable(knobs, model, step, la)}
+        return found, {layer: model.schemes[layer] for layer in found}
+    layers = step_layers(knobs, step, target)
+    step.say(decisions=layers.kept)
+    return {layer: _nearest(knobs, step, layer, one, target) for layer, one in layers.schemes.items()}, layers.schemes
+
+
+def _learnable(knobs: AutoRound, model: StreamedModel, step: BlockStep, layer: str) -> bool:
+    """False for what is not selected, or not on an integer grid, which is said."""
+    kind = type(step.layers[layer]).__name__
+    if not selected(knobs, layer, kind):
+        return False
+    if model.schemes[layer].weights.kind == "int":
+        return True
+    remark(knobs, step, [f"autoround: {layer} is not on an integer grid and is left as it is"])
+    return False
+
+
+def _nearest(knobs: AutoRound, step: BlockStep, layer: str, scheme: Scheme, target: Target) -> QuantizedWeight:
+    weight = matrix(knobs, step, layer)
+    if scheme.weights.kind != "int":
+        raise PassError(f"autoround: {layer}: {scheme.name} is no integer grid to learn the rounding on; use rtn")
+    try:
+        return nearest(weight, scheme, target)
+    except ValueError as error:
+        raise PassError(f"autoround: {layer}: {error}") from error

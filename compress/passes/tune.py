@@ -1,0 +1,145 @@
+"""`tune`: rounding, scales and norms of a quantized model learned against the float model (after arXiv:2407.11062)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, matches
+from compress.passes.base import Stage
+from compress.passes.weight_only import WeightPass
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+ROUNDING_BYTES = 40
+"""For each weight whose rounding is learned: its value, gradient, position, Adam's two, the best so far, integers."""
+SCALING_BYTES = 16
+"""For each weight whose scales alone are learned."""
+FLOAT_BYTES = 8
+"""For each weight: the model's and the float model's."""
+SPARE = 0.7
+"""Of the memory available, what these may take; the rest is for activations and the float model's outputs."""
+NUMBERS = {"scheme", "bits", "group_size", "symmetric", "overrides", "indivisible"}
+"""What says how a weight is stored, and is for a pass that rounds."""
+How = Literal["whole", "blocks, then scales", "blocks"]
+SAID: dict[How, str] = {
+    "whole": "rounding, scales and norms are learned end to end",
+    "blocks, then scales": "rounding is learned block by block, then scales and norms end to end",
+    "blocks": "rounding, scales and norms are learned block by block",
+}
+
+
+class Tune(WeightPass):
+    """Learn rounding, scales, norms and biases of a quantized model, so that it gives what the float one gives.
+
+    It goes on from the integers that an earlier pass left; where there are none it rounds with `gptq` first, and the
+    fields on bits and groups are for that.
+    """
+
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 40.0
+
+    kind: Literal["tune"] = "tune"
+    steps: Annotated[int, Field(ge=0)] = 200
+    """Of the whole model; each takes `batch_size` samples."""
+    block_steps: Annotated[int, Field(ge=0)] = 100
+    """Of each block where they are learned one by one; each takes one micro-batch."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Stop by then, the rates having fallen to zero: the result then depends on the machine's speed."""
+    batch_size: Annotated[int, Field(gt=0)] = 8
+    """Samples for each step."""
+    rounding_rate: Annotated[float, Field(ge=0)] = 0.01
+    """How far one step moves a weight, in levels."""
+    scale_rate: Annotated[float, Field(ge=0)] = 0.002
+    """How far one step moves a scale, as a part of it."""
+    norm_rate: Annotated[float, Field(ge=0)] = 0.002
+    """How far one step moves norms and biases, as a part of their mean magnitude."""
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125
+    """Part of the calibration set, the last, on which the best state is chosen: none worse than the start is kept."""
+    loss: Literal["auto", "kl", "hidden"] = "auto"
+    """kl: divergence from the float model's logits; hidden: squared error of its output; auto: by the model's task."""
+    blockwise: Literal["auto"] | bool = "auto"
+    """Learn the rounding block by block; auto: where the whole model does not fit into the memory available."""
+    restrict: tuple[Annotated[int, Field(ge=2, le=8)], ...] = ()
+    """Only layers whose weights have so many bits; empty: all."""
+    strict: bool = False
+    """An error, not a note, where a quantized layer cannot be learned or nothing better than the start was found."""
+
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        return "blocks"
+
+    def refused_by(self, target: Target) -> str | None:
+        return super().refused_by(target) if NUMBERS & self.model_fields_set else None
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        if facts.structure is None:
+            return PassPlan(facts, problems=("tune: works on torch models; an ONNX file has no parameters to learn",))
+        rounded = [la for la in facts.layers if la.bits < 16]
+        plan = plan_from_integers(self, facts, self.wants) if rounded else super().check(facts, target)
+        taken = [la for la in facts.layers if any(d.layer == la.name and d.action != "kept" for d in plan.decisions)]
+        how = self.how(sum(la.n_weights for la in taken), sum(la.n_weights for la in facts.distinct_layers()))
+        note = Note("info", f"tune: {SAID[how]}" + ("" if self.blockwise == "auto" and how == "whole" else self._why()))
+        return replace(plan, notes=(*plan.notes, note))
+
+    def how(self, n_learned: int, n_weights: int) -> How:
+        """What is learned together: by `blockwise`, or by the memory available at the moment."""
+        room = SPARE * available_bytes() - FLOAT_BYTES * n_weights
+        if self.blockwise is False or (self.blockwise == "auto" and ROUNDING_BYTES * n_learned <= room):
+            return "whole"
+        return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
+
+    def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
+        """True if a quantized layer is to be learned. `bits` None: not known yet."""
+        return selected(self, name, kind) and (bits is None or not self.restrict or bits in self.restrict)
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel. Raises PassError naming the layer."""
+        from compress.passes.tune_steps import apply_tune  # torch
+
+        return apply_tune(self, model, context)
+
+    def _why(self) -> str:
+        if self.blockwise != "auto":
+            return f" (blockwise: {str(self.blockwise).lower()})"
+        return f", for the whole does not fit into the {available_bytes() / 1e9:.1f} GB available"
+
+
+def plan_from_integers(knobs: WeightPass, facts: ModelFacts, wants: Callable[[str, str], bool]) -> PassPlan:
+    """What a pass does that learns the integers of an earlier one, and the bits of which are therefore given."""
+    rounded = [la for la in facts.layers if la.bits < 16]
+    taken = {la.name for la in rounded if wants(la.name, la.type)}
+    problems = [] if taken else [f"{knobs.kind}: no quantized layer is left to learn; put it after gptq or rtn"]
+    own = sorted(NUMBERS & knobs.model_fields_set)
+    if own:
+        problems.append(f"{knobs.kind}: an earlier pass has rounded the layers; leave {', '.join(own)} out")
+    names = {la.name for la in rounded}
+    decisions = tuple(
+        LayerDecision(la.name, la.type, "tuned", "from the integers of an earlier pass")
+        if la.name in taken
+        else LayerDecision(la.name, la.type, "kept", "not selected" if la.name in names else "float")
+        for la in facts.layers
+    )
+    return PassPlan(facts, decisions, (), tuple(problems))
+
+
+def selected(knobs: WeightPass, name: str, kind: str) -> bool:
+    """True if `targets` and `ignore` leave a layer that is quantized already to the pass."""
+    if any(matches(pattern, name, kind) for pattern in knobs.ignore):
+        return False
+    return not knobs.targets or any(matches(pattern, name, kind) for pattern in knobs.targets)
+
+
+def available_bytes() -> int:
+    """Memory that the system could give now."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,318 @@
+"""The steps of `tune`: what to start from, blocks one by one where memory asks for it, then the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note
+from compress.models.materialise import fill, holders
+from compress.models.sharing import share, summed
+from compress.models.skeleton import without_cache
+from compress.models.step import BlockStep
+from compress.models.stream import Stream
+from compress.models.streamed import StreamedModel
+from compress.passes.context import Feeds, PassContext, PassResult
+from compress.passes.gptq import Gptq
+from compress.passes.tune import SAID, How, Tune
+from compress.passes.weight_only import WeightPass
+from compress.quantize.learn import Course, TuneLog, learn
+from compress.quantize.lessons import BlockLesson, Loss, arranged
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.tune import Places, student_of, tune_module, vectors
+
+END = "end to end"
+"""The name under which the report has what was measured of the whole model."""
+
+
+@dataclass
+class Learned:
+    """What is to be written into the model, and said."""
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    floats: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult:
+    """Learn, then write all of it in one stream without data. PassError: no data, or `strict` and something is left."""
+    if not len(context.batches):
+        raise PassError("tune: there is no calibration data; give the recipe a calibration set")
+    rounded, learned = _rounded(knobs, model, context)
+    chosen = _chosen(knobs, rounded, learned)
+    start = {layer: _integers(rounded, layer) for layer in chosen}
+    how = knobs.how(*_sizes(rounded, start))
+    learned.notes.append(Note("info", f"tune: {SAID[how]}"))
+    current = rounded
+    if how != "whole":
+        current = _blocks(knobs, rounded, chosen, context, learned, how)
+    if how != "blocks":
+        _whole(knobs, rounded, current, chosen, context, learned, how)
+    _judge_strictly(knobs, learned)
+    return _written(model, rounded, start, learned, context)
+
+
+def _rounded(knobs: Tune, model: StreamedModel, context: PassContext) -> tuple[StreamedModel, Learned]:
+    """The model with integers in it: those of earlier passes, or those that `gptq` gives now."""
+    if model.quantized_layers():
+        return model, Learned()
+    shared = {name: getattr(knobs, name) for name in WeightPass.model_fields if name in knobs.model_fields_set}
+    shared.pop("kind", None)
+    result = Gptq(kind="gptq", **shared).apply(model, _under(context, "gptq"))
+    learned = Learned(notes=[Note("info", "tune: nothing was rounded yet: gptq did it first"), *result.notes])
+    learned.measured |= {layer: dict(numbers) for layer, numbers in result.measured.items()}
+    return result.model, learned
+
+
+def _chosen(knobs: Tune, model: StreamedModel, learned: Learned) -> list[str]:
+    """The layers to learn. What is not on an integer grid is left alone and named."""
+    layers = _modules(model.build())
+    wanted, left = [], []
+    for layer in model.quantized_layers():
+        weights = model.schemes[layer].weights
+        if knobs.wants(layer, type(layers[layer]).__name__, weights.bits):
+            (wanted if weights.kind == "int" else left).append(layer)
+    if left:
+        learned.notes.append(Note("warning", f"tune: not on an integer grid, left as they are: {', '.join(left)}"))
+        if knobs.strict:
+            raise PassError(f"tune: {left[0]} is not on an integer grid, and strict was asked for; ignore it")
+    if not wanted:
+        raise PassError("tune: no quantized layer is left to tune; check targets, ignore and restrict")
+    return wanted
+
+
+def _blocks(
+    knobs: Tune, model: StreamedModel, chosen: Sequence[str], context: PassContext, learned: Learned, how: How
+) -> StreamedModel:
+    """Each block learned against the float block; the model with what came of it."""
+    stream = Stream(model, _under(context, "blocks"), float_too=True, readings_outside=False)
+    wanted = set(chosen)
+    seconds = None if knobs.max_seconds is None else knobs.max_seconds / (len(stream) + (how != "blocks"))
+    for step in stream:
+        names = [layer for layer in step.layers if layer in wanted]
+        if not names:
+            continue
+        places = _places(vectors(step.block), step.name)
+        start = {layer: step.quantized[layer] for layer in names}
+        floats = {layer: step.float_matrix(layer) for layer in names}
+        student = student_of(step.block, step.layers, start, floats, places)
+        lessons, kept = block_lessons(step, knobs.held_out)
+        course = _course(knobs, knobs.block_steps, context.seed + step.index, seconds)
+        log = learn(student, lessons, kept, course, context.progress, summed)
+        weights, values = student.frozen()
+        for layer, weight in weights.items():
+            step.put(layer, weight, model.schemes[layer])
+        for name, value in values.items():
+            step.replace(name, value)
+        step.say(notes=[_told(step.name or "the model", log)], measured={step.name: _numbers(log)})
+    result = stream.result()
+    learned.notes += result.notes
+    learned.measured |= {name: dict(numbers) for name, numbers in result.measured.items()}
+    learned.weights |= {layer: _integers(result.model, layer) for layer in chosen}
+    learned.floats |= _replaced(model, result.model)
+    return result.model
+
+
+def _whole(
+    knobs: Tune,
+    before: StreamedModel,
+    model: StreamedModel,
+    chosen: Sequence[str],
+    context: PassContext,
+    learned: Learned,
+    how: How,
+) -> None:
+    """The model learned end to end; with its rounding, unless the blocks have learned that already.
+
+    The teacher is what `before` holds of the float model, since blocks that were learned have other norms.
+    """
+    student, teacher = model.materialise(), float_module(before)
+    for module in (student, teacher):
+        without_cache(module)
+        module.requires_grad_(False)
+    layers = _modules(student)
+    lessons, kept = _split(samples(context.batches, model.parameters), knobs)
+    weights, floats, log = tune_module(
+        student,
+        {layer: layers[layer] for layer in chosen},
+        {layer: _integers(model, layer) for layer in chosen},
+        lessons,
+        teacher,
+        _course(knobs, knobs.steps, context.seed, _left(knobs, learned, how)),
+        kept_aside=kept,
+        kind=_kind(knobs, student),
+        floats={layer: _float_matrix(model, layer, layers[layer]) for layer in chosen},
+        places=_vectors_of(student, model),
+        learn_rounding=how == "whole",
+        progress=context.progress,
+        reduce=summed,
+        rank=share().rank,
+        size=share().size,
+    )
+    learned.weights |= weights
+    learned.floats |= floats
+    learned.notes.append(_told(END, log))
+    learned.measured[END] = _numbers(log)
+
+
+def block_lessons(step: BlockStep, held_out: float) -> tuple[list[BlockLesson], list[BlockLesson]]:
+    """A step's micro-batches, and the last of them that are kept aside; all of them to learn from if they are few."""
+    part = 1 / share().size
+    lessons = [
+        BlockLesson(_call(step.forward, i), _call(step.float_outputs, i), call.rows, call.n_rows, part)
+        for i, call in enumerate(step.calls)
+    ]
+    n = round(held_out * len(lessons))
+    return lessons[: len(lessons) - n], lessons[len(lessons) - n :]
+
+
+def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dict[str, Tensor]]:
+    """The calibration data sample by sample, [1, ...] by parameter of forward."""
+    found = []
+    for feeds in batches:
+        tensors = {
+            parameter: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name, parameter in parameters.items()
+        }
+        n = min(len(tensor) for tensor in tensors.values())
+        found += [{name: tensor[i : i + 1] for name, tensor in tensors.items()} for i in range(n)]
+    return found
+
+
+def float_module(model: StreamedModel) -> nn.Module:
+    """The model before anything was rounded, with its weights."""
+    module = model.build()
+    fill(module, model.store.read_float, model.store.tied)
+    return module
+
+
+def _split(all_samples: Sequence[dict[str, Tensor]], knobs: Tune) -> tuple[list[Any], list[Any]]:
+    """Batches to learn from, and those that are kept aside."""
+    n = len(all_samples) - round(knobs.held_out * len(all_samples))
+    return arranged(all_samples[:n], knobs.batch_size), arranged(all_samples[n:], knobs.batch_size)
+
+
+def _written(
+    model: StreamedModel,
+    rounded: StreamedModel,
+    start: Mapping[str, QuantizedWeight],
+    learned: Learned,
+    context: PassContext,
+) -> PassResult:
+    """All that was learned, in the files of this pass."""
+    weights = {layer: _integers(rounded, layer) for layer in rounded.quantized_layers()} if rounded is not model else {}
+    weights |= learned.weights
+    left = dict(learned.floats)
+    stream = Stream(model, context, data=False)
+    for number, step in enumerate(stream):
+        decisions = []
+        for layer in (name for name in step.layers if name in weights):
+            step.put(layer, weights[layer], rounded.schemes[layer], rounded.activation_scales.get(layer))
+            if layer in start:
+                changed = float((weights[layer].values != start[layer].values).mean())
+                step.say(measured={layer: {"changed": changed}})
+                reason = f"{changed:.1%} of its integers changed"
+                decisions.append(LayerDecision(layer, type(step.layers[layer]).__name__, "tuned", reason))
+        for name in [name for name in left if name in step.part.holders]:
+            step.replace(name, left.pop(name))
+        step.say(decisions, learned.notes if number == 0 else (), learned.measured if number == 0 else None)
+    if left:
+        raise PassError(f"tune: {next(iter(left))} was learned, but no block holds it")
+    return stream.result()
+
+
+def _judge_strictly(knobs: Tune, learned: Learned) -> None:
+    warnings = [note.text for note in learned.notes if note.level == "warning"]
+    if knobs.strict and warnings:
+        raise PassError(warnings)
+
+
+def _told(what: str, log: TuneLog) -> Note:
+    """What learning came to."""
+    if log.steps and not log.best_step:
+        return Note("warning", f"tune: {what}: {log.steps} steps led to nothing better than the start, which is kept")
+    text = f"loss on what was kept aside {log.start_loss:.4g} -> {log.end_loss:.4g}"
+    return Note(
+        "info", f"tune: {what}: {text} in {log.steps} steps, {log.seconds:.0f} s (best at step {log.best_step})"
+    )
+
+
+def _numbers(log: TuneLog) -> dict[str, float]:
+    counts = {"steps": log.steps, "best_step": log.best_step, "learning_seconds": round(log.seconds, 3)}
+    return {"start_loss": log.start_loss, "end_loss": log.end_loss, **counts}
+
+
+def _course(knobs: Tune, steps: int, seed: int, max_seconds: float | None) -> Course:
+    rates = (knobs.rounding_rate, knobs.scale_rate, knobs.norm_rate)
+    return Course(steps, *rates, max_seconds=max_seconds, seed=seed)
+
+
+def _left(knobs: Tune, learned: Learned, how: How) -> float | None:
+    """Seconds for the whole model: all, or what one block had."""
+    if knobs.max_seconds is None or how == "whole":
+        return knobs.max_seconds
+    blocks = sum("best_step" in numbers for numbers in learned.measured.values())
+    return knobs.max_seconds / (blocks + 1)
+
+
+def _kind(knobs: Tune, module: nn.Module) -> Loss:
+    """Logits are compared as distributions; an output that nobody calls logits as it is."""
+    if knobs.loss != "auto":
+        return knobs.loss
+    return "kl" if getattr(module, "output", "") == "logits" else "hidden"
+
+
+def _sizes(model: StreamedModel, start: Mapping[str, QuantizedWeight]) -> tuple[int, int]:
+    """(weights that are learned, all weights)."""
+    total = sum(int(np.prod(model.store.shape(name))) for name in model.store.names() if name not in model.tied)
+    return sum(weight.values.size for weight in start.values()), total
+
+
+def _integers(model: StreamedModel, layer: str) -> QuantizedWeight:
+    found = model.store.quantized(layer)
+    assert found is not None
+    return found
+
+
+def _float_matrix(model: StreamedModel, layer: str, module: nn.Module) -> Tensor:
+    weight = model.store.read_float(f"{layer}.weight")
+    return weight.t().contiguous() if type(module).__name__ == "Conv1D" else weight
+
+
+def _replaced(before: StreamedModel, after: StreamedModel) -> dict[str, Tensor]:
+    """Vectors that have other values than before."""
+    names = [name for name in after.store.names() if len(after.store.shape(name)) == 1]
+    found = {name: after.store.read(name) for name in names}
+    return {name: value for name, value in found.items() if not torch.equal(value, before.store.read(name))}
+
+
+def _modules(module: nn.Module) -> dict[str, nn.Module]:
+    return {name.removeprefix("wrapped."): part for name, part in module.named_modules()}
+
+
+def _vectors_of(module: nn.Module, model: StreamedModel) -> Places:
+    """By plain name, those that the store can hold."""
+    known = holders(module, model.tied)
+    return {name.removeprefix("wrapped."): known[name.removeprefix("wrapped.")] for name in vectors(module)}
+
+
+def _places(found: Places, block: str) -> Places:
+    """By full plain name."""
+    return {(f"{block}.{name}" if block else name).removeprefix("wrapped."): places for name, places in found.items()}
+
+
+def _under(context: PassContext, name: str) -> PassContext:
+    """The same, with a folder of its own for unfinished work."""
+    work: Path | None = None if context.work is None else context.work / name
+    return replace(context, work=work)
+
+
+def _call(function: Callable[[int], Tensor], i: int) -> Callable[[], Tensor]:
+    return lambda: function(i)

@@ -1,0 +1,95 @@
+"""What holds of any weight scheme on a layer: its format's name, its groups, the members that a target fuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+from compress.facts import LayerFacts, ModelFacts
+from compress.schemes import Scheme
+from compress.targets import Format, Target
+
+
+def format_of(scheme: Scheme) -> Format:
+    """The name under which targets have a fact about it."""
+    if scheme.activations is None and scheme.weights.kind == "int":
+        return cast(Format, f"w{scheme.weights.bits}{'' if scheme.weights.symmetric else '-asym'}")
+    return cast(Format, scheme.name.lower().replace("_", "-"))
+
+
+def described(scheme: Scheme) -> str:
+    """The scheme's name and its groups, for the report."""
+    size = scheme.weights.group_size
+    return f"{scheme.name}, " + (f"group {size}" if size > 0 else "per channel" if size else "one scale")
+
+
+def fitted(size: int, inputs: int, kernels: tuple[int, ...]) -> int:
+    """`size` if it divides `inputs`, else the nearest that does and that the kernels have (none: any), else -1."""
+    if inputs % size == 0:
+        return size
+    choices = [g for g in kernels or range(8, inputs) if 0 < g <= inputs and inputs % g == 0]
+    return min(choices, key=lambda g: abs(math.log(g / size)), default=-1)
+
+
+def group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target, ways: str) -> str | None:
+    """Why this layer's group size cannot work, with the way out."""
+    weights, inputs = scheme.weights, layer.shape[1]
+    size = weights.group_size
+    if weights.kind == "float" or (scheme.activations is not None and weights.bits == 8):
+        least = 0 if weights.kind == "float" else -1
+        if size > 0 or size == 0 != least:
+            return f"{kind}: {layer.name}: {scheme.name} has one scale for each output channel; leave group_size out"
+        return None
+    kernels = target.kernels(weights.bits)
+    if size == 0 or (size > 0 and inputs % size):
+        return f"{kind}: {layer.name} has {inputs} inputs, which group_size {size} does not divide; " + _sizes(
+            size, inputs, kernels, ways
+        )
+    if kernels and size not in kernels and inputs % min(k for k in kernels if k > 0) == 0:
+        some = ", ".join(str(k) for k in kernels)
+        return (
+            f"{kind}: {layer.name}: target {target.name} has {weights.bits}-bit kernels for group_size {some}, "
+            f"not {size}; it would run slower than float32"
+        )
+    return None
+
+
+def _sizes(size: int, inputs: int, kernels: tuple[int, ...], ways: str) -> str:
+    fitting = [g for g in kernels or range(1, 257) if g > 0 and inputs % g == 0]
+    nearest = sorted(fitting, key=lambda g: abs(g - size))[:2]
+    if not nearest and -1 in kernels:
+        nearest = [-1]
+    if not nearest:
+        return ways.removeprefix("or ")
+    return f"use group_size: {' or '.join(str(g) for g in sorted(nearest))}, {ways}"
+
+
+def fused_problems(kind: str, facts: ModelFacts, settings: Mapping[str, Scheme], target: Target) -> list[str]:
+    """One sentence for each matrix of the target whose members (q/k/v, gate/up) would have different schemes."""
+    assert facts.structure is not None
+    bits = {layer.name: layer.bits for layer in facts.layers}
+    problems = []
+    for reading in facts.structure.readings:
+        for members in _by_parent(reading.layers).values():
+            said = {name: _told(settings.get(name), bits.get(name, 32)) for name in members}
+            if len(set(said.values())) > 1:
+                parts = ", ".join(f"{name.rpartition('.')[2]}: {text}" for name, text in said.items())
+                problems.append(
+                    f"{kind}: {members[0].rpartition('.')[0]}: {parts}; {target.name} makes one matrix of them, which "
+                    "has one scheme: give all of them the same, or ignore all"
+                )
+    return problems
+
+
+def _by_parent(layers: tuple[str, ...]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in layers:
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
+
+
+def _told(scheme: Scheme | None, bits: float) -> str:
+    if scheme is not None:
+        return described(scheme)
+    return "float" if bits >= 16 else f"{bits:g} bits"

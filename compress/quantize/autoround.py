@@ -1,0 +1,39 @@
+"""AutoRound: the rounding of a block's weights learned by the sign of the gradient. Torch.
+
+Cheng et al., Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs (2023,
+arXiv:2309.05516), algorithm 1. Deviations: the start may be any integers, not only the nearest; the ends of a range are
+factors of those that the start has; the best state is chosen on micro-batches kept aside, not on those of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from compress.quantize.fake import ShiftedWeight
+from compress.quantize.learn import Course, Progress, Reduce, Student, TuneLog, learn
+from compress.quantize.lessons import BlockLesson
+from compress.quantize.rounding import QuantizedWeight
+
+
+def autoround_block(
+    layers: Mapping[str, nn.Module],
+    start: Mapping[str, QuantizedWeight],
+    lessons: Sequence[BlockLesson],
+    course: Course,
+    *,
+    kept_aside: Sequence[BlockLesson] = (),
+    floats: Mapping[str, Tensor] | None = None,
+    progress: Progress = lambda some, _: some,
+    reduce: Reduce = lambda tensor: tensor,
+) -> tuple[dict[str, QuantizedWeight], TuneLog]:
+    """Learn the integers and scales of a block's `layers` from `start` on; nothing given is changed.
+
+    The forward of each lesson runs a block that holds these modules. `floats`: layer -> [out, in], the weight before it
+    was rounded: what V is added to (default: what the start's integers stand for). `reduce` as in `learn`.
+    """
+    values = floats or {}
+    student = Student(layers, {name: ShiftedWeight(weight, values.get(name)) for name, weight in start.items()})
+    log = learn(student, lessons, kept_aside, course, progress, reduce)
+    return student.frozen()[0], log

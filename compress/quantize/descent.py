@@ -1,0 +1,87 @@
+"""Coordinate descent on the error that GPTQ lowers: levels column by column, then each group's scale. Torch.
+
+As QuantEase (Behdin et al. 2023, arXiv:2309.01885), with the scales among the coordinates: given all else, the best
+level of one input is the nearest to a closed form, and the best scale of one group a quotient. The error
+tr((W - Q) G (W - Q)^T) never rises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from compress.quantize.grid import Grid
+
+BLOCK = 128
+"""Columns whose residual is taken in one product."""
+
+
+def descend(weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, sweeps: int) -> tuple[Tensor, Grid]:
+    """Better levels [out, in] and scales for `weight` [out, in] than those given, for inputs of Gram matrix `gram`.
+
+    `gram` float32 [in, in] has a positive diagonal (damp it). Nothing given is changed.
+    """
+    work = _Work(weight, gram, levels, grid)
+    for _ in range(sweeps):
+        work.sweep()
+    return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
+
+
+class _Work:
+    """All transposed, [in, out], so that a column is contiguous. `left` = W - Q."""
+
+    def __init__(self, weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid) -> None:
+        self.gram, self.low, self.high = gram, grid.low, grid.high
+        self.pivots = gram.diagonal().tolist()
+        self.levels = levels.T.contiguous()
+        self.scales = grid.scales.T.contiguous()  # [groups, out]
+        self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
+        self.size = weight.shape[1] // len(self.scales)
+        self.left = (weight - grid.values(levels)).T.contiguous()
+
+    def sweep(self) -> None:
+        """Every level once, and every scale."""
+        n = len(self.left)
+        width = max(1, BLOCK // self.size) * self.size if self.size <= BLOCK else BLOCK
+        for start in range(0, n, width):
+            stop = min(start + width, n)
+            residual = self.gram[start:stop] @ self.left  # [block, out]
+            residual = self._relevel(start, stop, residual)
+            if self.size <= BLOCK:
+                for first in range(start, stop, self.size):
+                    self._rescale(first, start, stop, residual)
+        if self.size > BLOCK:
+            for first in range(0, n, self.size):
+                self._rescale(first, first, first + self.size, self.gram[first : first + self.size] @ self.left)
+
+    def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
+        """The best levels of some columns, one after the other; the residual afterwards."""
+        block = self.gram[start:stop, start:stop]
+        changes = torch.empty_like(residual)
+        for k in range(stop - start):
+            column, g = start + k, (start + k) // self.size
+            pull = torch.addmv(residual[k], changes[:k].T, block[:k, k], alpha=-1)
+            level = self.levels[column]
+            # Q + pull / G_jj, in levels, is the level itself plus what the residual asks for.
+            found = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
+            found.round_().clamp_(self.low, self.high)
+            torch.mul(found - level, self.scales[g], out=changes[k])
+            self.levels[column] = found
+        self.left[start:stop] -= changes
+        return residual.addmm_(block, changes, alpha=-1)
+
+    def _rescale(self, first: int, start: int, stop: int, residual: Tensor) -> None:
+        """The best scale of the group that begins at `first`; `residual` of [start, stop) is kept up to date."""
+        g, end = first // self.size, first + self.size
+        levels = self.levels[first:end]
+        values = (levels if self.zeros is None else levels - self.zeros[g]) * self.scales[g]  # [group, out]
+        gain = (values * residual[first - start : end - start]).sum(0)
+        energy = (values * (self.gram[first:end, first:end] @ values)).sum(0)
+        factor = torch.where(energy > 0, gain / energy.clamp_min(1e-30), 0.0).clamp_min(-0.9)
+        changes = values * factor
+        self.scales[g] *= 1 + factor
+        self.left[first:end] -= changes
+        if stop > end:
+            residual[end - start :].addmm_(self.gram[end:stop, first:end], changes, alpha=-1)

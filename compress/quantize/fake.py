@@ -1,0 +1,194 @@
+"""Weights on a grid whose rounding and scales are learned: what they stand for, with gradients, and their integers.
+
+Rounding passes gradients on as if it were not there (the straight-through estimator), so that what is learned with is
+at every moment what would be stored, exactly. Torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.quantize.rounding import QuantizedWeight
+
+REACH = 0.45
+"""How far from its integer, in levels, a float weight may pull the place where learning starts; below a half."""
+MOST_SHIFT = 0.5
+MOST_STRETCH = 0.5
+
+
+class FakeWeight(nn.Module):
+    """A weight that starts as a `QuantizedWeight` and is learned; `forward()` gives it in the shape of its integers.
+
+    What is kept of the start: integers as float32 levels [out, groups, group], scales [out, groups], zero points the
+    same or None. The levels stay in the range of the bits; a symmetric start that never uses the lowest one and has no
+    negative scale stays without it (kernels may have to negate it). ValueError: the start is not made of integers.
+    """
+
+    def __init__(self, start: QuantizedWeight) -> None:
+        super().__init__()
+        if start.values.dtype not in (np.int8, np.uint8):
+            raise ValueError(
+                f"{start.values.dtype} weights are not on an integer grid, so their rounding is not learned"
+            )
+        self.start = start
+        self.scales = torch.from_numpy(np.ascontiguousarray(start.scales, dtype=np.float32))
+        zeros = start.zero_points
+        self.zeros = None if zeros is None else torch.from_numpy(zeros.astype(np.float32))
+        values = torch.from_numpy(start.values.astype(np.float32))
+        self.levels = values.reshape(len(values), self.scales.shape[1], -1)  # [out, groups, group]
+        self.low, self.high = level_range(start)
+
+    def rounding(self) -> list[nn.Parameter]:
+        """What decides the integers."""
+        raise NotImplementedError
+
+    def scaling(self) -> list[nn.Parameter]:
+        """What decides the scales."""
+        raise NotImplementedError
+
+    def confine(self) -> None:
+        """Bring what was learned back into its bounds; after each step."""
+        raise NotImplementedError
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(levels [out, groups, group], scales [out, groups], zero points) as they are now, with gradients."""
+        raise NotImplementedError
+
+    def forward(self) -> Tensor:
+        levels, scales, zeros = self.grid()
+        if zeros is not None:
+            levels = levels - zeros[:, :, None]
+        return (levels * scales[:, :, None]).reshape(self.start.values.shape)
+
+    @torch.no_grad()
+    def frozen(self) -> QuantizedWeight:
+        """What was learned; its `dequantize()` equals `forward()` exactly."""
+        levels, scales, zeros = self.grid()
+        values = levels.reshape(self.start.values.shape).numpy().astype(self.start.values.dtype)
+        points = self.start.zero_points
+        if points is not None and zeros is not None:
+            points = zeros.numpy().astype(points.dtype)
+        return QuantizedWeight(values, scales.numpy().copy(), points, self.start.bits, self.start.group_size)
+
+    def places(self, weight: Tensor | None) -> Tensor:
+        """Positions in levels [out, groups, group], each rounded to the start's integer.
+
+        Where `weight` ([out, in, ...], the values before rounding) lies in its integer's cell, its own position; beyond
+        that REACH from the integer; without it the integer itself.
+        """
+        if weight is None:
+            return self.levels.clone()
+        exact = weight.detach().float().reshape(self.levels.shape) / self.scales[:, :, None]
+        if self.zeros is not None:
+            exact = exact + self.zeros[:, :, None]
+        return self.levels + (exact - self.levels).nan_to_num(0.0).clamp_(-REACH, REACH)
+
+
+class LearnedWeight(FakeWeight):
+    """Each weight's position between the levels is learned for itself, and each scale as a factor of the start's.
+
+    As LSQ (Esser et al. 2019, arXiv:1902.08153) with the position counted in levels, so that a scale that changes
+    moves no weight to another level. Zero points stay.
+    """
+
+    def __init__(self, start: QuantizedWeight, weight: Tensor | None = None, learn_rounding: bool = True) -> None:
+        super().__init__(start)
+        self.learn_rounding = learn_rounding
+        places = self.places(weight) if learn_rounding else self.levels
+        self.position = nn.Parameter(places, requires_grad=learn_rounding)
+        self.growth = nn.Parameter(torch.zeros_like(self.scales))
+
+    def rounding(self) -> list[nn.Parameter]:
+        return [self.position] if self.learn_rounding else []
+
+    def scaling(self) -> list[nn.Parameter]:
+        return [self.growth]
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Positions at most half a level beyond the range, scales between half and one and a half of the start's."""
+        self.position.clamp_(self.low - MOST_SHIFT, self.high + MOST_SHIFT)
+        self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        levels = to_level(self.position, self.low, self.high)
+        return levels, self.scales * (1 + self.growth), self.zeros
+
+
+class ShiftedWeight(FakeWeight):
+    """SignRound (Cheng et al. 2023, arXiv:2309.05516, equation 3): round(W / s + V), V and the range's ends learned.
+
+    V within half a level. The ends are factors of those of the start's grid, between 0.5 and 1.5 (the paper's alpha and
+    beta, of the whole range, end at 1: here the start may be cut already). A symmetric grid has one for both ends.
+    """
+
+    def __init__(self, start: QuantizedWeight, weight: Tensor | None = None) -> None:
+        super().__init__(start)
+        offset = 0.0 if self.zeros is None else self.zeros[:, :, None]
+        self.weight = (self.places(weight) - offset) * self.scales[:, :, None]
+        self.shift = nn.Parameter(torch.zeros_like(self.levels))
+        self.upper = nn.Parameter(torch.zeros_like(self.scales))
+        self.lower = None if self.zeros is None else nn.Parameter(torch.zeros_like(self.scales))
+
+    def rounding(self) -> list[nn.Parameter]:
+        return [self.shift]
+
+    def scaling(self) -> list[nn.Parameter]:
+        return [self.upper] if self.lower is None else [self.upper, self.lower]
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        self.shift.clamp_(-MOST_SHIFT, MOST_SHIFT)
+        for end in self.scaling():
+            end.clamp_(-MOST_STRETCH, MOST_STRETCH)
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        scales, zeros = self._ends()
+        position = self.weight / scales[:, :, None] + self.shift
+        if zeros is not None:
+            position = position + zeros[:, :, None]
+        return straight_round(position).clamp(self.low, self.high), scales, zeros
+
+    def _ends(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points of the range between the learned ends; exactly the start's where nothing changed."""
+        if self.zeros is None or self.lower is None:
+            return self.scales * (1 + self.upper), None
+        above, below = self.high - self.zeros, self.zeros - self.low
+        growth = (above * self.upper + below * self.lower) / (self.high - self.low)
+        scales = self.scales * (1 + growth)
+        zeros = straight_round(self.low + below * (1 + self.lower) / (1 + growth))
+        return scales, zeros.clamp(self.low, self.high)
+
+
+def level_range(weight: QuantizedWeight) -> tuple[int, int]:
+    """The least and the greatest integer that `weight` may take, as `FakeWeight` says."""
+    half = 2 ** (weight.bits - 1)
+    if weight.zero_points is not None:
+        return 0, 2 * half - 1
+    whole = bool((weight.scales < 0).any()) or int(weight.values.min()) == -half
+    return (-half if whole else 1 - half), half - 1
+
+
+def straight_round(x: Tensor) -> Tensor:
+    """The nearest integers, with the gradient of `x`."""
+    return _Straight.apply(x, None, None)
+
+
+def to_level(x: Tensor, low: int, high: int) -> Tensor:
+    """The nearest of the integers from `low` to `high`, with the gradient of `x` also beyond them."""
+    return _Straight.apply(x, low, high)
+
+
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: int | None, high: int | None) -> Tensor:
+        rounded = x.round()
+        return rounded if low is None else rounded.clamp_(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None

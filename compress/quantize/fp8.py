@@ -1,0 +1,30 @@
+"""Weights in FP8 E4M3: rounded by the format's own rule, scaled so that the largest one is the format's largest."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
+
+LARGEST = 448.0
+"""Of float8_e4m3fn, which has no infinity."""
+
+
+def round_to_fp8(weight: Tensor, group_size: int = -1) -> QuantizedWeight:
+    """`weight` [out, in] with one scale for each output channel (-1) or one for all of it (0).
+
+    Raises ValueError on another group size, or a weight that is not finite.
+    """
+    if group_size not in (-1, 0):
+        raise ValueError(f"FP8 weights have one scale for each output channel (-1) or one in all (0), not {group_size}")
+    if not torch.isfinite(weight).all():
+        raise ValueError("the weight holds NaN or Inf")
+    weight = weight.float()
+    peak = weight.abs().amax(1, keepdim=True) if group_size else weight.abs().amax().reshape(1, 1)  # [out or 1, 1]
+    scales = (torch.where(peak > 0, peak, LARGEST) / LARGEST).clamp_min(SMALLEST_SCALE)
+    levels = (weight / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    values = levels.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return QuantizedWeight(values, scales.numpy().astype(np.float32), None, 8, group_size)

@@ -1,0 +1,168 @@
+"""The grid a weight is rounded to: a scale, perhaps negative, and a zero point for each group of inputs. Torch.
+
+A symmetric grid holds -2^(b-1) ... 2^(b-1) - 1: one level more on one side, and a negative scale gives it to the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
+from compress.schemes import WeightScheme
+
+CHUNK = 1 << 16
+"""Weights worked on at once, so that they stay in a core's cache through all candidates."""
+FITS = 2
+"""Least-squares fits of a scale to its levels after the search."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """`scales` float32 [out, groups], `zeros` the same shape, or None when symmetric; levels from `low` to `high`."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    low: int
+    high: int
+
+    def levels(self, weight: Tensor) -> Tensor:
+        """The nearest levels, whole numbers in float32 [out, in]."""
+        found = weight.reshape(*self.scales.shape, -1) / self.scales[:, :, None]  # [out, groups, group]
+        found.round_()
+        if self.zeros is not None:
+            found += self.zeros[:, :, None]
+        return found.clamp_(self.low, self.high).reshape(weight.shape)
+
+    def values(self, levels: Tensor) -> Tensor:
+        """What levels stand for, float32 [out, in]."""
+        grouped = levels.reshape(*self.scales.shape, -1)
+        if self.zeros is not None:
+            grouped = grouped - self.zeros[:, :, None]
+        return (grouped * self.scales[:, :, None]).reshape(levels.shape)
+
+    def packed(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
+        """The record of levels [out, in] on this grid."""
+        stored = torch.int8 if self.zeros is None else torch.uint8
+        zeros = None if self.zeros is None else self.zeros.to(torch.uint8).numpy()
+        return QuantizedWeight(levels.to(stored).numpy(), self.scales.numpy(), zeros, scheme.bits, scheme.group_size)
+
+
+def fit_grid(
+    weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None, signed: bool = True, search: bool = True
+) -> Grid:
+    """The scales (and zero points) that leave `weight` [out, in] the least squared error, each input's weighted.
+
+    `importance` [in], 1 where it is not given. `signed`: scales may be negative and symmetric levels go down to
+    -2^(b-1); otherwise they keep to -(2^(b-1) - 1), so that every kernel may negate them. Not `search`: the range.
+    Raises ValueError when the groups do not divide the inputs, or a weight is not finite.
+    """
+    rows, inputs = weight.shape
+    size = inputs if scheme.group_size == -1 else scheme.group_size
+    if size < 1 or inputs % size:
+        raise ValueError(f"group_size {size} does not divide {inputs} inputs")
+    if not torch.isfinite(weight).all():
+        raise ValueError("the weight holds NaN or Inf")
+    grouped = weight.float().reshape(rows, -1, size)  # [out, groups, group]
+    weighting = None if importance is None else importance.float().reshape(-1, size)  # [groups, group]
+    fit = _fit_symmetric if scheme.symmetric else _fit_asymmetric
+    step = max(1, CHUNK // inputs)
+    parts = [fit(part, scheme.bits, weighting, signed, search) for part in grouped.split(step)]
+    half = 2 ** (scheme.bits - 1)
+    low, high = (-half if signed else 1 - half, half - 1) if scheme.symmetric else (0, 2 * half - 1)
+    scales = torch.cat([scales for scales, _ in parts])
+    return Grid(scales, None if scheme.symmetric else torch.cat([zeros for _, zeros in parts]), low, high)
+
+
+def round_to_grid(
+    weight: Tensor,
+    scheme: WeightScheme,
+    importance: Tensor | None = None,
+    signed: bool = True,
+) -> QuantizedWeight:
+    """`weight` [out, in] rounded to the nearest on the grid that `fit_grid` finds."""
+    grid = fit_grid(weight, scheme, importance, signed)
+    return grid.packed(grid.levels(weight.float()), scheme)
+
+
+def shrinkages(bits: int) -> list[float]:
+    """Fractions of the range that are tried: fewer bits gain by cutting off more of it."""
+    least, count = {2: (0.35, 24), 3: (0.4, 20), 4: (0.5, 16)}.get(bits, (0.7, 8))
+    return torch.linspace(1.0, least, count).tolist()
+
+
+class _Best:
+    """For each group the candidate of least weighted error so far."""
+
+    def __init__(self, grouped: Tensor, weighting: Tensor | None, low: int, high: int) -> None:
+        self.grouped, self.weighting, self.low, self.high = grouped, weighting, low, high
+        self.error = torch.full(grouped.shape[:2], torch.inf)
+        self.scales = torch.ones(grouped.shape[:2])
+        self.zeros = torch.zeros(grouped.shape[:2])
+
+    def levels(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        found = (self.grouped * (1 / scales)[:, :, None]).round_()
+        if zeros is None:
+            return found.clamp_(self.low, self.high)
+        return found.add_(zeros[:, :, None]).clamp_(self.low, self.high).sub_(zeros[:, :, None])
+
+    def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
+        """`scales`, `zeros` [out, groups]: taken for the groups in which they leave less error."""
+        error = torch.addcmul(self.grouped, self.levels(scales, zeros), scales[:, :, None], value=-1).square_()
+        if self.weighting is not None:
+            error *= self.weighting
+        found = error.sum(2)
+        better = found < self.error
+        self.error = torch.where(better, found, self.error)
+        self.scales = torch.where(better, scales, self.scales)
+        if zeros is not None:
+            self.zeros = torch.where(better, zeros, self.zeros)
+
+    def refit(self, zeros: Tensor | None = None) -> None:
+        """Offer the least-squares scale of the best candidate's levels."""
+        levels = self.levels(self.scales, zeros)
+        weighted = levels if self.weighting is None else levels * self.weighting
+        energy = (weighted * levels).sum(2)
+        scales = (weighted * self.grouped).sum(2) / energy.clamp_min(1e-30)
+        self.offer(torch.where(scales.abs() > SMALLEST_SCALE, scales, self.scales), zeros)
+
+
+def _fit_symmetric(
+    grouped: Tensor, bits: int, weighting: Tensor | None, signed: bool, search: bool
+) -> tuple[Tensor, Tensor]:
+    half = 2 ** (bits - 1)
+    peak = grouped.abs().amax(2)
+    widest = torch.where(peak > 0, peak, 1.0) / (half - 1)
+    best = _Best(grouped, weighting, -half if signed else 1 - half, half - 1)
+    for shrinkage in shrinkages(bits) if search else [1.0]:
+        scales = (widest * shrinkage).clamp_min(SMALLEST_SCALE)
+        best.offer(scales)
+        if signed and search:
+            best.offer(-scales)
+    for _ in range(FITS if search else 0):
+        best.refit()
+    return best.scales, best.zeros
+
+
+def _fit_asymmetric(
+    grouped: Tensor, bits: int, weighting: Tensor | None, signed: bool, search: bool
+) -> tuple[Tensor, Tensor]:
+    top = 2**bits - 1
+    low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
+    high = torch.where(high > low, high, low + 1)
+    best = _Best(grouped, weighting, 0, top)
+    for below, above in _corners(bits) if search else [(1.0, 1.0)]:
+        scales = ((high * above - low * below) / top).clamp_min(SMALLEST_SCALE)
+        best.offer(scales, (-low * below / scales).round_().clamp_(0, top))
+    for _ in range(FITS if search else 0):
+        best.refit(best.zeros)
+    return best.scales, best.zeros
+
+
+def _corners(bits: int) -> list[tuple[float, float]]:
+    """Fractions of the range's lower and upper part that are tried: both alike, and each of a few with each."""
+    alike = shrinkages(bits)
+    few = alike[:: max(1, len(alike) // 5)]
+    return [(one, one) for one in alike] + [(a, b) for a in few for b in few if a != b]

@@ -1,0 +1,300 @@
+"""Learning what a student gives to be what a teacher gave: steps over lessons, judged on lessons kept aside. Torch.
+
+Which parameters are learned is the student's affair; what the loss is, the lessons'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.quantize.fake import FakeWeight
+from compress.quantize.rounding import QuantizedWeight
+
+WARMUP = 10
+"""Steps over which Adam's rates rise, or a tenth of all if that is fewer."""
+Reduce = Callable[[Tensor], Tensor]
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+
+
+class Lesson(Protocol):
+    """A piece of the calibration data."""
+
+    @property
+    def n_rows(self) -> int:
+        """What its loss counts in a mean over lessons."""
+        ...
+
+    @property
+    def part(self) -> float:
+        """Of the step's rows, which several processes may share."""
+        ...
+
+    def loss(self) -> Tensor:
+        """Mean over the rows of how far the student is from the teacher; >= 0, with gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class Course:
+    """How to learn.
+
+    Rates are of one step: of positions in levels, of scales as a part of the start's, of float parameters as a part of
+    the mean magnitude of each. `method` "adam": Adam, rates falling as a half cosine; "sign": the sign of the gradient,
+    rates falling linearly. `max_seconds`: rates fall to zero by then, too (what a run gives then depends on the
+    machine). `checks`: how often the lessons kept aside are looked at, the end included.
+    """
+
+    steps: int
+    rounding_rate: float
+    scale_rate: float
+    float_rate: float = 0.0
+    method: Literal["adam", "sign"] = "adam"
+    max_seconds: float | None = None
+    checks: int = 4
+    seed: int = 0
+
+
+@dataclass
+class TuneLog:
+    """What happened. Losses are means over the lessons kept aside; `best_step` 0: the start was best and was kept."""
+
+    start_loss: float
+    end_loss: float
+    best_step: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Of the steps, each on its own lesson."""
+
+
+class Student:
+    """Parts of a module that are learned: fake weights of layers, and float parameters.
+
+    `places`: float parameter's name -> (module, key) of all that hold it. The module itself is not changed: its parts
+    are stood in for while `learning()`.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        weights: Mapping[str, FakeWeight],
+        places: Mapping[str, Sequence[tuple[nn.Module, str]]] | None = None,
+    ) -> None:
+        self.layers, self.weights, self.places = layers, weights, places or {}
+        self.floats = {name: _copy(held[0]) for name, held in self.places.items()}
+        self.sizes = {name: max(float(value.detach().abs().mean()), 1e-3) for name, value in self.floats.items()}
+
+    def parameters(self) -> list[nn.Parameter]:
+        fakes = [one for fake in self.weights.values() for one in (*fake.rounding(), *fake.scaling())]
+        return fakes + list(self.floats.values())
+
+    def groups(self, course: Course) -> list[dict[str, Any]]:
+        """Parameters with their rates, as an optimizer takes them."""
+        fakes = self.weights.values()
+        groups = [{"params": [p for fake in fakes for p in fake.rounding()], "lr": course.rounding_rate}]
+        groups.append({"params": [p for fake in fakes for p in fake.scaling()], "lr": course.scale_rate})
+        groups += [{"params": [p], "lr": course.float_rate * self.sizes[name]} for name, p in self.floats.items()]
+        return [group for group in groups if group["params"]]
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """The module computes with what is learned, its values as they are now; gradients flow where they are on."""
+        standing: list[tuple[nn.Module, str, Any]] = [
+            (self.layers[name], "weight", self._weight(name)) for name in self.weights
+        ]
+        standing += [(*place, self.floats[name]) for name, places in self.places.items() for place in places]
+        held = [module._parameters[key] for module, key, _ in standing]
+        try:
+            for module, key, value in standing:
+                module._parameters[key] = value
+            yield
+        finally:
+            for (module, key, _), value in zip(standing, held, strict=True):
+                module._parameters[key] = value
+
+    def frozen(self) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
+        """What was learned: integers by layer, float parameters by name."""
+        floats = {name: value.detach().clone() for name, value in self.floats.items()}
+        return {name: fake.frozen() for name, fake in self.weights.items()}, floats
+
+    def confine(self) -> None:
+        for fake in self.weights.values():
+            fake.confine()
+
+    def _weight(self, name: str) -> Tensor:
+        value = self.weights[name]()
+        return value.t() if is_transposed(self.layers[name]) else value
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """True for transformers' Conv1D, whose weight is [in, out]."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def learn(
+    student: Student,
+    lessons: Sequence[Lesson],
+    kept_aside: Sequence[Lesson],
+    course: Course,
+    progress: Progress = lambda some, _: some,
+    reduce: Reduce = lambda tensor: tensor,
+) -> TuneLog:
+    """Take the course's steps, one lesson each, and leave the student as it was best on the lessons kept aside.
+
+    Without lessons kept aside it is judged on those it learns from. Each pass over the lessons has an order of its own,
+    drawn from the seed; torch's and numpy's own generators are left alone. `reduce` sums a tensor over processes that
+    learn together: the same number of steps, each with its part of the lesson.
+    """
+    judged = kept_aside or lessons
+    log = TuneLog(start := _judge(student, judged, reduce), start)
+    best = _Best(student, start)
+    clock = time.monotonic()
+    if course.steps == 0 or not student.parameters():
+        return log
+    optimizer = _optimizer(student, course)
+    check_at = {max(1, round(course.steps * (i + 1) / course.checks)) for i in range(course.checks)}
+    order = _orders(len(lessons), course.seed)
+    for step in progress(range(course.steps), "learning"):
+        done = _done(step, clock, course, reduce)
+        if done >= 1:
+            break
+        optimizer.at(done, step)
+        with torch.enable_grad(), student.learning():
+            loss = _one(lessons[next(order)]) if lessons else _nothing(student)
+            loss.backward()
+        _share_gradients(student, reduce)
+        optimizer.step()
+        student.confine()
+        log.losses.append(loss.item())
+        if step + 1 in check_at:
+            best.offer(_judge(student, judged, reduce), step + 1)
+    if len(log.losses) not in check_at:
+        best.offer(_judge(student, judged, reduce), len(log.losses))
+    best.restore()
+    log.end_loss, log.best_step, log.steps = best.loss, best.step, len(log.losses)
+    log.seconds = time.monotonic() - clock
+    return log
+
+
+class _Best:
+    """What the student was like when it was best."""
+
+    def __init__(self, student: Student, loss: float) -> None:
+        self.student, self.loss, self.step = student, loss, 0
+        self._kept = [p.detach().clone() for p in student.parameters()]
+
+    def offer(self, loss: float, step: int) -> None:
+        if loss < self.loss:
+            self.loss, self.step = loss, step
+            for kept, parameter in zip(self._kept, self.student.parameters(), strict=True):
+                kept.copy_(parameter.detach())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for kept, parameter in zip(self._kept, self.student.parameters(), strict=True):
+            parameter.copy_(kept)
+            parameter.grad = None
+
+
+class _Adam:
+    """Adam with rates that rise over the first steps and fall as a half cosine."""
+
+    def __init__(self, groups: list[dict[str, Any]], steps: int) -> None:
+        self.warmup = max(1, min(WARMUP, steps // 10))
+        self.inner = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=1e-12)
+        self.rates = [group["lr"] for group in self.inner.param_groups]
+
+    def at(self, done: float, step: int) -> None:
+        """Set the rates: `done` of the course is over."""
+        factor = min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * done))
+        for group, rate in zip(self.inner.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+
+    def step(self) -> None:
+        self.inner.step()
+        self.inner.zero_grad()
+
+
+class _Sign:
+    """Steps of one size against the sign of the gradient, that size falling linearly."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.groups, self.factor = groups, 1.0
+
+    def at(self, done: float, step: int) -> None:
+        self.factor = 1 - done
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign_(), alpha=group["lr"] * self.factor)
+                parameter.grad = None
+
+
+def _optimizer(student: Student, course: Course) -> _Adam | _Sign:
+    groups = student.groups(course)
+    return _Adam(groups, course.steps) if course.method == "adam" else _Sign(groups)
+
+
+@torch.no_grad()
+def _judge(student: Student, lessons: Sequence[Lesson], reduce: Reduce) -> float:
+    """Mean loss over lessons, each counted by its rows."""
+    total = torch.zeros(2, dtype=torch.float64)
+    with student.learning():
+        for lesson in lessons:
+            total += torch.tensor([lesson.loss().item() * lesson.n_rows, lesson.n_rows], dtype=torch.float64)
+    loss, rows = reduce(total).tolist()
+    return loss / rows if rows and math.isfinite(loss) else math.inf
+
+
+def _done(step: int, clock: float, course: Course, reduce: Reduce) -> float:
+    """The part of the course that is over, by steps or by time, the same for all processes."""
+    done = step / course.steps
+    if course.max_seconds is None:
+        return done
+    spent = reduce(torch.tensor([time.monotonic() - clock, 1.0], dtype=torch.float64))
+    return max(done, float(spent[0] / spent[1]) / course.max_seconds)
+
+
+def _orders(n: int, seed: int) -> Iterator[int]:
+    """Numbers below `n` without end, each pass in an order of its own."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(n).tolist()
+
+
+def _one(lesson: Lesson) -> Tensor:
+    """What a process adds to the step's loss."""
+    loss = lesson.loss()
+    return loss if lesson.part == 1 else loss * lesson.part
+
+
+def _share_gradients(student: Student, reduce: Reduce) -> None:
+    """The sum over processes."""
+    for parameter in student.parameters():
+        if parameter.requires_grad:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(own)
+
+
+def _nothing(student: Student) -> Tensor:
+    """The loss of a process that has no lesson, while others have."""
+    return torch.stack([parameter.sum() for parameter in student.parameters() if parameter.requires_grad]).sum() * 0
+
+
+def _copy(place: tuple[nn.Module, str]) -> nn.Parameter:
+    module, key = place
+    value = module._parameters[key]
+    assert value is not None
+    return nn.Parameter(value.detach().clone().float())

@@ -1,0 +1,78 @@
+"""Tuning a quantized model against the float one: rounding, scales and norms learned from its outputs. Torch.
+
+As EfficientQAT (Chen et al. 2024, arXiv:2407.11062) the model is learned as a whole against the float model, but here,
+where memory allows it, the rounding is learned with it, and the loss is the divergence from the float model's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from compress.quantize.fake import LearnedWeight
+from compress.quantize.learn import Course, Progress, Reduce, Student, TuneLog, learn
+from compress.quantize.lessons import Feeds, Loss, Teacher, output_lessons
+from compress.quantize.rounding import QuantizedWeight
+
+Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
+
+
+def tune_module(
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    start: Mapping[str, QuantizedWeight],
+    batches: Sequence[Feeds],
+    teacher: nn.Module,
+    course: Course,
+    *,
+    kept_aside: Sequence[Feeds] = (),
+    kind: Loss = "kl",
+    floats: Mapping[str, Tensor] | None = None,
+    places: Places | None = None,
+    learn_rounding: bool = True,
+    progress: Progress = lambda some, _: some,
+    reduce: Reduce = lambda tensor: tensor,
+    rank: int = 0,
+    size: int = 1,
+) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor], TuneLog]:
+    """Learn the weights of `layers` from `start` on, and vectors of `module`, so that it gives what `teacher` gives.
+
+    `batches` and `kept_aside` (on which the best state is chosen; with none it is chosen on `batches`) are by parameter
+    of both modules' forward. `kind` "kl": outputs are logits; "hidden": hidden states. `floats`: layer -> [out, in] the
+    weight before it was rounded, for where in its cell each weight starts. `places`: the float parameters to learn and
+    the modules that hold them (default: all vectors, that is norms and biases); without `learn_rounding` the integers
+    stay. With several processes, this is number `rank` of `size` and `reduce` sums over them: each takes its part of
+    every batch, and all end with the same. Neither module is changed. Returns integers by layer, float parameters by
+    name, and what happened.
+    """
+    student = student_of(module, layers, start, floats or {}, places, learn_rounding)
+    teaching = Teacher(teacher, kind)
+    lessons = output_lessons(module, teaching, batches, 0, rank, size)
+    judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size)
+    log = learn(student, lessons, judged, course, progress, reduce)
+    return *student.frozen(), log
+
+
+def student_of(
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    start: Mapping[str, QuantizedWeight],
+    floats: Mapping[str, Tensor],
+    places: Places | None = None,
+    learn_rounding: bool = True,
+) -> Student:
+    """The parts of a module that `tune_module` learns, and a block of a model the same way."""
+    weights = {name: LearnedWeight(weight, floats.get(name), learn_rounding) for name, weight in start.items()}
+    return Student(layers, weights, vectors(module) if places is None else places)
+
+
+def vectors(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Name -> (module, key) of its parameters of one dimension: norms and biases. Shared ones once, with all places."""
+    found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
+    for path, part in module.named_modules():
+        for key, value in part._parameters.items():
+            if value is not None and value.dim() == 1 and value.is_floating_point():
+                name = f"{path}.{key}" if path else key
+                found.setdefault(id(value), (name, []))[1].append((part, key))
+    return dict(found.values())

@@ -1,0 +1,201 @@
+"""Text after a prompt: one call for the prompts, then one for each further token of all of them.
+
+A prompt is encoded as an evaluation text is (`runtime.language`), a chat as its template says, with nothing added.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from runtime.chat import check_messages, render_chat
+from runtime.columns import Array
+from runtime.errors import UsageError
+from runtime.kv_cache import Decoder
+from runtime.language import LanguageEncoder
+from runtime.manifest import Generation
+from runtime.metrics import NonFiniteOutputs
+from runtime.sampling import Sampling, choose
+from runtime.text_stream import TextStream
+
+USUAL_NEW_TOKENS = 128
+Pieces = abc.Generator[tuple[int, str], None, "list[Result]"]
+"""(row, text) as it comes; the return value is the results."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer."""
+
+    text: str
+    """Without special tokens, and without the stop string that ended it."""
+    token_ids: tuple[int, ...]
+    """All that were generated, but for the token that ended it."""
+    finish: Literal["eos", "stop", "length"]
+    """What ended it: the model, a stop string, or `max_new_tokens`."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. None: what the model's makers say, `Generation`; tokens: as many as fit, at most 128."""
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    """0: greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: Sequence[str] = ()
+    seed: int = 0
+    chat: bool = False
+    """A prompt is what a user says, or a list of messages, put into the model's chat template."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise UsageError(f"stop is {self.stop!r}: give a list of texts, none of them empty")
+
+    def sampling(self, defaults: Generation) -> Sampling:
+        """The settings, with the model's own where none were given; UsageError for one out of its range."""
+
+        def given(name: str) -> Any:
+            value = getattr(self, name)
+            return getattr(defaults, name) if value is None else value
+
+        return Sampling(
+            self.temperature,
+            given("top_k"),
+            given("top_p"),
+            given("min_p"),
+            given("repetition_penalty"),
+            self.seed,
+        )
+
+
+@dataclass
+class Generator:
+    """A decoder with its tokenizer. Greedy answers do not depend on the batch they are in, but for rounding."""
+
+    decoder: Decoder
+    encoder: LanguageEncoder
+    settings: Generation
+    model_dir: Path
+
+    def generate(self, prompts: Sequence[Any], request: Request) -> list[Result]:
+        """An answer to each prompt, all in one batch; errors as in `stream`."""
+        return _exhausted(self.stream(prompts, request))
+
+    def continue_tokens(self, ids: Sequence[Array], request: Request) -> list[Result]:
+        """`generate` after prompts that are tokens already, int64 [t] each."""
+        return _exhausted(self._run(ids, self._room(ids, request), request.sampling(self.settings), request.stop))
+
+    def stream(self, prompts: Sequence[Any], request: Request) -> Pieces:
+        """(row, text) as soon as text is certain; a row's texts joined are its answer. Returns the `Result`s.
+
+        UsageError, before anything runs, for no prompt, one without tokens or with ids beyond the vocabulary, one that
+        leaves no room for the answer, and settings out of range; NonFiniteOutputs if the model gives NaN.
+        """
+        ids = [self.encode(prompt, request.chat) for prompt in prompts]
+        if not ids:
+            raise UsageError("no prompt: give at least one text")
+        n_new, sampling = self._room(ids, request), request.sampling(self.settings)
+        return self._run(ids, n_new, sampling, request.stop)
+
+    def encode(self, prompt: Any, chat: bool = False) -> Array:
+        """A prompt's tokens, int64 [t]: a text, or with `chat` what a user says or a list of messages."""
+        if not chat:
+            if not isinstance(prompt, str):
+                raise UsageError(f"a prompt is a text, not {type(prompt).__name__}; messages need chat")
+            return self.encoder.prompt(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        rendered = render_chat(self.model_dir, check_messages(messages))
+        return self.encoder.checked(np.array(self.encoder.tokens(rendered), np.int64), "the prompt")
+
+    def _room(self, ids: Sequence[Array], request: Request) -> int:
+        """Tokens to generate at most; UsageError where they do not fit into the model's context."""
+        longest, limit = max(map(len, ids)), self.settings.context_length
+        n_new = request.max_new_tokens or max(1, min(USUAL_NEW_TOKENS, limit - longest))
+        if longest + n_new > limit:
+            raise UsageError(
+                f"a prompt of {longest} tokens and max_new_tokens {n_new} are more than the model's context_length "
+                f"{limit}: shorten the prompt, or ask for fewer tokens"
+            )
+        return n_new
+
+    def _run(self, ids: Sequence[Array], n_new: int, sampling: Sampling, stop: Sequence[str]) -> Pieces:
+        rows = [_Row(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), stop)) for prompt in ids]
+        draws = [sampling.stream(row) for row in range(len(rows))]
+        logits = self.decoder.start(ids, max(map(len, ids)) + n_new)
+        for count in range(n_new):
+            if count:
+                logits = self.decoder.step(np.array([row.last for row in rows], np.int64))
+            for number, row in enumerate(rows):
+                if row.finish is None:
+                    token = _choose(logits[number], row, sampling, draws[number])
+                    piece = row.take(token, self.settings.eos_token_ids)
+                    if piece:
+                        yield number, piece
+            if all(row.finish for row in rows):
+                break
+        for number, row in enumerate(rows):
+            if row.finish is None and (rest := row.end("length")):
+                yield number, rest
+        return [row.result() for row in rows]
+
+
+def _exhausted(pieces: Pieces) -> list[Result]:
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            results: list[Result] = end.value
+            return results
+
+
+def _choose(logits: Array, row: _Row, sampling: Sampling, draws: np.random.Generator) -> int:
+    if np.isnan(logits).any():
+        raise NonFiniteOutputs(f"the model gives NaN after {len(row.prompt) + len(row.made)} tokens")
+    seen = np.concatenate([row.prompt, row.made]) if sampling.repetition_penalty != 1 else row.prompt
+    return choose(logits, seen.astype(np.int64), sampling, draws)
+
+
+@dataclass
+class _Row:
+    """One answer while it is made."""
+
+    prompt: Array
+    text: TextStream
+    made: list[int] = field(default_factory=list)
+    finish: Literal["eos", "stop", "length"] | None = None
+
+    @property
+    def last(self) -> int:
+        """What the decoder reads next; an answer that has ended goes on with its last token, unread."""
+        return self.made[-1] if self.made else int(self.prompt[-1])
+
+    def take(self, token: int, eos: Sequence[int]) -> str:
+        """The text that is certain after `token`."""
+        if token in eos:
+            return self.end("eos")
+        self.made.append(token)
+        piece = self.text.push(token)
+        if self.text.stopped:
+            self.finish = "stop"
+        return piece
+
+    def end(self, why: Literal["eos", "length"]) -> str:
+        """The text that was held back; it may still hold a stop string."""
+        rest = self.text.close()
+        self.finish = "stop" if self.text.stopped else why
+        return rest
+
+    def result(self) -> Result:
+        return Result(self.text.text, tuple(self.made), self.finish or "length", len(self.prompt))

@@ -1,0 +1,223 @@
+"""`rotate`: orthogonal matrices, their fast products, and models that compute what they did once they are turned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import architectures
+import pytest
+import torch
+from streaming import context, llama, nearest, streamed, texts, together
+from torch import Tensor, nn
+
+from compress.errors import PassError
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.models.experts import unstack_experts
+from compress.models.stream import Stream
+from compress.models.structure import find_structure
+from compress.passes.rotate import Rotate
+from compress.passes.rotate_steps import rotate_module
+from compress.quantize.hadamard import orthogonal, paley
+from compress.schemes import PRESETS
+from compress.targets import TARGETS
+
+CPU = TARGETS["onnxruntime-cpu"]
+PLAIN = ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+HEADS_ONLY = ["gemma2", "gpt2", "opt", "bert", "vit"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 12, 20, 28, 36, 40, 44, 60, 64, 80, 96, 288])
+def test_hadamard_matrices_of_many_sizes(size: int) -> None:
+    turn = orthogonal(size, seed=1)
+    matrix = turn.matrix()
+    assert turn.hadamard
+    torch.testing.assert_close(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
+    torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, size**-0.5))
+
+
+@pytest.mark.parametrize("size", [3, 6, 30, 100, 172])
+def test_other_sizes_get_a_random_factor(size: int) -> None:
+    turn = orthogonal(size)
+    matrix = turn.matrix()
+    assert not turn.hadamard
+    torch.testing.assert_close(matrix @ matrix.t(), torch.eye(size, dtype=torch.float64))
+
+
+def test_the_fast_product_is_that_with_the_matrix() -> None:
+    turn = orthogonal(48, seed=3)
+    sylvester = torch.tensor([[1.0]], dtype=torch.float64)
+    for _ in range(turn.power):
+        sylvester = torch.cat([torch.cat([sylvester, sylvester], 1), torch.cat([sylvester, -sylvester], 1)])
+    slow = turn.signs.diag() @ torch.kron(turn.core, sylvester) / 48**0.5
+    x = torch.randn(2, 5, 48, dtype=torch.float64)
+    torch.testing.assert_close(turn.turned(x), x @ slow)
+    assert turn.turned(x.float()).dtype == torch.float32
+
+
+def test_rotations_are_the_same_for_the_same_seed() -> None:
+    assert torch.equal(orthogonal(24, 5).matrix(), orthogonal(24, 5).matrix())
+    assert not torch.equal(orthogonal(24, 5).matrix(), orthogonal(24, 6).matrix())
+    assert bool((orthogonal(24, randomize=False).signs == 1).all())
+    assert paley(10) is None
+
+
+def rotated(name: str, **knobs: bool) -> tuple[nn.Module, nn.Module, Structure]:
+    """(as it was, turned, its structure); both checked to give the same."""
+    module, turned = architectures.build(name), architectures.build(name)
+    for one in (module, turned):
+        unstack_experts(one)
+    structure = find_structure(turned, architectures.feeds(name))
+    assert rotate_module(turned, structure, seed=7, **knobs) == []
+    before, after = architectures.run(module, name), architectures.run(turned, name)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)  # norms compute in float32
+    return module, turned, structure
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_turned_model_computes_what_it_did(name: str) -> None:
+    module, turned, structure = rotated(name)
+    assert structure.residual is not None
+    for layer in (*structure.residual.writers, *structure.residual.readers):
+        old, new = module.get_submodule(layer).weight, turned.get_submodule(layer).weight
+        assert not torch.allclose(old, new)
+
+
+@pytest.mark.parametrize("name", HEADS_ONLY)
+def test_heads_turn_where_the_stream_cannot(name: str) -> None:
+    module, turned, structure = rotated(name)
+    assert structure.residual is None
+    reading = next(reading for reading in structure.readings if reading.how == "value")
+    assert not torch.allclose(module.get_submodule(reading.source).weight, turned.get_submodule(reading.source).weight)
+
+
+def test_only_the_stream_or_only_the_heads() -> None:
+    module, turned, _ = rotated("llama", heads=False)
+    value = "model.layers.0.self_attn.v_proj.weight"
+    q = orthogonal(32, 7)
+    scale = module.get_parameter("model.layers.0.input_layernorm.weight")
+    torch.testing.assert_close(turned.get_parameter(value), module.get_parameter(value) * scale @ q.matrix())
+    table = "model.embed_tokens.weight"
+    torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table) @ q.matrix())
+    module, turned, _ = rotated("llama", residual=False)
+    torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table))
+    r = orthogonal(8, 8).matrix()
+    torch.testing.assert_close(turned.get_parameter(value), torch.block_diag(r, r).t() @ module.get_parameter(value))
+
+
+def test_norms_are_left_at_one() -> None:
+    _, turned, structure = rotated("llama")
+    assert structure.residual is not None
+    assert all(bool((turned.get_submodule(norm).weight == 1).all()) for norm, _ in structure.residual.norms)
+    _, turned, structure = rotated("gemma")
+    assert structure.residual is not None
+    assert all(bool((turned.get_submodule(norm).weight == 0).all()) for norm, _ in structure.residual.norms)
+
+
+def test_outliers_of_the_stream_are_spread() -> None:
+    module = architectures.build("llama")
+    table = module.get_parameter("model.embed_tokens.weight")
+    table[:, 3] *= 50
+    rotate_module(module, find_structure(module, architectures.feeds("llama")))
+    turned = module.get_parameter("model.embed_tokens.weight")
+    assert turned.abs().max() / turned.std() < 0.5 * table.abs().max() / table.std()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stream_turns_as_a_module_does(tied: bool, tmp_path: Path) -> None:
+    net = llama(tied=tied)
+    model = streamed(net, tmp_path / "model")
+    feeds = together(texts())
+    with torch.no_grad():
+        before: Tensor = model.materialise()(**feeds)
+    result = Rotate().apply(model, context())
+    with torch.no_grad():
+        after = result.model.materialise()(**feeds)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    expected = model.materialise()
+    rotate_module(expected, model.structure)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(result.model.store.read(name.removeprefix("wrapped.")), parameter), name
+    assert not result.model.tied
+    assert {d.layer for d in result.decisions} >= {"lm_head", "model.embed_tokens", "model.layers.2.mlp.down_proj"}
+
+
+def test_widths_without_a_hadamard_matrix_are_told() -> None:
+    torch.manual_seed(0)
+    net = llama()
+    structure = streamed(net).structure
+    assert structure.residual is not None
+    odd = replace(structure.residual, width=6)
+    empty = replace(odd, embeddings=(), writers=(), readers=(), norms=())
+    notes = rotate_module(net, replace(structure, residual=empty), heads=False)
+    assert [note.text for note in notes] == [
+        "rotate: no Hadamard matrix of size 6 is at hand; the rotation of the residual stream has a random factor"
+    ]
+
+
+def test_a_rounded_model_is_not_turned() -> None:
+    model = streamed(llama())
+    stream = Stream(model, context(), data=False)
+    for step in stream:
+        for layer in step.layers:
+            if layer.endswith("up_proj"):
+                step.put(layer, nearest(step.matrix(layer)), PRESETS["W4A16"].with_group(16))
+    with pytest.raises(PassError, match="up_proj is rounded already; put rotate before the pass that does it"):
+        Rotate().apply(stream.result().model, context())
+
+
+def facts(structure: Structure | None, tied: bool = True, bits: float = 32) -> ModelFacts:
+    layers = (
+        LayerFacts("embed", "Embedding", "Gather", "embed.weight", (100, 8)),
+        LayerFacts("v", "Linear", "MatMul", "v.weight", (8, 8)),
+        LayerFacts("o", "Linear", "MatMul", "o.weight", (8, 8), bits=bits),
+        LayerFacts("head", "Linear", "MatMul", "embed.weight" if tied else "head.weight", (100, 8)),
+    )
+    return ModelFacts("torch", "M", "generic", (), (), layers, structure=structure)
+
+
+def structure(tied: bool = False) -> Structure:
+    found = find_structure(architectures.build("llama"), architectures.feeds("llama")).residual
+    assert found is not None
+    readings = (Reading(("v",), "n", "norm"), Reading(("o",), "v", "value", 1, 4))
+    residual = replace(found, width=8, embeddings=("embed",), writers=("o",), readers=("v", "head"), norms=())
+    return Structure((BlockFacts("b", readings),), residual=residual)
+
+
+def test_the_plan_says_that_a_tied_head_gets_its_own_weight() -> None:
+    before = facts(structure())
+    plan = Rotate().check(before, CPU)
+    assert plan.problems == ()
+    assert plan.facts.n_bytes - before.n_bytes == 3200
+    assert "head shares its weight with an embedding and gets one of its own: 0.0 MB more" in plan.notes[0].text
+    assert {d.layer: d.reason for d in plan.decisions} == {
+        "embed": "what it writes to the stream",
+        "v": "what it reads of the stream and its values, head by head",
+        "o": "what it writes to the stream and what it reads of each head",
+        "head": "what it reads of the stream",
+    }
+    assert Rotate().check(facts(structure(), tied=False), CPU).notes == ()
+    assert Rotate(residual=False).check(before, CPU).facts is before
+
+
+@pytest.mark.parametrize(
+    ("found", "knobs", "bits", "problem"),
+    [
+        (None, {}, 32, "works on torch models; an ONNX file has no blocks to rotate"),
+        ("plain", {"residual": False, "heads": False}, 32, "residual and heads are both false"),
+        ("none", {}, 32, "the residual stream cannot be rotated (because); set residual: false"),
+        ("none", {"residual": False}, 32, "weighted sums of another layer's values; set heads: false"),
+        ("plain", {}, 4, "o is rounded already; put rotate before the pass that does it"),
+    ],
+)
+def test_what_cannot_be_turned_is_refused(found: str | None, knobs: dict[str, bool], bits: int, problem: str) -> None:
+    structures = {"plain": structure(), "none": Structure((BlockFacts("b", ()),), notes=("because",)), None: None}
+    plan = Rotate(**knobs).check(facts(structures[found], bits=bits), CPU)
+    assert any(problem in text for text in plan.problems), plan.problems
+
+
+def test_without_a_plain_stream_apply_refuses() -> None:
+    model = streamed(llama())
+    bare = replace(model, structure=replace(model.structure, residual=None, notes=("because",)))
+    with pytest.raises(PassError, match=r"cannot be rotated \(because\); set residual: false"):
+        Rotate().apply(bare, context())

@@ -1,0 +1,495 @@
+"""The stream: what it hands out block by block is what the whole model computes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, together
+from torch import Tensor, nn
+
+from compress.errors import PassError
+from compress.facts import BlockFacts, LayerDecision, Note, Reading, Structure
+from compress.models import activations
+from compress.models.materialise import emptied, memory_store
+from compress.models.step import BlockStep
+from compress.models.stream import Stream
+from compress.models.streamed import StreamedModel
+
+MODELS: list[Callable[[], nn.Module]] = [llama, bert, gpt2]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products wait longer for a second thread than they take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_output(net: nn.Module, batches: list[dict[str, np.ndarray]]) -> Tensor:
+    with torch.no_grad():
+        out = net(**together(batches))
+    return out[0]
+
+
+def rows_read(net: nn.Module, layer: str, batches: list[dict[str, np.ndarray]]) -> Tensor:
+    """What a layer of the plain model reads, the rows of padding left out."""
+    found: list[Tensor] = []
+    handle = net.get_submodule(layer).register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    plain_output(net, batches)
+    handle.remove()
+    return found[0].reshape(-1, found[0].shape[-1])[together(batches)["attention_mask"].bool().reshape(-1)]
+
+
+def round_all(step: BlockStep) -> Callable[[Reading], None]:
+    def act(reading: Reading) -> None:
+        for layer in reading.layers:
+            step.put(layer, nearest(step.matrix(layer)), W4)
+
+    return act
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_stream_that_changes_nothing_is_the_forward_pass(make: Callable[[], nn.Module], lockstep: bool) -> None:
+    """Bit for bit, block after block."""
+    net, batches = make(), texts()
+    model = streamed(net)
+    blocks = [net.get_submodule(block.name) for block in model.structure.blocks]
+    wanted: list[Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda m, args, out: wanted.append(out[0] if type(out) is tuple else out))
+        for block in blocks
+    ]
+    whole = plain_output(net, batches)
+    for handle in handles:
+        handle.remove()
+    stream = Stream(model, context(batches), float_too=True)
+    last = None
+    for step in stream:
+        assert len(step.calls) == 1 and step.calls[0].n_rows == 5 * 12 - 4
+        if lockstep:
+            step.lockstep(nothing, nothing)
+        if step.name != "after":
+            last = next(step.outputs())
+            assert torch.equal(last, wanted[step.index]) and torch.equal(step.float_outputs(0), wanted[step.index])
+        else:
+            assert torch.equal(step.forward(0), whole) and torch.equal(step.float_outputs(0), whole)
+    assert torch.equal(wanted[-1], last) if last is not None else False
+    after = stream.result().model
+    assert after.quantized_layers() == () and after.store.names() == model.store.names()
+    assert all(torch.equal(after.store.read(name), model.store.read(name)) for name in model.store.names())
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("rows", [4096, 24, 12])
+def test_visits_see_what_each_layer_reads(lockstep: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the micro-batches; padding is left out."""
+    monkeypatch.setattr(activations, "ROWS", rows)
+    net, batches = llama(), texts()
+    model, seen = streamed(net), dict[str, list[Tensor]]()
+    stream = Stream(model, context(batches))
+    for step in stream:
+        assert len(step.calls) == {4096: 1, 24: 3, 12: 5}[rows]
+
+        def visit(reading: Reading, x: Tensor) -> None:
+            seen.setdefault(reading.layers[0], []).append(x)
+
+        if lockstep:
+            step.lockstep(visit, nothing)
+        else:
+            step.collect(visit)
+    assert list(seen) == [reading.layers[0] for reading in model.structure.readings]
+    for layer, found in seen.items():
+        assert torch.allclose(torch.cat(found), rows_read(net, layer, batches), atol=1e-6), layer
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_lockstep_goes_on_through_what_was_put(make: Callable[[], nn.Module]) -> None:
+    """Each layer reads what the rounded layers before it give: as if it were measured on the half rounded model."""
+    net, batches = make(), texts(padded=False)
+    seen: dict[str, Tensor] = {}
+    stream = Stream(streamed(net), context(batches))
+    for step in stream:
+        rounding = round_all(step)
+
+        def act(reading: Reading, rounding: Callable[[Reading], None] = rounding, step: BlockStep = step) -> None:
+            plain = rows_read(net, reading.layers[0], batches)
+            assert torch.allclose(seen[reading.layers[0]], plain, atol=1e-5)
+            rounding(reading)
+            for layer in reading.layers:  # the plain model is rounded along
+                weight = step.layers[layer].weight.detach().clone()  # type: ignore[union-attr, operator]
+                net.get_submodule(layer).weight = nn.Parameter(weight)
+
+        step.lockstep(lambda reading, x: seen.update({reading.layers[0]: x}), act)
+        fresh = [step.forward(i) for i in range(len(step.calls))]
+        if step.name != "after":
+            assert all(torch.equal(a, b) for a, b in zip(fresh, step.outputs(), strict=True))
+    result = stream.result()
+    with torch.no_grad():
+        out = result.model.materialise()(**together(batches))
+    assert torch.allclose(out, plain_output(net, batches), atol=1e-5)
+    assert set(result.model.quantized_layers()) == {
+        layer for reading in result.model.structure.readings for layer in reading.layers
+    }
+
+
+def test_collect_then_round_gives_the_next_block_what_is_left() -> None:
+    net, batches = llama(), texts()
+    model = streamed(net)
+    stream = Stream(model, context(batches), readings_outside=False)
+    for step in stream:
+        assert step.name != "after"
+        step.collect(nothing)
+        for reading in step.readings:
+            round_all(step)(reading)
+    after = stream.result().model
+    second = Stream(after, context(batches))
+    for step in second:
+        if step.name == "after":
+            with torch.no_grad():
+                assert torch.equal(step.forward(0), after.materialise()(**together(batches)))
+        assert set(step.quantized) == (set() if step.name == "after" else set(step.layers))
+        assert all(weight.bits == 4 for weight in step.quantized.values())
+
+
+def test_collect_of_one_reading_stops_there() -> None:
+    stream = Stream(streamed(llama()), context(texts()))
+    step = next(iter(stream))
+    ran: list[str] = []
+    for name, layer in step.layers.items():
+        layer.register_forward_hook(lambda m, args, out, name=name: ran.append(name.rpartition(".")[2]))
+    seen: list[Reading] = []
+    step.collect(lambda reading, x: seen.append(reading), step.readings[1::-1])
+    assert ran == ["q_proj", "k_proj", "v_proj"] and seen == list(step.readings[:2])
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_changes_after_a_lockstep_costs_a_forward_and_is_seen(late: bool) -> None:
+    """Also when the lockstep itself changes a layer that has run: a norm before the reading."""
+    stream = Stream(streamed(llama()), context(texts()))
+    norm = "model.layers.0.input_layernorm.weight"
+    steps = iter(stream)
+    step = next(steps)
+
+    def act(reading: Reading) -> None:
+        if not late and reading is step.readings[2]:
+            step.replace(norm, torch.full((32,), 2.0))
+
+    step.lockstep(nothing, act)
+    if late:
+        step.replace(norm, torch.full((32,), 2.0))
+    left = step.forward(0)
+    assert torch.equal(next(steps).calls[0].args[0], left)
+
+
+def test_the_float_path_does_not_see_what_was_rounded() -> None:
+    """In this pass or an earlier one; `float_matrix` gives what was rounded."""
+    net, batches = llama(), texts()
+    model = streamed(net)
+    for again in range(2):
+        stream = Stream(model, context(batches), float_too=True)
+        for step in stream:
+            wanted = plain_block_outputs(net, batches)
+            if step.name == "after":
+                assert torch.equal(step.float_outputs(0), plain_output(net, batches))
+                continue
+            assert torch.equal(step.float_outputs(0), wanted[step.index])
+            assert torch.equal(step.forward(0), wanted[0]) == (step.index == 0 and not again)
+            for layer in step.layers:
+                assert torch.equal(step.float_matrix(layer), net.get_submodule(layer).weight)  # type: ignore[arg-type]
+            step.lockstep(nothing, round_all(step))
+        model = stream.result().model
+
+
+def plain_block_outputs(net: nn.Module, batches: list[dict[str, np.ndarray]]) -> list[Tensor]:
+    found: list[Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda m, args, out: found.append(out))
+        for block in net.get_submodule("model.layers")  # type: ignore[union-attr]
+    ]
+    plain_output(net, batches)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_a_model_without_a_chain_is_one_step() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval().requires_grad_(False)
+    structure = Structure((BlockFacts("", (Reading(("0",)), Reading(("2",)))),))
+    batches = [{"x": np.random.default_rng(k).normal(size=(3, 8)).astype(np.float32)} for k in range(4)]
+    model = StreamedModel(lambda: emptied(net), memory_store(net), structure, {"x": "input"})
+    stream = Stream(model, context(batches), float_too=True)
+    x = torch.from_numpy(np.concatenate([one["x"] for one in batches]))
+    for step in stream:
+        assert step.name == "" and set(step.layers) == {"0", "2"} and torch.equal(step.forward(0), net(x))
+        step.lockstep(nothing, round_all_w8(step))
+        assert torch.equal(step.float_outputs(0), net(x)) and not torch.equal(step.forward(0), net(x))
+    after = stream.result().model
+    assert after.quantized_layers() == ("0", "2")
+    assert torch.equal(after.store.read("0.bias"), net[0].bias)
+
+
+def round_all_w8(step: BlockStep) -> Callable[[Reading], None]:
+    from compress.schemes import PRESETS
+
+    def act(reading: Reading) -> None:
+        for layer in reading.layers:
+            step.put(layer, nearest(step.matrix(layer), PRESETS["W8A16"]), PRESETS["W8A16"], activation_scale=0.5)
+
+    return act
+
+
+class Routed(nn.Module):
+    """A block of which each token takes one of three experts; the third none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            if bool((chosen == k).any()):
+                out[chosen == k] = expert(x[chosen == k])
+        return x + out
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "ROWS", 1)
+    torch.manual_seed(1)
+    net = Mixture().eval().requires_grad_(False)
+    names = [f"layers.{k}" for k in range(2)]
+    structure = Structure(
+        tuple(
+            BlockFacts(name, (Reading((f"{name}.router",)), *(Reading((f"{name}.experts.{e}",)) for e in range(3))))
+            for name in names
+        )
+    )
+    batches = [{"x": np.random.default_rng(k).normal(size=(1, 2, 8)).astype(np.float32)} for k in range(6)]
+    model = StreamedModel(lambda: emptied(net), memory_store(net), structure, {"x": "x"})
+    stream = Stream(model, context(batches), float_too=True)
+    for step in stream:
+        rows: dict[str, int] = {}
+        acted: list[str] = []
+
+        def visit(reading: Reading, x: Tensor, rows: dict[str, int] = rows) -> None:
+            rows[reading.layers[0]] = rows.get(reading.layers[0], 0) + len(x)
+
+        step.lockstep(visit, lambda reading, acted=acted: acted.append(reading.layers[0]))  # type: ignore[misc]
+        layers = [reading.layers[0] for reading in step.readings]
+        assert acted == layers and rows[layers[0]] == 12 and layers[3] not in rows
+        assert rows[layers[1]] + rows[layers[2]] == 12
+        assert all(torch.equal(out, step.float_outputs(i)) for i, out in enumerate(step.outputs()))
+
+
+def test_readings_in_another_order_are_refused() -> None:
+    model = streamed(llama())
+    block = model.structure.blocks[0]
+    turned = BlockFacts(block.name, block.readings[::-1])
+    stream = Stream(streamed(llama(), structure=Structure((turned, *model.structure.blocks[1:]))), context(texts()))
+    with pytest.raises(PassError, match="the first runs after the second"):
+        next(iter(stream)).lockstep(nothing, nothing)
+
+
+def test_without_data_the_weights_alone() -> None:
+    """Steps for what is outside of the blocks come too, and tied weights are untied by a value of their own."""
+    model = streamed(llama(tied=True))
+    stream = Stream(model, context(), data=False)
+    names = []
+    for step in stream:
+        names.append(step.name)
+        if step.name == "before":
+            assert list(step.layers) == ["model.embed_tokens"]
+            step.replace("model.embed_tokens.weight", torch.zeros(64, 32))
+            step.replace("model.norm.weight", torch.full((32,), 3.0))
+        elif step.name == "after":
+            assert not step.matrix("lm_head").any()  # still tied
+            step.replace("lm_head.weight", torch.ones(64, 32))
+        else:
+            step.put_kv(f"{step.name}.self_attn", 0.5, 0.25)
+            step.say([LayerDecision(step.name, "Linear", "kept")], [Note("info", step.name)], {step.name: {"x": 1}})
+    assert names == ["before", *(f"model.layers.{k}" for k in range(3)), "after"]
+    assert dict(model.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
+    result = stream.result()
+    after = result.model
+    assert not after.tied and not after.store.read("model.embed_tokens.weight").any()
+    assert bool((after.store.read("lm_head.weight") == 1).all())
+    assert after.kv_scales == {f"model.layers.{k}.self_attn": (0.5, 0.25) for k in range(3)}
+    module = after.materialise()
+    assert module.wrapped.lm_head.weight is not module.wrapped.model.embed_tokens.weight  # type: ignore[union-attr]
+    assert [note.text for note in result.notes] == [d.layer for d in result.decisions] == names[1:-1]
+    assert result.measured["model.layers.1"]["x"] == 1 and result.measured["model.layers.1"]["peak_rss_mib"] > 0
+    assert len(stream.timings) == 5
+
+
+def test_rounding_a_tied_head_leaves_the_embeddings_alone() -> None:
+    net, batches = llama(tied=True), texts()
+    stream = Stream(streamed(net), context(batches))
+    for step in stream:
+        if step.name == "after":
+            step.lockstep(nothing, round_all(step))
+            left = step.forward(0)
+    after = stream.result().model
+    assert after.quantized_layers() == ("lm_head",)
+    assert torch.equal(after.store.read("model.embed_tokens.weight"), net.get_parameter("model.embed_tokens.weight"))
+    assert torch.equal(after.materialise()(**together(batches)), left)
+
+
+def test_activations_on_disk_and_products_in_bfloat16(tmp_path: Path) -> None:
+    net, batches = llama(), texts()
+    plain, on_disk, coarse = (
+        [
+            (step.forward(0), [p.name for p in (tmp_path / "w").rglob("activation-*")])
+            for step in Stream(streamed(net), context(batches, tmp_path / "w" if k == 1 else None), **how)  # type: ignore[arg-type]
+        ]
+        for k, how in enumerate([{}, {"offload": True}, {"compute": "bfloat16"}])
+    )
+    for (a, _), (b, files), (c, _) in zip(plain, on_disk, coarse, strict=True):
+        assert torch.equal(a, b) and files
+        assert c.dtype == torch.float32 and 0 < float((a - c).abs().max()) < 0.1 * float(a.abs().max())
+    assert not list((tmp_path / "w").rglob("activation-*"))
+
+
+def test_bfloat16_stays_out_of_visits_and_acts() -> None:
+    stream = Stream(streamed(llama()), context(texts()), compute="bfloat16")
+    seen = []
+
+    def act(*_: Any) -> None:
+        seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+
+    for step in stream:
+        step.lockstep(act, act)
+        step.collect(act)
+    assert set(seen) == {torch.float32}
+
+
+def test_one_block_at_a_time_and_no_cycles() -> None:
+    """With the garbage collector off: what a step held is gone when the next one comes."""
+    alive: list[weakref.ref[Any]] = []
+
+    def visit(reading: Reading, x: Tensor) -> None:
+        alive.append(weakref.ref(x))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for step in Stream(streamed(llama(layers=5)), context(texts()), float_too=True):
+            assert not [ref for ref in alive if ref() is not None]
+            step.lockstep(visit, round_all(step))
+            step.collect(visit)
+            alive += map(weakref.ref, step.changes.quantized.values())
+            alive += [weakref.ref(values) for values in step.block.parameters() if values.device.type != "meta"]
+            alive += [weakref.ref(step.float_outputs(0))] if step.name == "after" else []
+    finally:
+        gc.enable()
+    assert len(alive) > 100
+
+
+def test_the_last_word_on_a_weight_counts() -> None:
+    """Rounded, then given float values again, in the same pass or a later one; or the other way round."""
+    layer, other = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"
+    model = streamed(llama())
+    for step in (first := Stream(model, context(), data=False)):
+        if step.name == "model.layers.0":
+            halves = 0.5 * step.matrix(layer)
+            step.put(layer, nearest(step.matrix(layer)), W4, activation_scale=1.0)
+            step.replace(f"{layer}.weight", halves)
+            step.replace(f"{other}.weight", halves)
+            step.put(other, nearest(step.matrix(other)), W4)
+            assert torch.equal(step.float_matrix(other), halves) and set(step.quantized) == {other}
+    model = first.result().model
+    assert model.quantized_layers() == (other,) and set(model.schemes) == {other} and not model.activation_scales
+    assert torch.equal(model.store.read(f"{layer}.weight"), halves)
+    assert torch.equal(model.store.read_float(f"{other}.weight"), halves)
+    assert not torch.equal(model.store.read(f"{other}.weight"), halves)
+    for step in (second := Stream(model, context(), data=False)):
+        if step.name == "model.layers.0":
+            assert set(step.quantized) == {other} and torch.equal(step.float_matrix(other), halves)
+            step.replace(f"{other}.weight", halves)
+            assert not step.quantized
+    model = second.result().model
+    assert not model.quantized_layers() and not model.schemes
+    assert torch.equal(model.store.read(f"{other}.weight"), halves)
+
+
+def test_refusals() -> None:
+    model = streamed(llama())
+    with pytest.raises(PassError, match="there is no calibration data; give the recipe a calibration set"):
+        next(iter(Stream(model, context())))
+    stream = Stream(model, context(texts()))
+    with pytest.raises(RuntimeError, match="was not worked through"):
+        stream.result()
+    steps = iter(stream)
+    step = next(steps)
+    layer = "model.layers.0.mlp.up_proj"
+    with pytest.raises(PassError, match="the float outputs were not asked for"):
+        step.float_outputs(0)
+    with pytest.raises(KeyError, match=r"has no parameter 'model\.norm\.weight'"):
+        step.replace("model.norm.weight", torch.ones(32))
+    with pytest.raises(ValueError, match=rf"{layer}\.weight: is \[48, 32\], its replacement is \[2, 2\]"):
+        step.replace(f"{layer}.weight", torch.ones(2, 2))
+    with pytest.raises(ValueError, match=rf"{layer}: is \[48, 32\], what was put is \[32, 48\]"):
+        step.put(layer, nearest(torch.ones(32, 48)), W4)
+    next(steps)
+    with pytest.raises(RuntimeError, match="the step is over"):
+        step.forward(0)
+
+
+class Wayward(nn.Module):
+    """Blocks between which something happens, or of which one is not run."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            if self.how == "skips" and k == 1:
+                continue
+            x = layer(x) * (2 if self.how == "doubles" else 1)
+        return self.layers[0](x) if self.how == "returns" else x
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("doubles", "layers.1: does not read what layers.0 gives as it is"),
+        ("skips", "layers.2: .*order|layers.2: the model's forward does not run it"),
+    ],
+)
+def test_chains_that_are_none(how: str, message: str) -> None:
+    net = Wayward(how).eval().requires_grad_(False)
+    names = [f"layers.{k}" for k in range(3)]
+    structure = Structure(tuple(BlockFacts(name, (Reading((f"{name}.0",)),)) for name in names))
+    model = StreamedModel(lambda: emptied(net), memory_store(net), structure, {"x": "x"})
+    batches = [{"x": np.ones((2, 4), np.float32)}]
+    with pytest.raises(PassError, match=message):
+        next(iter(Stream(model, context(batches))))

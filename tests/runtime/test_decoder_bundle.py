@@ -1,0 +1,367 @@
+"""Whole bundles of decoders: judged, timed, run from the command line; and candidates that are checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import open_bundle
+from runtime.__main__ import main
+from runtime.benchmark import benchmark, speed_evidence
+from runtime.bundle import (
+    Artifact,
+    Benchmark,
+    Gate,
+    Generation,
+    KvCache,
+    canonical_json,
+    checkpoint_size,
+    read_manifest,
+    verify,
+    write_bundle,
+    write_candidate_outputs,
+    write_outputs,
+)
+from runtime.errors import BundleError, UsageError
+from runtime.findings import OF_DECODERS
+from runtime.manifest import Judgement
+from runtime.metrics import MEASURED
+from runtime.probe import Probe
+from runtime.report import render_markdown, render_text
+from runtime.request_evidence import quantities
+from runtime.scoring import score
+from runtime.validate import validate
+
+MakeBundle = Callable[..., Path]
+FAST = Benchmark(warmup=1, iterations=10, prompt_tokens=8, new_tokens=5)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0, 2.0), (100.0, 200.0)))
+
+
+# judging
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_decoder_compared_with_itself_holds_every_gate(make_decoder_bundle: MakeBundle, shared: bool) -> None:
+    gates = (
+        Gate("nll", max_drop=0.001),
+        Gate("perplexity", max_drop=0.1),
+        Gate("kl_token", max=1e-6),
+        Gate("token_agreement", min=0.999),
+        Gate("size_ratio", min=0.5),
+    )
+    report = validate(make_decoder_bundle(shared=shared, noise=0.0, gates=gates))
+    assert report.verdict == "pass", [gate.why for gate in report.gates]
+    assert report.candidate.metrics["token_agreement"] == 1
+    assert report.candidate.metrics["kl_token"] == pytest.approx(0, abs=1e-9)
+    assert report.differences["nll"]["value"] == pytest.approx(0, abs=1e-6)
+    assert report.baseline.metrics["perplexity"] == pytest.approx(np.exp(report.baseline.metrics["nll"]))
+    assert list(report.candidate.metrics) == ["nll", "perplexity", "kl_token", "token_agreement"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worse_decoder_is_told_apart_and_the_report_says_how_fast_it_generates(
+    make_decoder_bundle: MakeBundle,
+) -> None:
+    timing = {"ttft_limit_ms": 1e4, "tpot_limit_ms": 1e4, "price_per_hour": 0.5}
+    gates = (Gate("nll", max_drop=0.01), Gate("ttft", max=1e4), Gate("tpot", min_speedup=0.01), Gate("goodput", min=1))
+    root = make_decoder_bundle(noise=0.6, gates=gates, judgement={"benchmark": replace(FAST, **timing)})
+    report = validate(root)
+    assert [gate.verdict for gate in report.gates] == ["fail", "pass", "pass", "pass"]
+    assert report.differences["nll"]["value"] > 0.01
+    assert report.candidate.metrics["token_agreement"] < 1
+    for side in (report.baseline, report.candidate):
+        assert side.generation.keys() == set(OF_DECODERS)
+        times = side.generation
+        assert times["decode_rate"] == pytest.approx(1000 / times["tpot"])
+        assert times["prefill_rate"] == pytest.approx(8 * 1000 / times["ttft"])
+        assert times["itl_p50"] <= times["itl_p95"] <= times["itl_p99"]
+        assert side.latency_ms["p50"] == times["itl_p50"]
+        assert side.throughput_per_s is None
+    assert report.ratios["tpot"] > 0
+    for text in (render_text(report), render_markdown(report)):
+        for label in (
+            "time to first token",
+            "time per token",
+            "between tokens p99",
+            "goodput, p95 within ttft 10000 ms",
+        ):
+            assert label in text
+        assert "cost of a million tokens" in text
+    assert "latency p50" not in render_text(report)
+    assert report.benchmark["prompt_tokens"] == 8 and "throughput_batch_size" not in report.benchmark
+    assert json.loads((root / "report.json").read_text())["candidate"]["generation"]["ttft"] > 0
+    assert verify(root) == read_manifest(root)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_broken_decoder_fails(make_decoder_bundle: MakeBundle) -> None:
+    report = validate(make_decoder_bundle(noise=float("nan"), gates=[Gate("nll", max_drop=0.1)]))
+    assert report.verdict == "fail"
+    assert "output 'kl' holds NaN" in report.advice[0]
+
+
+def test_evaluating_gives_the_metrics_that_validation_gives(make_decoder_bundle: MakeBundle) -> None:
+    with open_bundle(make_decoder_bundle(noise=0.3)) as bundle:
+        found = bundle.evaluate()
+    assert found["kl_token"] > 0 and found["token_agreement"] < 1
+    assert found["perplexity"] == pytest.approx(np.exp(found["nll"]))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_baseline_that_is_not_the_frozen_one_is_refused(make_decoder_bundle: MakeBundle) -> None:
+    root = make_decoder_bundle()
+    manifest = read_manifest(root)
+    with np.load(root / "evaluation/baseline_outputs.npz") as frozen:
+        columns = dict(frozen)
+    write_outputs(root, {**columns, "nll": columns["nll"] + 0.1})
+    write_bundle(root, manifest)
+    with pytest.raises(BundleError, match="nats per token here, its frozen outputs say"):
+        validate(root)
+    write_outputs(root, {**columns, "n_tokens": columns["n_tokens"] + 1})
+    write_bundle(root, manifest)
+    with pytest.raises(BundleError, match="tokens are scored, the frozen sums are of"):
+        validate(root)
+
+
+# timing
+
+
+def test_a_decoder_is_timed_by_whole_requests(make_decoder_bundle: MakeBundle) -> None:
+    root = make_decoder_bundle(shared=True, judgement={"benchmark": replace(FAST, batch_size=2, tpot_limit_ms=1e-9)})
+    before = sorted(root.rglob("*"))
+    result = benchmark(root)
+    assert sorted(root.rglob("*")) == before
+    assert result.requests is not None and result.rounds == 10
+    assert result.requests.first.shape == (2, 10) and result.requests.steps.shape == (2, 10, 4)
+    assert result.latency_s.shape == (2, 40)
+    assert result.limited == (None, None)
+    assert min(result.probes[0].peak_memory_bytes) >= 0 and len(result.probes[1].load_ms) == 3
+    found = speed_evidence(result, Judgement(resamples=20))
+    assert set(found) == {n for n, m in MEASURED.items() if "text-generation" in m.tasks and n != "cost_per_million"}
+    assert found["goodput"].candidate.value == 0
+    tokens_per_s = 2 * 1000 / found["tpot"].candidate.value
+    assert found["decode_rate"].candidate.value == pytest.approx(tokens_per_s)
+
+
+def test_quantities_are_those_of_the_definition() -> None:
+    settings = Benchmark(batch_size=3, prompt_tokens=10, new_tokens=4, price_per_hour=7.2)
+    rng = np.random.default_rng(0)
+    first, steps = rng.random(11), rng.random((11, 3))
+    found = {one.name: one.value((first, steps)) for one in quantities(settings)}
+    assert found["ttft"] == pytest.approx(1000 * np.median(first))
+    assert found["tpot"] == pytest.approx(1000 * np.median(steps.mean(axis=1)))
+    assert found["itl_p95"] == pytest.approx(1000 * np.percentile(steps.ravel(), 95))
+    assert found["prefill_rate"] == pytest.approx(30 / np.median(first))
+    assert found["decode_rate"] == pytest.approx(3 / np.median(steps.mean(axis=1)))
+    seconds = np.median(first + steps.sum(axis=1))
+    assert found["cost_per_million"] == pytest.approx(7.2 / 3600 * seconds / 12 * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"sequence_length": 8}, "benchmark.sequence_length does not fit the task text-generation; use prompt_tokens"),
+        ({"latency_limit_ms": 8.0}, "benchmark.latency_limit_ms does not fit .*; use ttft_limit_ms and tpot_limit_ms"),
+        ({"prompt_tokens": 60}, "prompt_tokens 60 and new_tokens 5 are more than the model's context_length 64"),
+    ],
+)
+def test_settings_that_are_refused(make_decoder_bundle: MakeBundle, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        benchmark(make_decoder_bundle(judgement={"benchmark": replace(FAST, **settings)}))
+
+
+def test_settings_of_decoders_do_not_fit_other_models(image_bundle: Path) -> None:
+    manifest = read_manifest(image_bundle)
+    for setting in ({"ttft_limit_ms": 1.0}, {"price_per_hour": 1.0}, {"new_tokens": 3}):
+        judgement = replace(manifest.judgement, benchmark=Benchmark(**setting))  # type: ignore[arg-type]
+        write_bundle(image_bundle, replace(manifest, judgement=judgement))
+        with pytest.raises(UsageError, match=f"benchmark.{next(iter(setting))} does not fit the task image-classif"):
+            benchmark(image_bundle)
+
+
+@pytest.mark.parametrize(
+    ("gate", "problem"),
+    [
+        (Gate("throughput", min=1), "metric 'throughput' does not fit task text-generation; what fits: latency_p50"),
+        (Gate("goodput", min=1), "metric 'goodput' needs benchmark.ttft_limit_ms or benchmark.tpot_limit_ms"),
+        (Gate("cost_per_million", max=1), "metric 'cost_per_million' needs benchmark.price_per_hour"),
+        (Gate("top1", min=1), "metric 'top1' does not fit task text-generation; what fits: nll, perplexity"),
+        (Gate("nll", min_speedup=2), "gate on 'nll': min_speedup fits only"),
+    ],
+)
+def test_gates_that_are_refused(make_decoder_bundle: MakeBundle, gate: Gate, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        validate(make_decoder_bundle(gates=[gate]))
+
+
+def test_decoders_run_on_one_backend(make_decoder_bundle: MakeBundle) -> None:
+    pytest.importorskip("openvino")
+    with pytest.raises(UsageError, match="backend 'openvino' does not run decoders here; use onnxruntime-cpu"):
+        benchmark(make_decoder_bundle(), "openvino")
+
+
+# checkpoints
+
+
+@pytest.fixture
+def checkpoint_bundle(make_decoder_bundle: MakeBundle, tiny: Any) -> Callable[..., Path]:
+    """A bundle whose candidate is a folder of safetensors, with its frozen outputs."""
+
+    def make(*gates: Gate, baseline: bool = True, outputs: bool = True) -> Path:
+        root = make_decoder_bundle(noise=0.3, gates=gates)
+        manifest = read_manifest(root)
+        with open_bundle(root) as bundle:
+            reference = tiny.open_onnx(root / "baseline/model.onnx")
+            found = score(bundle.session, bundle.preprocessor, {"text": tiny.stories}, 4, reference)
+        (root / "model/model.onnx").unlink()
+        (root / "model/config.json").write_text("{}")
+        for i in (1, 2):
+            (root / f"model/part-{i}.safetensors").write_bytes(bytes(500 * i))
+        if outputs:
+            write_candidate_outputs(root, {name: found[name] for name in ("nll", "n_tokens", "kl", "agree")})
+        size = checkpoint_size(root / "model/config.json")
+        candidate = Artifact("candidate", "model/config.json", "vllm", "w4", (), (), size, kind="checkpoint")
+        others = manifest.artifacts[1:] if baseline else ()
+        write_bundle(root, replace(manifest, target="vllm", artifacts=(candidate, *others)))
+        return root
+
+    return make
+
+
+def test_a_checkpoint_is_judged_by_its_frozen_outputs_and_its_size(checkpoint_bundle: Callable[..., Path]) -> None:
+    root = checkpoint_bundle(Gate("nll", max_drop=2.0), Gate("size", max=1500), Gate("size_ratio", min=2))
+    report = validate(root)
+    assert report.verdict == "pass", [gate.why for gate in report.gates]
+    assert report.candidate.size_bytes == 1500
+    assert 0 < report.candidate.metrics["token_agreement"] < 1
+    assert report.candidate.latency_ms == {} and report.benchmark == {}
+    assert "Quality was measured by torch when it was built" in render_text(report)
+    assert "checkpoint for vllm" in (root / "report.md").read_text()
+
+
+def test_a_speed_gate_on_a_checkpoint_fails_with_the_reason(checkpoint_bundle: Callable[..., Path]) -> None:
+    report = validate(checkpoint_bundle(Gate("tpot", min_speedup=2), Gate("size_ratio", min=1), baseline=False))
+    assert report.verdict == "fail"
+    assert [gate.verdict for gate in report.gates] == ["fail", "fail"]
+    assert report.gates[0].why == ("it was not measured: the candidate is a checkpoint for vllm, which is not run here")
+
+
+def test_checkpoints_that_are_refused(checkpoint_bundle: Callable[..., Path]) -> None:
+    root = checkpoint_bundle()
+    with pytest.raises(UsageError, match=r"checkpoint for vllm: open model/config\.json with that"):
+        open_bundle(root)
+    with pytest.raises(BundleError, match="the candidate is a checkpoint for vllm, which is not run here"):
+        benchmark(root)
+    (root / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "part-3.safetensors"}}')
+    manifest = read_manifest(root)
+    write_bundle(root, manifest)
+    with pytest.raises(BundleError, match=r"shard missing: part-3\.safetensors"):
+        verify(root)
+    (root / "model/model.safetensors.index.json").write_text("[]")
+    with pytest.raises(BundleError, match="not the index of a checkpoint"):
+        checkpoint_size(root / "model/config.json")
+    (root / "model/model.safetensors.index.json").unlink()
+    wrong = replace(manifest.artifacts[0], size_bytes=7)
+    write_bundle(root, replace(manifest, artifacts=(wrong, *manifest.artifacts[1:])))
+    with pytest.raises(BundleError, match="1500 bytes in its tensors, the manifest says 7"):
+        verify(root)
+    for part in (root / "model").glob("*.safetensors"):
+        part.unlink()
+    with pytest.raises(BundleError, match=r"there is no \.safetensors file"):
+        checkpoint_size(root / "model/config.json")
+    with pytest.raises(BundleError, match="the checkpoint's config is missing"):
+        checkpoint_size(root / "config.json")
+
+
+def test_a_checkpoint_without_frozen_outputs_is_refused(checkpoint_bundle: Callable[..., Path]) -> None:
+    with pytest.raises(BundleError, match=r"evaluation/candidate_outputs\.npz is missing"):
+        validate(checkpoint_bundle(outputs=False))
+
+
+# the manifest
+
+
+def test_records_are_read_back(make_decoder_bundle: MakeBundle) -> None:
+    manifest = read_manifest(make_decoder_bundle(shared=True))
+    assert manifest.generation == Generation(64, 258, 256, (257,))
+    assert manifest.artifact("candidate").cache == KvCache(2, 2, 8, shared_buffer=True)
+    assert manifest.artifact("baseline").cache.pairs()[1] == ("past_key_values.0.value", "present.0.value")
+
+
+def test_a_manifest_from_before_there_were_decoders_is_read(image_bundle: Path) -> None:
+    import hashlib
+
+    manifest = read_manifest(image_bundle)
+    data = json.loads((image_bundle / "manifest.json").read_text())
+    for record, names in ((data, ["generation", "digest"]), *((a, ["cache", "kind"]) for a in data["artifacts"])):
+        for name in names:
+            del record[name]
+    for name in ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms", "price_per_hour"):
+        del data["judgement"]["benchmark"][name]
+    data["digest"] = hashlib.sha256(canonical_json(data)).hexdigest()
+    (image_bundle / "manifest.json").write_bytes(canonical_json(data))
+    assert replace(read_manifest(image_bundle), digest=manifest.digest) == manifest
+    verify(image_bundle)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: KvCache(0, 1, 1), "n_layers is 0, below 1"),
+        (lambda: KvCache(1, 1, 1, past="past.{layer}"), "past is 'past.{layer}': it must hold"),
+        (lambda: Generation(0, 5), "context_length is 0"),
+        (lambda: Generation(8, 5, bos_token_id=5), "bos_token_id 5 is not in the vocabulary of 5"),
+        (lambda: Generation(8, 5, eos_token_ids=(1, -1)), "eos_token_ids -1 is not in"),
+        (lambda: Benchmark(new_tokens=1), "new_tokens is 1, below 2"),
+        (lambda: Benchmark(price_per_hour=0.0), "price_per_hour is 0.0, not a positive number"),
+    ],
+)
+def test_records_that_are_refused(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make()
+
+
+def test_a_decoder_s_manifest_says_how_to_generate(make_decoder_bundle: MakeBundle) -> None:
+    with pytest.raises(BundleError, match=r"manifest\.generation: missing, and the task is text-generation"):
+        make_decoder_bundle(generation=None)
+
+
+# the command line
+
+
+def test_generate_streams_what_python_gives(make_decoder_bundle: MakeBundle, capsys: Any) -> None:
+    root = make_decoder_bundle()
+    with open_bundle(root) as bundle:
+        greedy = bundle.generate("Once", max_new_tokens=8)
+        drawn = bundle.generate("Once", max_new_tokens=8, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
+    assert main(["generate", str(root), "Once", "--max-new-tokens", "8", "--threads", "1"]) == 0
+    assert capsys.readouterr().out == greedy.text + "\n"
+    drawing = {"--temperature": 0.8, "--top-k": 9, "--top-p": 0.9, "--min-p": 0.01, "--seed": 3, "--max-new-tokens": 8}
+    assert main(["generate", str(root), "Once", "--json", *(str(x) for pair in drawing.items() for x in pair)]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "text": drawn.text,
+        "token_ids": list(drawn.token_ids),
+        "finish": drawn.finish,
+        "prompt_tokens": 5,
+    }
+
+
+def test_calls_that_are_wrong_end_with_2(make_decoder_bundle: MakeBundle, image_bundle: Path, capsys: Any) -> None:
+    root = make_decoder_bundle()
+    assert main(["predict", str(root), "Once"]) == 2
+    assert "`python -m runtime generate DIR PROMPT`" in capsys.readouterr().err
+    assert main(["generate", str(root), "x" * 99]) == 2
+    assert "context_length 64" in capsys.readouterr().err
+    assert main(["generate", str(root), "x", "--chat"]) == 1
+    assert "has no chat template" in capsys.readouterr().err
