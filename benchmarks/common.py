@@ -212,19 +212,25 @@ def make_bundle(recipe: Path, call: Call) -> tuple[Path, dict[str, Any]]:
 def apply_recipe(
     recipe: Path, sets: Sequence[str], bundle: Path, cache: Path, environment: Mapping[str, str] | None = None
 ) -> int:
-    """`compress apply` with `--set` for each of `sets`; the peak resident bytes of that process (Linux).
+    """`compress apply` with `--set` for each of `sets`; the peak resident bytes of that process.
 
     CallError or RunError, by its exit code; that a gate fell short is none.
     """
     say(" ".join(["compress apply", recipe.name, *sets]))
-    child = subprocess.Popen(
-        apply_command(recipe, sets, bundle, cache), cwd=ROOT, stdout=sys.stderr, env=environment and {**environment}
-    )
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = code = os.waitstatus_to_exitcode(status)
+    code, peak_bytes = run_child(apply_command(recipe, sets, bundle, cache), environment)
     if code not in (0, GATE_FELL_SHORT):
         raise (CallError if code == 2 else RunError)(f"compress apply {recipe.name} ended with exit code {code}")
-    return usage.ru_maxrss * 1024
+    return peak_bytes
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """(exit code, peak resident bytes) of a command in the project's folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "peak.json"
+        whole = [sys.executable, str(HERE / "peak.py"), str(result), *command]
+        subprocess.run(whole, cwd=ROOT, stdout=sys.stderr, env=environment, check=True)
+        found = json.loads(result.read_text(encoding="utf-8"))
+    return int(found["code"]), int(found["peak_bytes"])
 
 
 def apply_command(recipe: Path, sets: Sequence[str], bundle: Path, cache: Path) -> list[str]:

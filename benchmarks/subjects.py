@@ -27,7 +27,7 @@ ITERATIONS = 200
 """Of AutoRound: its default."""
 ROW_TOKENS = 256
 """AutoRound takes rows of one length and drops shorter ones: the same tokens, joined and cut."""
-CHECKPOINT_ONLY = ("export=[{kind: checkpoint}]", "validate={}")
+CHECKPOINT_ONLY = ("target=transformers", "export=[{kind: checkpoint}]", "validate={}")
 """The score is taken here, and an ONNX file holds no 3 bits."""
 LLMCOMPRESSOR = Peer("llm-compressor", "llmcompressor_oneshot.py", venv="llmcompressor")
 AUTOROUND = Peer("auto-round", "autoround_tune.py", venv="autoround")

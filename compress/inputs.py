@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from compress.cache import default_root
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.errors import PlanError, SourceError
@@ -18,6 +19,7 @@ from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate, model_digest
+from compress.models.tokenizer import tokenizer_folder
 from compress.schema import Recipe
 from runtime.errors import UsageError
 from runtime.language import LanguagePreprocess, make_language_encoder
@@ -35,7 +37,8 @@ TEXTS = ("text", "language")
 class Inputs:
     """`data`: set name -> its facts. `feeds`: what the model's inputs are fed with. `digest`: of the model.
 
-    `problems`: what is wrong with the sets that are not in `data`.
+    `folder`: the model's own files; `tokenizer`: the folder whose tokenizer is read. `problems`: what is wrong with the
+    sets that are not in `data`.
     """
 
     recipe: Recipe
@@ -46,11 +49,12 @@ class Inputs:
     facts: ModelFacts
     digest: str
     folder: Path | None
+    tokenizer: Path | None = None
     problems: tuple[str, ...] = ()
 
 
-def read_inputs(recipe: Recipe) -> Inputs:
-    """Look at the model's shapes and the data's columns; no weight is read.
+def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
+    """Look at the model's shapes and the data's columns; no weight is read. `cache`: where a made tokenizer is kept.
 
     Raises SourceError for the model, or when no data set tells the shape of a sample; PlanError without any data.
     """
@@ -71,7 +75,9 @@ def read_inputs(recipe: Recipe) -> Inputs:
     feeds = feeds_shapes(spec, root, preprocess, shapes)
     facts = model_facts(spec, root, feeds)
     digest, folder = model_digest(spec, root), locate(spec, root).folder
-    return Inputs(recipe, preprocess, names, data, feeds, facts, digest, folder, tuple(problems))
+    tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
+    facts = replace(facts, notes=(*facts.notes, *notes))
+    return Inputs(recipe, preprocess, names, data, feeds, facts, digest, folder, tokenizer, tuple(problems))
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
@@ -87,7 +93,7 @@ def _tokens_checked(samples: Samples, name: str, inputs: Inputs) -> Samples:
     """Texts as they are, or packed where the recipe says so; SourceError for tokens that the model does not know."""
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(inputs.preprocess, LanguagePreprocess) and isinstance(vocab_size, int)
-    encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.folder, vocab_size)
+    encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
     try:
         columns = dict(encoder.samples(samples.columns))
         sequences = encoder.sequences(columns)
@@ -104,7 +110,7 @@ class Batches(Sequence[Feeds]):
     def __init__(
         self, samples: Samples, inputs: Inputs, specs: tuple[TensorSpec, ...], size: int | None = None
     ) -> None:
-        self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.folder)
+        self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
         self.views = encoding_views(task, samples.columns)
         fixed = fixed_batch(specs)

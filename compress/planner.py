@@ -70,9 +70,9 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
-    inputs = read_inputs(recipe)
-    keys = step_keys(inputs)
     store = StepCache(cache or default_root())
+    inputs = read_inputs(recipe, store.root)
+    keys = step_keys(inputs)
     before = inputs.facts
     done, problems = _planned_passes(inputs, keys, store)
     after = done[-1].after if done else before
@@ -116,7 +116,7 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
     texts = list(inputs.facts.notes)
     if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
-    _, elsewhere = choose_backend(recipe.target, None)
+    _, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
     if elsewhere is not None:
         texts.append(f"{recipe.target} does not run here: the bundle is judged in onnxruntime-cpu instead")
     if not recipe.validate_.gates:

@@ -33,10 +33,10 @@ def run_graph(
 ) -> dict[str, np.ndarray]:
     """The outputs of a model file over samples, in the backend that will judge the bundle."""
     recipe = inputs.recipe
-    name, _ = choose_backend(recipe.target, None)  # the plan says where it is not the target
+    name, _ = choose_backend(recipe.target, None, recipe.model.task)  # the plan says where it is not the target
     session = find_backend(name).open(path, recipe.validate_.benchmark.threads, {})
     try:
-        preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.folder)
+        preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         if recipe.model.task in GENERATION:
             return score(session, preprocessor, columns, recipe.validate_.batch_size)
         return run_samples(session, preprocessor, recipe.model.task, columns, recipe.validate_.batch_size)

@@ -108,6 +108,7 @@ def _build(ground: Ground, staging: Path) -> None:
                 lock=make_lock(inputs, plan.keys, ground.sets, exported.parity if exported else None),
                 preprocess=inputs.preprocess,
                 folder=inputs.folder,
+                tokenizer=inputs.tokenizer,
                 samples=evaluation.columns,
                 baseline_outputs=baseline,
                 layers=layer_rows([one.kind for one in recipe.passes], passed.results),

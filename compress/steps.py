@@ -77,9 +77,9 @@ def quality_gates(judgement: Judgement) -> Judgement:
 def _preprocess(inputs: Inputs) -> list[Any]:
     """What is said of preprocessing, and the tokenizer's digest."""
     said = inputs.preprocess
-    if not isinstance(said, TextPreprocess | LanguagePreprocess) or inputs.folder is None:
+    if not isinstance(said, TextPreprocess | LanguagePreprocess) or inputs.tokenizer is None:
         return [to_json(said)]
-    return [to_json(said), sha256_of(inputs.folder / said.tokenizer)]
+    return [to_json(said), sha256_of(inputs.tokenizer / said.tokenizer)]
 
 
 def _set(inputs: Inputs, name: str) -> list[Any]:

@@ -19,7 +19,7 @@ WeightFormat = Literal[
 """Integers with one scale for each group or channel (and zero points: -asym); activations stay float."""
 Format = Literal[
     "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
-    "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "w8a16-fp8", "kv-int8", "kv-fp8",
+    "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8",
 ]  # fmt: skip
 """int8-static, int8-dynamic: of the graph pass `int8`. w8a8 and what follows: schemes as compressed-tensors names them
 (w8a8: inputs dynamic for each token), and those of a KV cache."""
@@ -77,7 +77,6 @@ _CHECKPOINTS_ONLY = {
     "w4a8": FormatFact("refused", "has no kernel of 4-bit weights with 8-bit activations; use scheme: W4A16"),
     "fp8": _NO_FP8,
     "fp8-dynamic": _NO_FP8,
-    "w8a16-fp8": _NO_FP8,
     "kv-int8": _NO_KV_CACHE,
     "kv-fp8": _NO_KV_CACHE,
 }
@@ -193,7 +192,6 @@ TARGETS: dict[str, Target] = {
             "w4a8": FormatFact("slow", "has kernels for it on CPUs alone; on a GPU use scheme: W4A16 or W8A8"),
             "fp8": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
             "fp8-dynamic": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
-            "w8a16-fp8": FormatFact("fast", "runs in its Marlin kernels"),
             "kv-int8": FormatFact("refused", "has no int8 KV cache; use scheme: fp8"),
             "kv-fp8": FormatFact("fast", "keeps keys and values in FP8 with the stored scales"),
             "int8-static": _NO_GRAPH,
@@ -211,7 +209,7 @@ TARGETS: dict[str, Target] = {
         "s8s8",
         {
             **_same(_DECOMPRESSED, *range(2, 9)),
-            **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "w8a16-fp8"), _DECOMPRESSED),
+            **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _DECOMPRESSED),
             "kv-int8": FormatFact("plain", "reads the stored scales and keeps its cache in float"),
             "kv-fp8": FormatFact("plain", "reads the stored scales and keeps its cache in float"),
             "int8-static": _NO_GRAPH,

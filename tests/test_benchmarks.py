@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-SCRIPTS = ("int8_cnn", "int8_encoder", "interop_optimum")
+ON_BENCH = ("int8_cnn", "int8_encoder", "interop_optimum", "weight_only_quality")
+"""Those that measure on real models."""
+SCRIPTS = (*ON_BENCH, "gptq_speed", "compression_memory", "decode", "kill_resume")
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_help_says_what_is_claimed(script: str) -> None:
     assert all(option in done.stdout for option in ("--bench", "--ours", "--out", "--keep"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ON_BENCH)
 def test_without_a_bench_folder_it_says_how_to_give_one(script: str) -> None:
     done = call(script)
     assert done.returncode == 2
@@ -58,7 +60,7 @@ def test_without_a_bench_folder_it_says_how_to_give_one(script: str) -> None:
     assert "--bench DIR or set COMPRESS_BENCH" in done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ON_BENCH)
 def test_a_bench_folder_without_its_files_is_refused_by_their_names(script: str, tmp_path: Path, load: Any) -> None:
     done = call(script, "--bench", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
@@ -70,6 +72,8 @@ def test_bench_folder_comes_from_the_environment(common: Any, tmp_path: Path, mo
     assert common.find_bench(None, []) == tmp_path.resolve()
     with pytest.raises(common.CallError, match="missing: data"):
         common.find_bench(None, ["data"])
+    monkeypatch.delenv("COMPRESS_BENCH")
+    assert common.find_bench(None, []) == Path()
 
 
 @pytest.mark.parametrize(
@@ -232,13 +236,13 @@ def test_a_model_that_is_better_than_float_has_no_drop(common: Any) -> None:
 def test_a_bundle_whose_gates_fell_short_is_measured_nevertheless(
     common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def apply(command: list[str], **_: Any) -> Any:
+    def apply(command: list[str], _: Any) -> tuple[int, int]:
         assert f"vars.bench={tmp_path}" in command
         (tmp_path / "bundle").mkdir()
         (tmp_path / "bundle/report.json").write_text('{"verdict": "fail"}')
-        return SimpleNamespace(returncode=code)
+        return code, 0
 
-    monkeypatch.setattr(common.subprocess, "run", apply)
+    monkeypatch.setattr(common, "run_child", apply)
     asked = common.Call(tmp_path, False, tmp_path)
     if code in (0, 3):
         assert common.make_bundle(Path("r.yaml"), asked) == (tmp_path / "bundle", {"verdict": "fail"})

@@ -75,6 +75,7 @@ class Contents:
     lock: dict[str, Any]
     preprocess: PreprocessSpec
     folder: Path | None
+    tokenizer: Path | None
     samples: Mapping[str, Any]
     baseline_outputs: Mapping[str, np.ndarray]
     layers: Sequence[Mapping[str, Any]]
@@ -154,7 +155,7 @@ def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> 
     notes = [Note("slow", text) for text in texts]
     artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
     if contents.folder is not None:
-        _copy_folder_files(contents.folder, folder)
+        _copy_folder_files(contents.folder, folder, contents.tokenizer)
         if artifact.cache is not None and artifact.cache.shared_buffer:
             pass  # genai
     return artifact, notes
@@ -204,11 +205,13 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
     )
 
 
-def _copy_folder_files(source: Path, folder: Path) -> None:
+def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None) -> None:
+    """Those that the folder lacks; tokenizer.json from the folder `tokenizer`, if there is one of its own."""
     for name in FOLDER_FILES:
-        if (source / name).is_file() and not (folder / name).exists():
+        origin = tokenizer if tokenizer is not None and name == "tokenizer.json" else source
+        if (origin / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, folder / name)
+            shutil.copyfile(origin / name, folder / name)
 
 
 def _write_json(path: Path, value: Any) -> None:

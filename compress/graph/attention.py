@@ -17,7 +17,7 @@ from compress.graph.attention_parts import Attention, NotMatched, Rotated, find_
 from compress.graph.attention_values import angle_table, mask_window
 from compress.graph.cache import ATTENTION, MAX_LENGTH, POSITIONS, n_cached_layers, past_name, present_name
 from compress.graph.edit import append, initializer, replace_output, reroute, tidy, uses_of
-from compress.graph.layers import constant, is_constant
+from compress.graph.layers import constant, int_attribute, is_constant
 from compress.graph.run import clone
 
 DOMAIN = "com.microsoft"
@@ -52,7 +52,7 @@ def to_group_query_attention(
     _rewrite(copy, plan, scales or {})
     stray = _other_readers(copy)
     if stray:
-        return model, [*plan.notes, f"attention keeps its plain form: {stray} reads the attention mask too"]
+        return model, [*plan.notes, f"attention keeps its plain form: {stray} reads the mask or the past too"]
     return copy, plan.notes
 
 
@@ -231,9 +231,18 @@ def _count_positions(model: ir.Model) -> None:
 
 
 def _other_readers(model: ir.Model) -> str:
-    """The nodes beside ours that read the attention mask, whose padding now stands on the other side."""
-    nodes = [use.node for use in _input(model, "attention_mask").uses()]
-    return ", ".join(str(node.name) for node in nodes if not (node.name or "").startswith("tokens/"))
+    """The nodes beside ours that read which tokens there are: padding has changed sides, and a past has its room."""
+    found = [use.node for use in _input(model, "attention_mask").uses() if use.node.op_type != "Shape"]
+    for layer in range(n_cached_layers(model)):
+        for kind in ("key", "value"):
+            found += [use.node for use in _input(model, past_name(layer, kind)).uses() if not _is_batch(use.node)]
+    names = [node.name or node.op_type for node in found]
+    return ", ".join(name for name in names if not name.startswith(("tokens/", "attention.")))
+
+
+def _is_batch(node: ir.Node) -> bool:
+    """True for the Shape that gives the first dimension alone."""
+    return node.op_type == "Shape" and (int_attribute(node, "start", 0), int_attribute(node, "end", 4)) == (0, 1)
 
 
 def _number(model: ir.Model, value: int | list[int]) -> ir.Value:

@@ -29,11 +29,17 @@ class MicroBatch:
     n_rows: int
 
 
-def micro_batches(batches: Iterable[Feeds], parameters: Mapping[str, str]) -> Iterator[MicroBatch]:
-    """Feeds by input name, in order: those of equal shape that follow one another together, large ones in pieces."""
+def micro_batches(
+    batches: Iterable[Feeds], parameters: Mapping[str, str], rows: int | None = None
+) -> Iterator[MicroBatch]:
+    """Feeds by input name, in order: those of equal shape that follow one another together, large ones in pieces.
+
+    `rows`: of tokens in one, at most, unless one sample has more; None: `ROWS`.
+    """
+    most = ROWS if rows is None else rows
     waiting: list[Feeds] = []
-    for feeds in (piece for one in batches for piece in _pieces({name: one[name] for name in parameters})):
-        if waiting and (_shapes(feeds) != _shapes(waiting[0]) or _n_rows([*waiting, feeds]) > ROWS):
+    for feeds in (piece for one in batches for piece in _pieces({name: one[name] for name in parameters}, most)):
+        if waiting and (_shapes(feeds) != _shapes(waiting[0]) or _n_rows([*waiting, feeds]) > most):
             yield _joined(waiting, parameters)
             waiting = []
         waiting.append(feeds)
@@ -41,9 +47,9 @@ def micro_batches(batches: Iterable[Feeds], parameters: Mapping[str, str]) -> It
         yield _joined(waiting, parameters)
 
 
-def _pieces(feeds: Feeds) -> Iterator[Feeds]:
+def _pieces(feeds: Feeds, rows: int) -> Iterator[Feeds]:
     n = {len(values) for values in feeds.values()}
-    most = max(1, ROWS // _rows_per_sample(feeds))
+    most = max(1, rows // _rows_per_sample(feeds))
     if len(n) != 1:  # no common batch dimension
         yield feeds
         return

@@ -89,6 +89,18 @@ def read_step(folder: Path, index: int, name: str) -> Said | None:
         return None
 
 
+def finished_steps(folder: Path, count: int | None = None) -> list[Said]:
+    """The first `count` steps that a stream left in a folder, or all, in order; taken for whole.
+
+    OutputError where one is not there.
+    """
+    n = len(list(folder.glob("block-*.json"))) if count is None else count
+    files = [step_file(folder, index) for index in range(n)]
+    if not n or not all(path.is_file() and path.with_suffix(".json").is_file() for path in files):
+        raise OutputError(f"{folder}: does not hold every block of a finished pass; run it again")
+    return [_said(path, json.loads(path.with_suffix(".json").read_text())) for path in files]
+
+
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that lie in the same memory as another one copied: the format wants each by itself."""
     seen: set[int] = set()
@@ -97,17 +109,6 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         place = tensor.untyped_storage().data_ptr()
         found[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
-    return found
-
-
-def finished_steps(folder: Path) -> list[Said]:
-    """All steps of a finished stream, in order. OutputError where one is damaged."""
-    found = []
-    for index, path in enumerate(sorted(folder.glob("block-*.json"))):
-        said = read_step(folder, index, json.loads(path.read_text())["name"])
-        if said is None:
-            raise OutputError(f"{path}: is damaged; remove the folder and run again")
-        found.append(said)
     return found
 
 

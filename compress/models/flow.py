@@ -63,13 +63,13 @@ class Flow:
             self.hidden[i] = self.holder.hold(out)
 
     def float_forward(self, block: int, forward: Callable[..., Any]) -> list[Held]:
-        """What the k-th block with float weights gives on the float path."""
-        inputs = self.floats if self.floats is not None else self.hidden
-        given = []
+        """Take what the k-th block with float weights gives on the float path for what the next one reads there."""
+        given = list(self.hidden) if self.floats is None else self.floats
         with torch.no_grad():
             for i in range(len(self.batches)):
-                args, kwargs = self.templates[i][block].filled(inputs[i].get())
-                given.append(self.holder.hold(self.forms[block].taken(forward(*args, **kwargs)).float()))
+                args, kwargs = self.templates[i][block].filled(given[i].get())
+                given[i] = self.holder.hold(self.forms[block].taken(forward(*args, **kwargs)).float())
+        self.floats = given
         return given
 
 

@@ -58,7 +58,7 @@ def build_on_meta(spec: ModelSpec, source: Source) -> tuple[nn.Module, list[str]
 def build_untrained(spec: ModelSpec, source: Source) -> nn.Module:
     """The wrapped model on the CPU with random weights: for a look at a forward pass that a meta device cannot do."""
     auto, config, kwargs = _auto_class(spec, source)
-    with torch.random.fork_rng(devices=[]), _quiet():
+    with torch.random.fork_rng(devices=[]), quiet():
         return _wrap(spec, auto.from_config(config, trust_remote_code=spec.trust_remote_code, **kwargs))
 
 
@@ -89,7 +89,7 @@ def _from_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple
         if path.suffix == ".safetensors":
             safetensors_shapes(path)  # a damaged file is named here
     try:
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]):
             model, info = auto.from_pretrained(
                 source.folder,
                 config=config,
@@ -160,7 +160,7 @@ def _wrap(spec: ModelSpec, model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars or load reports from transformers: what matters of them becomes an error or a note."""
     from transformers.utils import logging
 

@@ -105,6 +105,16 @@ class WeightStore:
         """As `read`, but of a quantized layer the values from which it was rounded."""
         return self._read(name, self._floats)
 
+    def view(self, name: str, floats: bool = False) -> Tensor | None:
+        """The tensor as it lies in its file or in memory, in its own type, no bytes read yet; None if it is packed.
+
+        `floats`: as `read_float`. Not to be written to.
+        """
+        entry = self._entry(name, self._floats if floats else self._entries)
+        if isinstance(entry, Stored):
+            return _tensor(entry.path, entry.key)
+        return entry.detach() if isinstance(entry, Tensor) else None
+
     def quantized(self, layer: str) -> QuantizedWeight | None:
         """The integers of a quantized layer (a module's path); None where it is not quantized."""
         name = f"{layer}.weight"

@@ -19,7 +19,7 @@ import torch
 from compress.errors import PassError
 from compress.facts import Reading
 from compress.models.activations import Holder, MicroBatch, micro_batches
-from compress.models.blockfiles import Said, read_step, step_file, write_step
+from compress.models.blockfiles import Said, finished_steps, read_step, step_file, write_step
 from compress.models.sharing import from_main, share, wait
 from compress.models.step import BlockStep
 from compress.models.work import AFTER, BEFORE, Planned, Work
@@ -35,7 +35,8 @@ class Stream:
     With `data`, every step has the calls that reach it with everything before it as this pass left it; without, the
     weights alone. `float_too`: also what the float model gives at each block. `readings_outside`: also steps for the
     layers outside the blocks that read something ("before" and "after"; without `data` always). `offload`: activations
-    between blocks lie on disk. `compute`: the type of products in forward passes; hidden states stay float32.
+    between blocks lie on disk. `compute`: the type of products in forward passes; hidden states stay float32. `rows`:
+    tokens that go through a block at once (see `micro_batches`).
 
     A step that is done is written into `context.work`; a stream that finds finished steps there goes on after them.
     Several processes (`compress.models.sharing`) share the micro-batches; the first of them writes.
@@ -51,13 +52,14 @@ class Stream:
         readings_outside: bool = True,
         offload: bool = False,
         compute: Literal["float32", "bfloat16"] = "float32",
+        rows: int | None = None,
     ) -> None:
         self.model, self.context = model, context
         self.float_too, self.data = float_too and data, data
         self.compute = getattr(torch, compute)
         self.timings: list[dict[str, Any]] = []
         self._folder, self._owner = _work_folder(context.work)
-        self._offload = offload
+        self._offload, self._rows = offload, rows
         self._plan = planned(model, data, readings_outside)
         self._said: list[Said] = []
 
@@ -77,7 +79,7 @@ class Stream:
                         work.replay(one, self._said[one.index].path, self._feeds_more(one))
                     else:
                         yield from self._step(work, one)
-        self._said = [self._read(one) for one in self._plan]
+        self._said = finished_steps(self._folder, len(self._plan))
 
     def result(self) -> PassResult:
         """The model as the steps left it, and what they said. RuntimeError before the last step is done."""
@@ -105,7 +107,7 @@ class Stream:
         """This process's share of the calibration data; None without data. PassError if there is none."""
         if not self.data:
             return None
-        found = list(enumerate(micro_batches(self.context.batches, self.model.parameters)))
+        found = list(enumerate(micro_batches(self.context.batches, self.model.parameters, self._rows)))
         if not found:
             raise PassError("there is no calibration data; give the recipe a calibration set")
         return [batch for i, batch in found if share().mine(i)]
@@ -139,13 +141,7 @@ class Stream:
                 break
             found.append(said)
         count = from_main(len(found))
-        return [self._read(one) for one in self._plan[:count]]
-
-    def _read(self, one: Planned) -> Said:
-        said = read_step(self._folder, one.index, one.name)
-        if said is None:
-            raise PassError(f"{self._folder}: block {one.name or one.index} was written but cannot be read again")
-        return said
+        return finished_steps(self._folder, count) if count and not found else found
 
 
 def planned(model: StreamedModel, data: bool = True, readings_outside: bool = True) -> list[Planned]:
@@ -182,17 +178,6 @@ def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> 
     )
     decisions = tuple(decision for one in said for decision in one.decisions)
     return PassResult(after, decisions, tuple(note for one in said for note in one.notes), measured)
-
-
-def finished_result(model: StreamedModel, folder: Path, data: bool = True, readings_outside: bool = True) -> PassResult:
-    """What a stream over `model` left in a folder. PassError if a step is missing there."""
-    found = []
-    for one in planned(model, data, readings_outside):
-        said = read_step(folder, one.index, one.name)
-        if said is None:
-            raise PassError(f"{folder}: the block {one.name!r} is missing or damaged; run the pass again")
-        found.append(said)
-    return result_of(model, found)
 
 
 def peak_rss_mib() -> float:

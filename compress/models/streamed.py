@@ -89,6 +89,17 @@ def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, stru
     return StreamedModel(build, store, structure, names, architecture(template), source.folder, notes=notes)
 
 
+def streamed_module(
+    module: nn.Module, structure: Structure, names: Mapping[str, str], folder: Path | None = None
+) -> StreamedModel:
+    """A module (changed in place: stacked experts become layers) that holds its weights. `names`: as `parameters`."""
+    unstack_experts(module)
+    template, store = emptied(module), memory_store(module)
+    _fuse_attention(template)
+    build = functools.partial(copy.deepcopy, template)
+    return StreamedModel(build, store, structure, names, architecture(template), folder)
+
+
 def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
     """Plain name of each expert's parameter -> where it lies in a stacked one, before `unstack_experts`."""
     found: dict[str, ExpertPart] = {}

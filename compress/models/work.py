@@ -57,6 +57,9 @@ class Work:
         self.names = [block.name for block in model.structure.blocks]
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
+        for _, part in self._outside(self.module):
+            if _is_table(part):
+                part.register_forward_hook(_as_float)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
         self.flow = None if batches is None else Flow(batches, holder)
         self._floats: list[Held] | None = None
@@ -71,8 +74,6 @@ class Work:
         """Compute what the next block reads."""
         assert self.flow is not None
         self.flow.advance(step.outputs())
-        if self._floats is not None:
-            self.flow.floats = self._floats
 
     def drop(self, path: Path) -> None:
         """Go on with what a finished step left in a file, its weights in memory let go of."""
@@ -127,7 +128,8 @@ class Work:
     def _open_outside(self, one: Planned) -> BlockStep:
         """What is outside the blocks: of "before", a forward ends at the first block; "after" begins at the last."""
         after = one.name == AFTER
-        self._fill_outside(self.module, self.store.read, late=after or self.flow is None)
+        whole = not after or self.flow is None
+        self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
         layers = {name: layer for name, layer in self._outside_layers().items() if (name in self.late) == after}
         if self.flow is None:
             return BlockStep(self._part(one, self.module, layers, [], _no_data))
@@ -179,7 +181,7 @@ class Work:
             if not made:
                 module = self.build()
                 without_cache(module)
-                self._fill_outside(module, self.store.read_float, late=True)
+                self._fill_outside(module, late=True, views=False, floats=True)
                 made.append(self._after(module, flow.hidden if flow.floats is None else flow.floats))
             with torch.no_grad():
                 return made[0](i)
@@ -192,10 +194,10 @@ class Work:
         assert flow is not None
         if flow.hidden or not flow.batches:
             return
-        self._fill_outside(self.module, self.store.read, late=False)
+        self._fill_outside(self.module, late=False, views=True)
         flow.enter(self.module, self.names, self.blocks, self._real)
         if self.float_too and any(map(self.store.is_quantized, self._outside_layers())):
-            self._fill_outside(self.module, self.store.read_float, late=False)
+            self._fill_outside(self.module, late=False, views=True, floats=True)
             flow.enter_float(self.module, self.names, self.blocks)
         empty(self.module)
 
@@ -247,10 +249,43 @@ class Work:
     def _outside_layers(self) -> dict[str, nn.Module]:
         return {path: part for path, part in self._outside(self.module) if is_layer(part)}
 
-    def _fill_outside(self, module: nn.Module, read: Read, late: bool) -> None:
-        """Weights outside the blocks; without `late`, not those of the layers that read what the blocks give."""
-        parts = [part for path, part in self._outside(module) if late or path not in self.late]
-        fill(module, read, self.store.tied, only={id(part) for part in parts})
+    def _fill_outside(self, module: nn.Module, late: bool, views: bool, floats: bool = False) -> None:
+        """Weights outside the blocks; without `late`, not those of the layers that read what the blocks give.
+
+        With `views`, tables of embeddings stay in their files: only the rows that are looked up are ever read.
+        """
+        parts = {path: part for path, part in self._outside(module) if late or path not in self.late}
+        tables = self._tables(parts) if views else {}
+        for path, part in tables.items():
+            view = self.store.view(f"{path}.weight", floats)
+            if view is None:
+                view = self.store.read(f"{path}.weight")
+            part._parameters["weight"] = nn.Parameter(view, requires_grad=False)
+        only = {id(part) for path, part in parts.items() if path not in tables}
+        fill(module, self.store.read_float if floats else self.store.read, self.store.tied, only=only)
+
+    def _tables(self, parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """The embeddings among `parts` whose weight no other of them shares."""
+        tied = self.store.tied
+        owners = [tied.get(name, name) for path, part in parts.items() for name in _own_names(path, part)]
+        return {
+            path: part
+            for path, part in parts.items()
+            if _is_table(part) and owners.count(tied.get(f"{path}.weight", f"{path}.weight")) == 1
+        }
+
+
+def _own_names(path: str, part: nn.Module) -> list[str]:
+    return [f"{path}.{key}" if path else key for key, value in part._parameters.items() if value is not None]
+
+
+def _is_table(part: nn.Module) -> bool:
+    """An embedding that only looks rows up, in torch's own way."""
+    return type(part) is nn.Embedding and part.max_norm is None
+
+
+def _as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out.float()
 
 
 def first_output(out: Any) -> Tensor:

@@ -24,7 +24,7 @@ class AutoRound(WeightPass):
 
     kind: Literal["autoround"] = "autoround"
     steps: Annotated[int, Field(ge=0)] = 200
-    """For each block; each takes one micro-batch."""
+    """For each block; each takes about 2048 rows (tokens)."""
     rate: Annotated[float, Field(ge=0)] | None = None
     """How far one step moves the rounding, in levels; empty: 1 / steps, as in the paper."""
     range_rate: Annotated[float, Field(ge=0)] | None = None

@@ -50,7 +50,7 @@ class Tune(WeightPass):
     steps: Annotated[int, Field(ge=0)] = 200
     """Of the whole model; each takes `batch_size` samples."""
     block_steps: Annotated[int, Field(ge=0)] = 100
-    """Of each block where they are learned one by one; each takes one micro-batch."""
+    """Of each block where they are learned one by one; each takes about 2048 rows (tokens)."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Stop by then, the rates having fallen to zero: the result then depends on the machine's speed."""
     batch_size: Annotated[int, Field(gt=0)] = 8

@@ -24,10 +24,12 @@ from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune
 from compress.passes.weight_only import WeightPass
 from compress.quantize.learn import Course, TuneLog, learn
-from compress.quantize.lessons import BlockLesson, Loss, arranged
+from compress.quantize.lessons import BlockLesson, Loss, Together, arranged, together
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import Places, student_of, tune_module, vectors
 
+ROWS = 2048
+"""Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
 END = "end to end"
 """The name under which the report has what was measured of the whole model."""
 
@@ -75,7 +77,8 @@ def _rounded(knobs: Tune, model: StreamedModel, context: PassContext) -> tuple[S
 def _chosen(knobs: Tune, model: StreamedModel, learned: Learned) -> list[str]:
     """The layers to learn. What is not on an integer grid is left alone and named."""
     layers = _modules(model.build())
-    wanted, left = [], []
+    wanted: list[str] = []
+    left: list[str] = []
     for layer in model.quantized_layers():
         weights = model.schemes[layer].weights
         if knobs.wants(layer, type(layers[layer]).__name__, weights.bits):
@@ -163,15 +166,14 @@ def _whole(
     learned.measured[END] = _numbers(log)
 
 
-def block_lessons(step: BlockStep, held_out: float) -> tuple[list[BlockLesson], list[BlockLesson]]:
-    """A step's micro-batches, and the last of them that are kept aside; all of them to learn from if they are few."""
-    part = 1 / share().size
+def block_lessons(step: BlockStep, held_out: float) -> tuple[list[Together], list[Together]]:
+    """A step's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
     lessons = [
-        BlockLesson(_call(step.forward, i), _call(step.float_outputs, i), call.rows, call.n_rows, part)
+        BlockLesson(_call(step.forward, i), _call(step.float_outputs, i), call.rows, call.n_rows)
         for i, call in enumerate(step.calls)
     ]
-    n = round(held_out * len(lessons))
-    return lessons[: len(lessons) - n], lessons[len(lessons) - n :]
+    n, part = len(lessons) - round(held_out * len(lessons)), 1 / share().size
+    return together(lessons[:n], ROWS, part), together(lessons[n:], ROWS, part)
 
 
 def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dict[str, Tensor]]:

@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from compress.quantize.fake import ShiftedWeight
-from compress.quantize.learn import Course, Progress, Reduce, Student, TuneLog, learn
-from compress.quantize.lessons import BlockLesson
+from compress.quantize.learn import Course, Lesson, Progress, Reduce, Student, TuneLog, learn
 from compress.quantize.rounding import QuantizedWeight
 
 
 def autoround_block(
     layers: Mapping[str, nn.Module],
     start: Mapping[str, QuantizedWeight],
-    lessons: Sequence[BlockLesson],
+    lessons: Sequence[Lesson],
     course: Course,
     *,
-    kept_aside: Sequence[BlockLesson] = (),
+    kept_aside: Sequence[Lesson] = (),
     floats: Mapping[str, Tensor] | None = None,
     progress: Progress = lambda some, _: some,
     reduce: Reduce = lambda tensor: tensor,

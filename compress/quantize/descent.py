@@ -35,8 +35,8 @@ class _Work:
     def __init__(self, weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid) -> None:
         self.gram, self.low, self.high = gram, grid.low, grid.high
         self.pivots = gram.diagonal().tolist()
-        self.levels = levels.T.contiguous()
-        self.scales = grid.scales.T.contiguous()  # [groups, out]
+        self.levels = levels.T.clone(memory_format=torch.contiguous_format)
+        self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
         self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
         self.size = weight.shape[1] // len(self.scales)
         self.left = (weight - grid.values(levels)).T.contiguous()

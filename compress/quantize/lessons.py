@@ -24,10 +24,34 @@ class BlockLesson:
     target: Callable[[], Tensor]
     rows: Tensor | None
     n_rows: int
-    part: float = 1.0
 
     def loss(self) -> Tensor:
         return relative_error(_rows(self.forward(), self.rows), _rows(self.target(), self.rows))
+
+
+@dataclass(frozen=True)
+class Together:
+    """Micro-batches that one step is taken on: the mean of their losses, each counted by its rows."""
+
+    lessons: Sequence[BlockLesson]
+    part: float = 1.0
+
+    @property
+    def n_rows(self) -> int:
+        return sum(lesson.n_rows for lesson in self.lessons)
+
+    def loss(self) -> Tensor:
+        return torch.stack([lesson.loss() * lesson.n_rows for lesson in self.lessons]).sum() / self.n_rows
+
+
+def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0) -> list[Together]:
+    """In their order, as many as have no more than `rows` rows, but one at least."""
+    bundles: list[list[BlockLesson]] = []
+    for lesson in lessons:
+        if not bundles or sum(one.n_rows for one in bundles[-1]) + lesson.n_rows > rows:
+            bundles.append([])
+        bundles[-1].append(lesson)
+    return [Together(bundle, part) for bundle in bundles]
 
 
 @dataclass

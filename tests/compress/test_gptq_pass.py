@@ -1,89 +1,180 @@
-"""GPTQ: the rounding against slow and obvious references, and the pass around it."""
+"""GPTQ: the rounding against slow and obvious references, and the pass around it, on graphs and on blocks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import graphs
 import numpy as np
 import pytest
+import streaming
+import torch
 from graphs import context, facts_of, written
+from torch import Tensor
 
 from compress.errors import PassError
 from compress.passes import Gptq, Rtn
 from compress.passes.context import PassResult
-from compress.quantize.gptq import gptq_round, gram_matrix, invert_hessian, output_error
+from compress.quantize.descent import descend
+from compress.quantize.gptq import gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
+from compress.quantize.gram import Gram
+from compress.quantize.gram_graph import gram_matrix
+from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.measure import output_cosine
-from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
+from compress.schemes import WeightScheme
 from compress.targets import TARGETS
 
 
-def correlated(n: int = 48, rows: int = 400, seed: int = 0) -> np.ndarray:
+def correlated(n: int = 48, rows: int = 400, seed: int = 0) -> Tensor:
     """The Gram matrix of inputs that depend on each other, some much larger than others; float64 [n, n]."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, n)) @ rng.normal(size=(n, n)) * np.geomspace(0.05, 3, n)
-    return x.T @ x / rows
+    return torch.from_numpy(x.T @ x / rows)
 
 
-def weight_of(rows: int = 12, n: int = 48, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(rows, n)).astype(np.float32)
+def weight_of(rows: int = 12, n: int = 48, seed: int = 1) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, n)).astype(np.float32))
+
+
+def stands_for(weight: Any) -> Tensor:
+    return torch.from_numpy(weight.dequantize())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_with_independent_inputs_it_is_rounding_to_the_nearest(symmetric: bool) -> None:
-    weight = weight_of()
-    found, error, nearest = gptq_round(weight, invert_hessian(np.eye(48), 0.01), 4, 16, symmetric)
-    expected = round_to_nearest(weight, 4, 16, symmetric)
+@pytest.mark.parametrize("signed", [True, False])
+def test_with_independent_inputs_it_is_rounding_to_the_nearest(symmetric: bool, signed: bool) -> None:
+    weight, scheme = weight_of(), WeightScheme(4, 16, symmetric)
+    found, error, nearest = gptq_round(weight, invert_hessian(torch.eye(48), 0.01), scheme, signed, sweeps=0)
+    expected = round_to_grid(weight, scheme, signed=signed)
     np.testing.assert_array_equal(found.values, expected.values)
-    assert error == nearest == pytest.approx(output_error(weight, expected.dequantize(), np.eye(48)))
+    assert error == nearest == pytest.approx(output_error(weight, stands_for(expected), torch.eye(48)), rel=1e-5)
 
 
-def test_the_factor_is_that_of_the_inverse() -> None:
-    hessian = invert_hessian(correlated(), 0.01)
-    damped = hessian.gram + 0.01 * np.diag(hessian.gram).mean() * np.eye(48)
-    ordered = damped[np.ix_(hessian.order, hessian.order)]
-    np.testing.assert_allclose(hessian.factor.T @ hessian.factor @ ordered, np.eye(48), atol=1e-8)
-    assert not np.tril(hessian.factor, -1).any()
-    assert (np.diff(np.diag(ordered)) <= 0).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_factor_is_that_of_the_inverse(dtype: torch.dtype) -> None:
+    hessian = invert_hessian(correlated().to(dtype), 0.01)
+    damped = correlated() + 0.01 * correlated().diagonal().mean() * torch.eye(48, dtype=torch.float64)
+    torch.testing.assert_close(hessian.damped.double(), damped, rtol=1e-5, atol=1e-4)
+    ordered = damped[hessian.order][:, hessian.order]
+    factor = hessian.factor.double()
+    torch.testing.assert_close(factor.T @ factor @ ordered, torch.eye(48, dtype=torch.float64), rtol=0, atol=2e-4)
+    assert not factor.tril(-1).any()
+    assert (ordered.diagonal().diff() <= 0).all()
 
 
 @pytest.mark.parametrize("act_order", [True, False])
-def test_the_columns_are_rounded_as_obq_rounds_them(act_order: bool) -> None:
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block", [7, 128])
+def test_the_columns_are_rounded_as_obq_rounds_them(act_order: bool, symmetric: bool, block: int) -> None:
     """The reference updates the inverse Hessian itself after each column (Frantar & Alistarh 2022, equation 3)."""
     weight, hessian = weight_of(), invert_hessian(correlated(), 0.01, act_order)
-    importance = np.diag(hessian.gram) + 1e-3 * np.diag(hessian.gram).mean()
-    scales = round_to_nearest(weight, 4, 16, importance=importance).scales
-    damped = hessian.gram + 0.01 * np.diag(hessian.gram).mean() * np.eye(48)
-    left, inverse = weight.astype(np.float64), np.linalg.inv(damped)
-    expected = np.zeros(weight.shape)
-    for column in hessian.order:
-        scale = scales[:, column // 16].astype(np.float64)
-        expected[:, column] = np.clip(np.round(left[:, column] / scale), -7, 7)
-        error = (left[:, column] - expected[:, column] * scale) / inverse[column, column]
-        left -= np.outer(error, inverse[column])
-        inverse -= np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-    np.testing.assert_array_equal(gptq_round(weight, hessian, 4, 16, True)[0].values, expected)
+    grid = fit_grid(weight, WeightScheme(4, 16, symmetric), hessian.importance)
+    damped = correlated() + 0.01 * correlated().diagonal().mean() * torch.eye(48, dtype=torch.float64)
+    left, inverse = weight.double(), torch.linalg.inv(damped)
+    expected = torch.zeros_like(left)
+    for column in hessian.order.tolist():
+        scale = grid.scales[:, column // 16].double()
+        zero = 0 if grid.zeros is None else grid.zeros[:, column // 16].double()
+        expected[:, column] = ((left[:, column] / scale).round() + zero).clamp(grid.low, grid.high)
+        error = (left[:, column] - (expected[:, column] - zero) * scale) / inverse[column, column]
+        left -= torch.outer(error, inverse[column])
+        inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+    torch.testing.assert_close(round_columns(weight, hessian, grid, block).double(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [16, 48])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_descent_takes_the_best_level_of_each_input_in_turn(size: int, symmetric: bool) -> None:
+    """The reference tries every level of every weight, row by row, then solves for each scale."""
+    weight, gram = weight_of(4), correlated().float()
+    gram += torch.eye(48)
+    grid = fit_grid(weight, WeightScheme(3, size, symmetric))
+    start = grid.levels(weight)
+    given = [grid.scales.clone(), start.clone()]
+    levels, found = descend(weight, gram, start, grid, 1)
+    assert torch.equal(given[0], grid.scales) and torch.equal(given[1], start)
+    expected, scales = start.double(), grid.scales.double()
+
+    def values(row: int, group: int | None = None) -> Tensor:
+        zero = torch.zeros(len(scales[row])) if grid.zeros is None else grid.zeros[row]
+        out = ((expected[row].reshape(-1, size) - zero[:, None]) * scales[row][:, None]).reshape(-1)
+        return out if group is None else out * (torch.arange(48) // size == group)
+
+    def error(row: int) -> float:
+        difference = weight[row].double() - values(row)
+        return float(difference @ gram.double() @ difference)
+
+    for row in range(4):
+        for first in range(0, 48, 128 // size * size if size <= 128 else 128):
+            for column in range(first, 48):
+                tried = []
+                for level in range(grid.low, grid.high + 1):
+                    expected[row, column] = level
+                    tried.append((error(row), level))
+                expected[row, column] = min(tried)[1]
+            for group in range(48 // size):
+                own = values(row, group)
+                gradient = own @ gram.double()
+                left = weight[row].double() - values(row) + own
+                if (energy := float(gradient @ own)) > 0:
+                    scales[row, group] *= float(gradient @ left) / energy
+    torch.testing.assert_close(levels.double(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(found.scales.double(), scales, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("group_size", [-1, 16])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_it_loses_less_than_rounding_to_the_nearest(group_size: int, symmetric: bool) -> None:
+@pytest.mark.parametrize("signed", [True, False])
+def test_it_loses_less_than_rounding_to_the_nearest(group_size: int, symmetric: bool, signed: bool) -> None:
     weight, gram = weight_of(), correlated()
     errors = []
-    for bits in (2, 3, 4, 8):
-        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), bits, group_size, symmetric)
-        plain = round_to_nearest(weight, bits, group_size, symmetric)
-        assert error == pytest.approx(output_error(weight, found.dequantize(), gram))
-        assert error < 0.8 * output_error(weight, plain.dequantize(), gram)
+    for bits in range(2, 9):
+        scheme = WeightScheme(bits, group_size, symmetric)
+        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), scheme, signed)
+        published = gptq_round(weight, invert_hessian(gram, 0.01), scheme, signed, sweeps=0).error
+        plain = round_to_grid(weight, scheme, signed=signed)
+        assert error == pytest.approx(output_error(weight, stands_for(found), gram), rel=1e-4)
+        assert error <= published * 1.001
+        assert error < 0.8 * output_error(weight, stands_for(plain), gram)
+        low, high = (0, 2**bits - 1) if not symmetric else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        assert found.values.min() >= low + (symmetric and not signed)
+        assert found.values.max() <= high
+        assert signed or (found.scales > 0).all()
         errors.append(error)
     assert errors == sorted(errors, reverse=True)
 
 
-def test_a_gram_matrix_is_that_of_all_rows() -> None:
+def test_layers_together_are_what_each_is_alone() -> None:
+    weights, hessian, scheme = (
+        [weight_of(5), weight_of(9, seed=2)],
+        invert_hessian(correlated(), 0.01),
+        WeightScheme(3, 16),
+    )
+    for one, both in zip(weights, gptq_round_together(weights, hessian, scheme), strict=True):
+        alone = gptq_round(one, hessian, scheme)
+        np.testing.assert_array_equal(alone.weight.values, both.weight.values)
+        np.testing.assert_allclose(alone.weight.scales, both.weight.scales, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_gram_matrix_is_that_of_all_rows(compute: Any) -> None:
+    rows = torch.from_numpy(np.random.default_rng(0).normal(size=(3000, 30)).astype(np.float32))
+    gram = Gram(30, compute)
+    for part in rows.split(1100):
+        gram.add(part)
+    expected = rows.double().T @ rows.double() / 3000
+    mean, n_rows = gram.mean()
+    assert n_rows == 3000
+    torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-6 if compute == "float32" else 5e-3)
+    torch.testing.assert_close(mean, mean.T, rtol=0, atol=0)
+
+
+def test_a_graph_s_gram_matrix_is_that_of_its_tensor() -> None:
     feeds = graphs.vectors()
-    rows = np.concatenate([batch["x"] for batch in feeds]).astype(np.float64)
-    np.testing.assert_allclose(gram_matrix(graphs.one_layer(), "x", feeds), rows.T @ rows / len(rows), atol=1e-6)
+    rows = np.concatenate([batch["x"] for batch in feeds])
+    np.testing.assert_allclose(gram_matrix(graphs.one_layer(), "x", feeds), rows.T @ rows / len(rows), atol=1e-5)
     with pytest.raises(ValueError, match="no calibration data"):
         gram_matrix(graphs.one_layer(), "x", [])
 
@@ -92,29 +183,33 @@ def test_inputs_that_are_always_zero_keep_their_nearest_weight() -> None:
     gram = correlated()
     gram[5], gram[:, 5] = 0, 0
     hessian = invert_hessian(gram, 0.01)
-    assert hessian.dead.nonzero()[0].tolist() == [5]
+    assert hessian.dead.nonzero().flatten().tolist() == [5]
     weight = weight_of()
-    found = gptq_round(weight, hessian, 8, -1, True)[0]
-    assert np.abs(found.dequantize()[:, 5] - weight[:, 5]).max() <= found.scales.max() / 2
+    found = gptq_round(weight, hessian, WeightScheme(8, -1)).weight
+    assert np.abs(found.dequantize()[:, 5] - weight[:, 5].numpy()).max() <= np.abs(found.scales).max() / 2 * 1.001
 
 
 def test_more_damping_is_tried_and_its_end_is_an_error() -> None:
     gram = correlated(rows=8)  # of rank 8: needs damping
-    gram -= np.eye(48) * 0.03 * np.diag(gram).mean()
+    gram -= torch.eye(48) * 0.03 * gram.diagonal().mean()
     assert invert_hessian(gram, 0.01).damp_percent > 0.01
     with pytest.raises(ValueError, match="cannot be inverted, not even with damp_percent 1"):
-        invert_hessian(-correlated() + 2 * np.diag(np.diag(correlated())) - 9 * correlated(), 0.01)
+        invert_hessian(2 * torch.diag(correlated().diagonal()) - 10 * correlated(), 0.01)
+    with pytest.raises(ValueError, match="NaN or Inf among its inputs"):
+        invert_hessian(torch.full((4, 4), torch.nan), 0.01)
 
 
 def run_pass(**knobs: Any) -> PassResult:
-    return Gptq(**knobs).apply(GraphState(graphs.transformer()), context(graphs.tokens(n_batches=6)))
+    return Gptq(**{"group_size": 16, **knobs}).apply(
+        GraphState(graphs.transformer()), context(graphs.tokens(n_batches=6))
+    )
 
 
 def test_the_pass_is_closer_than_rtn_and_says_by_how_much() -> None:
     feeds = graphs.tokens(n_batches=6)
     exact = graphs.run(graphs.transformer(), feeds)
     result = run_pass()
-    rtn = Rtn().apply(GraphState(graphs.transformer()), context([])).model
+    rtn = Rtn(group_size=16).apply(GraphState(graphs.transformer()), context([])).model
 
     def cosine(state: GraphState) -> float:
         return output_cosine(exact, np.split(written(state, feeds), len(feeds)))
@@ -150,5 +245,65 @@ def test_a_value_that_is_not_finite_stops_it_and_is_named() -> None:
 def test_a_group_that_does_not_divide_is_refused_by_the_plan() -> None:
     problems = Gptq(group_size=24).check(facts_of(graphs.one_layer()), TARGETS["openvino"]).problems
     assert problems == (
-        "gptq: fc has 64 inputs, which group_size 24 does not divide; use group_size: 16 or 32, or ignore it",
+        "gptq: fc has 64 inputs, which group_size 24 does not divide; use group_size: 16 or 32, set indivisible: fit, "
+        "or ignore it",
     )
+
+
+def test_an_onnx_source_has_4_and_8_bits() -> None:
+    for knobs, name in (({"bits": 3}, "W3A16"), ({"scheme": "W8A8"}, "W8A8")):
+        problems = Gptq(**knobs).check(facts_of(graphs.one_layer()), TARGETS["openvino"]).problems  # type: ignore[arg-type]
+        text = f"gptq: {name} needs a torch model; weights of an onnx: source get 4 or 8 bits (W4A16, W8A16)"
+        assert text in problems
+
+
+def on_blocks(net: Any = None, batches: Any = None, target: str = "transformers", **knobs: Any) -> PassResult:
+    one = Gptq(**{"group_size": 16, **knobs})
+    surroundings = replace(streaming.context(batches or streaming.texts()), target=TARGETS[target])
+    return one.apply(streaming.streamed(net or streaming.llama(layers=2)), surroundings)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_blocks_are_rounded_against_what_reaches_them(sequential: bool) -> None:
+    """The reference gathers each layer's inputs by hooks on whole forward passes."""
+    net = streaming.llama(layers=2)
+    result = on_blocks(streaming.llama(layers=2), sequential=sequential, bits=3)
+    feeds = streaming.together(streaming.texts())
+    rows = feeds["attention_mask"].bool()
+    for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",)):
+        layers = [net.get_submodule(f"model.layers.0.{name}") for name in names]
+        seen: list[Tensor] = []
+        keep = seen.append
+        handle = layers[0].register_forward_pre_hook(lambda module, args, keep=keep: keep(args[0][rows]))
+        with torch.no_grad():
+            net(**feeds)
+            handle.remove()
+            hessian = invert_hessian(seen[0].T @ seen[0] / len(seen[0]), 0.01)
+            found = gptq_round_together([layer.weight for layer in layers], hessian, WeightScheme(3, 16))
+            for name, layer, expected in zip(names, layers, found, strict=True):
+                mine = result.model.store.quantized(f"model.layers.0.{name}")
+                assert (mine.values == expected.weight.values).mean() > 0.98
+                if sequential:
+                    layer.weight.copy_(torch.from_numpy(mine.dequantize()))
+
+
+def test_the_pass_on_blocks_says_what_it_did() -> None:
+    result = on_blocks()
+    assert len(result.model.quantized_layers()) == 14
+    assert not [name for name in result.model.quantized_layers() if "lm_head" in name]
+    decided = {one.layer: one for one in result.decisions}
+    assert (decided["lm_head"].action, decided["lm_head"].reason) == ("kept", "ignore: lm_head")
+    assert decided["model.layers.1.mlp.up_proj"].reason == "W4A16, group 16"
+    told = [numbers for layer, numbers in result.measured.items() if "proj" in layer]
+    assert len(told) == 14
+    assert all(numbers["output_error"] <= numbers["output_error_rtn"] for numbers in told)
+
+
+def test_static_inputs_get_a_scale_and_integer_products_symmetric_levels() -> None:
+    result = on_blocks(scheme="W8A8_STATIC", group_size=-1)
+    assert set(result.model.activation_scales) == set(result.model.quantized_layers())
+    assert all(scale > 0 for scale in result.model.activation_scales.values())
+    for layer in result.model.quantized_layers():
+        weight = result.model.store.quantized(layer)
+        assert weight.values.min() >= -127
+        assert (weight.scales > 0).all()

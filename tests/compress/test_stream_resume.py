@@ -17,12 +17,12 @@ import torch
 from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
-from compress.errors import OutputError, PassError
+from compress.errors import OutputError
 from compress.facts import LayerDecision, Note, Reading
 from compress.models import activations, blockfiles
-from compress.models.blockfiles import step_file
+from compress.models.blockfiles import finished_steps, step_file
 from compress.models.step import BlockStep
-from compress.models.stream import Stream, finished_result
+from compress.models.stream import Stream, result_of
 from compress.models.streamed import StreamedModel
 from compress.passes.context import PassResult
 
@@ -108,7 +108,7 @@ def test_raised_at_each_block(make: Any, how: dict[str, Any], lockstep: bool, tm
     assert files(broken) == files(tmp_path / "whole") and len(files(broken)) == 2 * n
     same_results(result, whole)
     same_results(run(model, broken, lockstep, **how), whole)  # nothing is left to do
-    same_results(finished_result(model, broken), whole)
+    same_results(result_of(model, finished_steps(broken)), whole)
 
 
 def same_results(one: PassResult, other: PassResult) -> None:
@@ -165,9 +165,9 @@ def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
 def test_finished_results_need_every_step(tmp_path: Path) -> None:
     model = streamed(llama())
     run(model, tmp_path, True)
-    step_file(tmp_path, 2).unlink()
-    with pytest.raises(PassError, match=r"'model\.layers\.2' is missing or damaged; run the pass again"):
-        finished_result(model, tmp_path)
+    step_file(tmp_path, 2).with_suffix(".json").unlink()
+    with pytest.raises(OutputError, match="does not hold every block of a finished pass; run it again"):
+        finished_steps(tmp_path)
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_killed_while_it_works(tmp_path: Path) -> None:
     """By SIGKILL, in the body of the second block's step."""
     run(streamed(llama()), tmp_path / "whole", True)
     assert [int(line) for line in lines_until(tmp_path / "work", 1)] == [0, 1]
-    assert len(list((tmp_path / "work").glob("*.json"))) == 1
+    assert 1 <= len(list((tmp_path / "work").glob("*.json"))) < 4
     run(streamed(llama()), tmp_path / "work", True)
     assert files(tmp_path / "work") == files(tmp_path / "whole")
 

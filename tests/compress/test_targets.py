@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import graphs
 import pytest
 from graphs import facts_of
 
-from compress.facts import PassPlan
+from compress.facts import BlockFacts, PassPlan, Reading, Structure
 from compress.passes import Autocast, Int8, Pass, Rtn
+from compress.passes.kv_cache import KvCache
 from compress.targets import TARGETS, Format, Target, TargetName
 
+ONE_BLOCK = Structure((BlockFacts("", (Reading(("projection",), "value", "value", 1, 8),)),))
 PASS_FOR: dict[str, Pass] = {
     "int8-static": Int8(),
     "int8-dynamic": Int8(mode="dynamic"),
-    "w8": Rtn(scheme="W8A16"),
-    "w4": Rtn(scheme="W4A16"),
-    "w4-asym": Rtn(scheme="W4A16_ASYM"),
     "float16": Autocast(),
     "bfloat16": Autocast(dtype="bfloat16"),
+    "w8a8": Rtn(scheme="W8A8"),
+    "w8a8-static": Rtn(scheme="W8A8_STATIC"),
+    "w4a8": Rtn(scheme="W4A8", group_size=32),
+    "fp8": Rtn(scheme="FP8"),
+    "fp8-dynamic": Rtn(scheme="FP8_DYNAMIC"),
+    "kv-int8": KvCache(scheme="int8"),
+    "kv-fp8": KvCache(),
+    **{f"w{bits}": Rtn(bits=bits) for bits in range(2, 9)},
+    **{f"w{bits}-asym": Rtn(bits=bits, symmetric=False) for bits in range(2, 9)},
 }
 EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
 
 
 def plan(target: Target, one: str) -> PassPlan:
-    return PASS_FOR[one].check(facts_of(graphs.transformer()), target)
+    facts = replace(facts_of(graphs.transformer()), source="torch", structure=ONE_BLOCK)
+    return PASS_FOR[one].check(facts, target)
 
 
 def test_the_names_are_the_recipe_s() -> None:
@@ -62,7 +72,7 @@ def test_every_fact_reaches_the_plan(name: str, one: str) -> None:
 def test_what_is_refused_or_slow_says_what_to_do_or_why(name: str) -> None:
     for fact in TARGETS[name].formats.values():
         if fact.verdict == "refused":
-            assert "use " in fact.text
+            assert "use " in fact.text or "reads checkpoints" in fact.text
         if fact.verdict == "slow":
             assert "slow" in fact.text or "use " in fact.text or "falls back" in fact.text
 

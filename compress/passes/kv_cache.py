@@ -1,0 +1,53 @@
+"""`kv_cache`: scales with which an engine stores the keys and values of a decoder in 8 bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from compress.facts import LayerDecision, ModelFacts, PassPlan, Reading
+from compress.passes.base import Pass, Stage
+from compress.passes.choosing import refusal, target_word
+from compress.schemes import KvScheme
+from compress.targets import Format, Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+
+class KvCache(Pass):
+    """One scale for each attention's keys and one for its values, from what the calibration data puts there."""
+
+    stage: ClassVar[Stage] = "blocks"
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 1.6
+
+    kind: Literal["kv_cache"] = "kv_cache"
+    scheme: KvScheme = "fp8"
+    """int8, or fp8 (E4M3), which vLLM takes."""
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        structure = facts.structure
+        found = attentions(structure.readings) if structure is not None else {}
+        notes, problems = target_word(target, self._format, self.kind)
+        if not found:
+            problems.append("kv_cache: no attention was found in the model: there are no keys and values to store")
+        decisions = [LayerDecision(name, "attention", f"kv-{self.scheme}", "one scale each") for name in found]
+        return PassPlan(facts, tuple(decisions), tuple(notes), tuple(problems))
+
+    def refused_by(self, target: Target) -> str | None:
+        return refusal(target, self._format, self.kind)
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel. Raises PassError naming the attention module."""
+        from compress.passes.kv_cache_steps import apply_kv_cache  # torch
+
+        return apply_kv_cache(self, model, context)
+
+    @property
+    def _format(self) -> Format:
+        return cast(Format, f"kv-{self.scheme}")
+
+
+def attentions(readings: tuple[Reading, ...]) -> dict[str, Reading]:
+    """Attention module -> the reading of its weighted sums; the module is the one that holds the value projection."""
+    return {reading.source.rpartition(".")[0]: reading for reading in readings if reading.how == "value"}

@@ -1,0 +1,130 @@
+"""One graph for prefill, decoding, batches and padding: the model's own logits, and layers by their own names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from decoders import CONFIGS, Decoder, exported, kinds, make, relative, stepwise, tokens, torch_logits
+from torch import nn
+
+from compress.errors import ExportError
+from compress.export import decoder as room
+from compress.export.decoder import cache_shape, export_decoder
+from compress.export.onnx import finish, float_graph, save_graph
+from compress.graph.cache import MAX_LENGTH, cache_of
+from compress.graph.layers import find_layers
+from compress.quantize.rounding import round_to_nearest
+from compress.quantize.state import GraphState, restore_state
+from compress.targets import TARGETS
+from runtime.manifest import KvCache
+
+KINDS = [kind for kind in CONFIGS if kind not in ("mamba", "phi", "bloom")]
+
+
+@pytest.mark.parametrize("kind", kinds(KINDS))
+def test_the_graph_is_the_model(kind: str) -> None:
+    decoder = Decoder(exported(kind))
+    ids = tokens(1, 14)
+    mask = np.ones_like(ids)
+    assert relative(torch_logits(kind, ids, mask), stepwise(decoder, ids, mask, 8)) < 1e-5
+    ids = tokens(3, 13, seed=1)
+    mask = np.ones_like(ids)
+    mask[0, :3] = mask[2, :5] = 0  # padding on the left
+    got, kept = stepwise(decoder, ids, mask, 9), mask.astype(bool)
+    assert relative(torch_logits(kind, ids, mask)[kept], got[kept]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+def test_layers_have_the_names_of_their_modules(kind: str) -> None:
+    graph, module = exported(kind), make(kind)
+    weights = {name: layer for name, layer in module.named_modules() if getattr(layer, "weight", None) is not None}
+    layers = find_layers(graph)
+    assert {layer.name for layer in layers} == {name for name, layer in weights.items() if layer.weight.ndim == 2}, (
+        "every matrix is a layer, and every layer a module"
+    )
+    for layer in layers:
+        weight = weights[layer.name].weight.numpy()
+        np.testing.assert_array_equal(layer.matrix(), weight.T if "Conv1D" in str(weights[layer.name]) else weight)
+
+
+def test_what_the_graph_says_of_itself() -> None:
+    graph = exported("llama")
+    assert [value.name for value in graph.graph.inputs][:3] == ["input_ids", "attention_mask", "past_key_values.0.key"]
+    assert [value.name for value in graph.graph.outputs] == [
+        "logits",
+        *(f"present.{layer}.{kind}" for layer in range(2) for kind in ("key", "value")),
+    ]
+    assert cache_of(graph) == KvCache(2, 2, 16, "float32", shared_buffer=False)
+    assert graph.metadata_props[MAX_LENGTH] == "64" and graph.opset_imports[""] == 21
+
+
+def test_a_tied_table_is_one_until_either_is_quantized(tmp_path: Path) -> None:
+    graph = exported("gemma3")
+    tables = [v for v in float_graph(graph).graph.initializers.values() if v.const_value and 101 in v.const_value.shape]
+    assert [value.name for value in tables] == ["wrapped.model.embed_tokens.weight"]
+    save_graph(float_graph(graph), tmp_path / "float.onnx")
+    ids = tokens(1, 9)
+    mask = np.ones_like(ids)
+    got = stepwise(Decoder(ir.load(tmp_path / "float.onnx")), ids, mask, 9)
+    assert relative(torch_logits("gemma3", ids, mask), got) < 1e-5
+    head = next(layer for layer in find_layers(graph) if layer.name == "lm_head")
+    state = GraphState(graph, weight_only=["lm_head"], weights={"lm_head": round_to_nearest(head.matrix(), 8, 32)})
+    finished, _ = finish(state, TARGETS["openvino"])
+    kinds = [
+        v.const_value.dtype
+        for v in finished.graph.initializers.values()
+        if v.const_value and 101 in v.const_value.shape
+    ]
+    assert sorted(kind.name for kind in kinds) == ["FLOAT", "FLOAT", "INT8", "INT8"], "table, scales, integers, zeros"
+
+
+def test_a_cache_of_another_kind_is_refused_by_name() -> None:
+    with pytest.raises(ExportError, match="MambaForCausalLM: its forward pass takes no past_key_values"):
+        export_decoder(make("mamba"))
+
+
+def test_what_a_model_gives_back_for_a_cache_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(nn.Module):
+        def __init__(self, layers: list[object]) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, input_ids: torch.Tensor, past_key_values: object = None, **_: object) -> object:
+            if not self.layers:
+                raise ValueError("no conv_states")
+            past_key_values.layers = self.layers  # type: ignore[union-attr]
+            return SimpleNamespace(past_key_values=past_key_values if len(self.layers) < 3 else None)
+
+    monkeypatch.setattr(room, "_refuse_other_layers", lambda module, name: None)
+    pair = [torch.zeros(1, heads, 2, 8) for heads in (2, 4)]
+    odd = SimpleNamespace(conv_states=pair[0])
+    unlike = SimpleNamespace(keys=pair[0], values=pair[1])
+    for layers, said in (
+        ([odd], "Odd: layer 0 keeps a SimpleNamespace, not keys and values"),
+        ([unlike], "Odd: keys and values differ in shape .2 heads of 8, 4 heads of 8."),
+        ([], "Odd: does not run with a plain key-value cache: no conv_states"),
+        ([odd, odd, odd], "Odd: gives back NoneType and not a filled key-value cache"),
+    ):
+        with pytest.raises(ExportError, match=said):
+            cache_shape(Odd(layers))
+
+
+def test_a_hybrid_of_attention_and_other_layers_is_refused() -> None:
+    from transformers import AutoConfig
+
+    module = nn.Linear(1, 1)
+    module.forward = lambda past_key_values=None: None  # type: ignore[method-assign]
+    module.config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    with pytest.raises(ExportError, match="Linear: layer 0 keeps a LinearAttentionLayer, not keys and values"):
+        cache_shape(module)
+
+
+def test_a_state_remembers_how_its_cache_is_kept() -> None:
+    state = GraphState(exported("llama"), kv_cache="int8", kv_scales={"model.layers.0.self_attn": (0.5, 0.25)})
+    again = restore_state(state.model, state.record(), state.arrays())
+    assert again.kv_cache == "int8" and again.kv_scales == state.kv_scales
