@@ -138,7 +138,7 @@ class BundlePlayer:
         manifest = read_manifest(bundle)
         artifact = manifest.candidate_for("onnxruntime-cpu")
         self._session = find_backend("onnxruntime-cpu").open(bundle / artifact.path, threads, {})
-        self._decoder = Decoder(self._session, artifact.kv_cache)
+        self._decoder = Decoder(self._session, artifact.cache)
 
     def turn(self, past: int, n: int) -> float:
         self._decoder.start([np.full(past, TOKEN, np.int64)], CONTEXT)

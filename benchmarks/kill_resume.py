@@ -34,13 +34,14 @@ from common import (
     say,
 )
 from language import QUICK, random_tokens, write_random_llama
-from random_models import RECIPE
+from random_models import write_recipe
 from subjects import checkpoint_of
 
 NEEDS = ()
 LAYERS, VOCABULARY = 8, 512
 SHAPE = QUICK | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
 SAMPLES, TOKENS = 64, 256
+GROUP = 32
 KILLS = 10
 
 
@@ -60,12 +61,7 @@ def measure(call: Call) -> Measured:
 def make_recipe(out: Path) -> Path:
     model = write_random_llama(out / "model", SHAPE)
     tokens = random_tokens(SAMPLES + 1, TOKENS, VOCABULARY)
-    np.savez(out / "calibration.npz", input_ids=tokens[:SAMPLES])
-    np.savez(out / "evaluation.npz", input_ids=tokens[SAMPLES:])
-    files = {name: out / f"{name}.npz" for name in ("calibration", "evaluation")}
-    recipe = out / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=model, tokens=TOKENS, bits=4, group=32, **files), encoding="utf-8")
-    return recipe
+    return write_recipe(out, model, tokens[:SAMPLES], tokens[SAMPLES:], GROUP)
 
 
 def kill_and_resume(recipe: Path, number: int, after: float, wanted: dict[str, str], call: Call) -> Row:

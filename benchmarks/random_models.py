@@ -27,8 +27,8 @@ name: random-llama
 model: {{source: "dir:{folder}", task: text-generation}}
 preprocess: {{kind: language, max_length: {tokens}}}
 data:
-  calibration: {{source: "npz:{calibration}", shuffle: false}}
-  evaluation: {{source: "npz:{evaluation}", samples: 1, shuffle: false}}
+  calibration: {{source: "jsonl:{calibration}", shuffle: false}}
+  evaluation: {{source: "jsonl:{evaluation}", samples: 1, shuffle: false}}
 target: transformers
 passes:
   - {{kind: gptq, bits: {bits}, group_size: {group}}}
@@ -65,14 +65,22 @@ def make_work(folder: Path, n_layers: int, call: Call) -> Work:
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     samples, length = (4, 32) if call.quick else (SAMPLES, TOKENS)
     tokens = random_tokens(samples + HELD_OUT, length, vocabulary)
-    paths = {name: folder / f"{name}.npz" for name in ("calibration", "evaluation", "batches")}
-    np.savez(paths["calibration"], input_ids=tokens[:samples])
-    np.savez(paths["evaluation"], input_ids=tokens[samples:])
-    write_batches(paths["batches"], [{"input_ids": row[None]} for row in tokens[:samples]])
+    batches = folder / "batches.npz"
+    write_batches(batches, [{"input_ids": row[None]} for row in tokens[:samples]])
+    recipe = write_recipe(folder, model, tokens[:samples], tokens[samples:], GROUP)
+    return Work(model, recipe, batches, tokens[samples:])
+
+
+def write_recipe(folder: Path, model: Path, calibration: np.ndarray, evaluation: np.ndarray, group: int) -> Path:
+    """RECIPE in `folder`, with the tokens [N, T] as texts that the model's tokenizer turns into just these."""
+    files = {"calibration": folder / "calibration.jsonl", "evaluation": folder / "evaluation.jsonl"}
+    for path, tokens in zip(files.values(), (calibration, evaluation), strict=True):
+        texts = [" ".join(f"w{token}" for token in row) for row in tokens]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     recipe = folder / "recipe.yaml"
-    text = RECIPE.format(folder=model, tokens=length, bits=BITS, group=GROUP, **paths)
+    text = RECIPE.format(folder=model, tokens=calibration.shape[1], bits=BITS, group=group, **files)
     recipe.write_text(text, encoding="utf-8")
-    return Work(model, recipe, paths["batches"], tokens[samples:])
+    return recipe
 
 
 def ours(work: Work, name: str, call: Call) -> Done:
@@ -104,7 +112,10 @@ def theirs(work: Work, name: str, call: Call, keep: bool = True) -> Done:
 def compressed(work: Work, done: Done) -> nn.Module:
     """The model with the compressed weights: a checkpoint of ours, or a peer's file on the float model."""
     if done.result.is_dir():
-        return load_causal(done.result)
+        model = load_causal(done.result)
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[0]]))  # compressed-tensors unpacks the weights at the first call
+        return model
     return with_weights(load_causal(work.model), done.result)
 
 

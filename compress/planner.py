@@ -8,16 +8,23 @@ from typing import Any
 
 from compress.cache import StepCache, default_root
 from compress.errors import PlanError
+from compress.export_rules import checkpoint_notes, checkpoint_problems
+from compress.exports import CheckpointExport
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
 from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, read_inputs
 from compress.legality import objections
 from compress.network import restrict_network
+from compress.passes import KvCache
 from compress.schema import Recipe
+from compress.schemes import Scheme
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
 from runtime.benchmark import choose_backend
 from runtime.manifest import fixed_batch
+
+Schemes = dict[str, Scheme]
+"""Layer -> how a checkpoint stores it."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,14 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     inputs = read_inputs(recipe, store.root)
     keys = step_keys(inputs)
     before = inputs.facts
-    done, problems = _planned_passes(inputs, keys, store)
+    done, problems, schemes = _planned_passes(inputs, keys, store)
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     expected = forecast(recipe, before, after, samples, batch)
+    checkpoints = [_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
+    problems += [problem for found, _ in checkpoints for problem in found]
     if problems:
         raise PlanError(problems)
     first = [
@@ -87,7 +96,8 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
         for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
     ]
     steps = (*first, *(one.step for one in done))
-    return Plan(recipe, inputs, steps, keys, before, after, _notes(inputs), expected)
+    notes = (*_notes(inputs), *(note for _, found in checkpoints for note in found))
+    return Plan(recipe, inputs, steps, keys, before, after, notes, expected)
 
 
 @dataclass(frozen=True)
@@ -98,17 +108,28 @@ class _Done:
     after: ModelFacts
 
 
-def _planned_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list[_Done], list[str]]:
-    """Each pass checked on the facts that the one before it leaves, and the problems of all of them."""
+def _planned_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list[_Done], list[str], Schemes]:
+    """Each pass checked on the facts that the one before it leaves; the problems of all; how layers are stored."""
     recipe, facts = inputs.recipe, inputs.facts
-    done, problems = [], []
+    done, problems, schemes = [], [], {}
     for index, (one, key) in enumerate(zip(recipe.passes, keys.passes, strict=True)):
         plan = one.check(facts, TARGETS[recipe.target])
         problems += [f"passes.{index}: {problem}" for problem in plan.problems]
         sizes = facts.n_bytes, plan.facts.n_bytes
         done.append(_Done(PlannedStep(one.kind, key, store.has(key), *sizes, plan.decisions, plan.notes), plan.facts))
         facts = plan.facts
-    return done, problems
+        schemes |= plan.schemes
+    return done, problems, schemes
+
+
+def _checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str], list[Note]]:
+    """Why the export of that number, if it is a checkpoint, cannot be written or loaded; and what to know of it."""
+    recipe, export = inputs.recipe, inputs.recipe.export[index]
+    if not isinstance(export, CheckpointExport) or inputs.facts.source == "onnx":
+        return [], []
+    kv_cache = next((one.scheme for one in recipe.passes if isinstance(one, KvCache)), None)
+    about = (inputs.facts, schemes, export, recipe.target_of(export), kv_cache)
+    return [f"export.{index}: {problem}" for problem in checkpoint_problems(*about)], checkpoint_notes(*about)
 
 
 def _notes(inputs: Inputs) -> tuple[Note, ...]:

@@ -19,6 +19,7 @@ from compress.journal import Journal
 from compress.lock import make_lock
 from compress.models.generation import read_generation
 from compress.models.sharing import main_process
+from compress.models.source import locate
 from compress.output import explained, publish, reserved
 from compress.passes.context import PassContext, PassResult
 from compress.passing import Ground, Passed, block_passes_alone, export, load, run_passes
@@ -117,6 +118,7 @@ def _build(ground: Ground, staging: Path) -> None:
                 candidate_outputs=candidate,
                 class_names=exported.class_names if exported else (),
                 generation=_generation(plan),
+                source_bytes=None if exported else _source_bytes(plan),
             ),
         )
     for note in notes:
@@ -127,6 +129,11 @@ def _graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
     if exported is None or passed.state is None:
         return None
     return Graphs(exported.state.model, passed.state, exported.inputs, exported.outputs)
+
+
+def _source_bytes(plan: Plan) -> int:
+    weights = locate(plan.recipe.model, plan.recipe.root).weights
+    return sum(path.stat().st_size for path in weights)
 
 
 def _generation(plan: Plan) -> Generation | None:

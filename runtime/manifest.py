@@ -281,6 +281,8 @@ class Manifest:
     judgement: Judgement
     generation: Generation | None = None
     """text-generation: what generating needs to know."""
+    source_bytes: int | None = None
+    """Of the weight files that the model came in, where the bundle holds no baseline to run."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file of the bundle but the manifest itself and what validation writes; `write_bundle` fills it."""
     created_by: str

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from compress import __version__
 from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
+from compress.export.genai import write_genai_config
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.exports import CheckpointExport
 from compress.facts import Note
@@ -87,6 +88,8 @@ class Contents:
     """Of a candidate that the runtime cannot run: measured at the build."""
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
+    source_bytes: int | None = None
+    """Of the weight files that the model came in, where no baseline is written."""
 
 
 def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
@@ -114,6 +117,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         evaluation=evaluation,
         judgement=recipe.validate_,
         generation=contents.generation,
+        source_bytes=contents.source_bytes,
         created_by=f"compress {__version__}",
     )
     (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
@@ -156,8 +160,8 @@ def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> 
     artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder, contents.tokenizer)
-        if artifact.cache is not None and artifact.cache.shared_buffer:
-            pass  # genai
+        if artifact.cache is not None and artifact.cache.shared_buffer and (folder / "config.json").is_file():
+            write_genai_config(folder, graph, contents.generation and contents.generation.context_length)
     return artifact, notes
 
 

@@ -136,7 +136,9 @@ def _layers_of_cache(module: nn.Module, name: str) -> Sequence[Any]:
     ids = torch.zeros(1, 2, dtype=torch.int64)
     try:
         with torch.no_grad():
-            result = module(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache())
+            result = module(
+                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache(), use_cache=True
+            )
     except (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, NotImplementedError) as error:
         raise ExportError(f"{name}: does not run with a plain key-value cache: {error}") from error
     cache = getattr(result, "past_key_values", None)

@@ -83,7 +83,7 @@ def genai_config(
 
 
 def write_genai_config(folder: Path, graph: ir.Model, max_length: int | None = None) -> Path:
-    """Write the file beside model.onnx, from the config.json (and generation_config.json) that lie there. ExportError."""
+    """Write the file beside model.onnx, from the config.json and generation_config.json that lie there. ExportError."""
     config, generation = (_read(folder / name) for name in ("config.json", "generation_config.json"))
     if config is None:
         raise ExportError(f"{folder}: has no config.json, from which {FILE} is made")

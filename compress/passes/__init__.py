@@ -1,14 +1,51 @@
 """The vocabulary of a recipe's `passes:`. A pass is one file here and one line in `PASSES`. Imports no torch."""
 
 from compress.passes.autocast import Autocast
+from compress.passes.autoround import AutoRound
+from compress.passes.awq import Awq
 from compress.passes.base import Pass, Record
 from compress.passes.equalize import Equalize
 from compress.passes.fold_batchnorm import FoldBatchNorm
 from compress.passes.gptq import Gptq
+from compress.passes.hqq import Hqq
 from compress.passes.int8 import Int8
+from compress.passes.kv_cache import KvCache
+from compress.passes.rotate import Rotate
 from compress.passes.rtn import Rtn
 from compress.passes.smoothquant import SmoothQuant
+from compress.passes.tune import Tune
 
-PASSES: tuple[type[Pass], ...] = (Autocast, Equalize, FoldBatchNorm, Gptq, Int8, Rtn, SmoothQuant)
+PASSES: tuple[type[Pass], ...] = (
+    Autocast,
+    AutoRound,
+    Awq,
+    Equalize,
+    FoldBatchNorm,
+    Gptq,
+    Hqq,
+    Int8,
+    KvCache,
+    Rotate,
+    Rtn,
+    SmoothQuant,
+    Tune,
+)
 
-__all__ = ["PASSES", "Autocast", "Equalize", "FoldBatchNorm", "Gptq", "Int8", "Pass", "Record", "Rtn", "SmoothQuant"]
+__all__ = [
+    "PASSES",
+    "AutoRound",
+    "Autocast",
+    "Awq",
+    "Equalize",
+    "FoldBatchNorm",
+    "Gptq",
+    "Hqq",
+    "Int8",
+    "KvCache",
+    "Pass",
+    "Record",
+    "Rotate",
+    "Rtn",
+    "SmoothQuant",
+    "Tune",
+]

@@ -13,8 +13,8 @@ from compress.models.streamed import StreamedModel
 from compress.passes.autoround import AutoRound
 from compress.passes.blockwork import matrix, nearest, remark, step_layers
 from compress.passes.context import PassContext, PassResult
+from compress.passes.learning_parts import block_lessons
 from compress.passes.tune import selected
-from compress.passes.tune_steps import block_lessons
 from compress.quantize.autoround import autoround_block
 from compress.quantize.learn import Course, TuneLog
 from compress.quantize.rounding import QuantizedWeight

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, Note
+from compress.facts import LayerDecision, LayerFacts, Note, Reading
 from compress.models.facts import layer_type, weight_shape
+from compress.models.folding import fold_scales
 from compress.models.sharing import gathered
 from compress.models.step import BlockStep
+from compress.models.work import AFTER, BEFORE
 from compress.passes.weight_only import WeightPass
 from compress.quantize.fp8 import LARGEST, round_to_fp8
 from compress.quantize.grid import round_to_grid
@@ -77,6 +79,24 @@ def nearest(weight: Tensor, scheme: Scheme, target: Target, importance: Tensor |
     if scheme.weights.kind == "float":
         return round_to_fp8(weight, scheme.weights.group_size)
     return round_to_grid(weight, scheme.weights, importance, may_be_negative(scheme, target))
+
+
+def fold_into(step: BlockStep, reading: Reading, scales: Tensor) -> None:
+    """Divide what the reading reads by `scales` [in], in the module that gives it; its layers multiply it back in."""
+    modules = {full_name(step, path): module for path, module in step.block.named_modules()}
+    fold_scales(reading, scales, modules.__getitem__)
+    for name in (reading.source, *reading.layers):
+        step.replace(f"{name}.weight", modules[name].weight)
+    bias = getattr(modules[reading.source], "bias", None)
+    if isinstance(bias, Tensor):
+        step.replace(f"{reading.source}.bias", bias)
+
+
+def full_name(step: BlockStep, path: str) -> str:
+    """A module's name in the model, from its path in the step's block."""
+    path = path.removeprefix("wrapped.")
+    inside = step.name not in ("", BEFORE, AFTER)
+    return path if not inside else f"{step.name}.{path}" if path else step.name
 
 
 def may_be_negative(scheme: Scheme, target: Target) -> bool:

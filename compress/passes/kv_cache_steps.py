@@ -1,6 +1,6 @@
 """The steps of the `kv_cache` pass: what attention is computed from, seen where it is computed.
 
-That is after norms and positions were put into the keys, as a cache holds them; a projection's output would not show it.
+That is after norms and positions were put into the keys, as a cache holds them; a projection's output shows neither.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from compress.models.sharing import gathered
 from compress.models.step import BlockStep
 from compress.models.stream import Stream
 from compress.models.streamed import StreamedModel
+from compress.passes.blockwork import full_name
 from compress.passes.context import PassContext, PassResult
 from compress.passes.kv_cache import attentions
 from compress.quantize.fp8 import LARGEST
@@ -73,8 +74,8 @@ def _peak(name: str, mine: float) -> float:
         raise PassError(f"kv_cache: {name}: NaN or Inf among its keys or values on the calibration data")
     if peak == 0.0:
         raise PassError(
-            f"kv_cache: {name}: no keys and values were seen; its attention is neither scaled_dot_product_attention nor "
-            "two matrix products"
+            f"kv_cache: {name}: no keys and values were seen; its attention is neither scaled_dot_product_attention "
+            "nor two matrix products"
         )
     return peak
 
@@ -100,7 +101,7 @@ class _Watch(TorchFunctionMode):
 @contextmanager
 def _watched(step: BlockStep, peaks: dict[str, _Peaks]) -> Iterator[None]:
     running: list[_Peaks] = []
-    modules = {_full(step, path): module for path, module in step.block.named_modules()}
+    modules = {full_name(step, path): module for path, module in step.block.named_modules()}
     handles = []
     for name, seen in peaks.items():
         handles += [
@@ -130,9 +131,3 @@ def _leaving(running: list[_Peaks]) -> Callable[..., None]:
             running.pop().close()
 
     return hook
-
-
-def _full(step: BlockStep, path: str) -> str:
-    """A module's name in the model, from its path in the step's block."""
-    path = path.removeprefix("wrapped.")
-    return path if not step.name else f"{step.name}.{path}" if path else step.name

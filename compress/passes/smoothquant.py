@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
-from compress.passes.base import LayerPattern, Pass
+from compress.passes.base import LayerPattern, Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
 from compress.targets import Target
 
@@ -30,6 +30,10 @@ class SmoothQuant(Pass):
     ignore: tuple[LayerPattern, ...] = ()
     """Layers whose input is left as it is (a whole group that reads one tensor is left if one of its layers is)."""
 
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        """A decoder is smoothed as a torch model, for W8A8 in a checkpoint; others as graphs, for `int8`."""
+        return "blocks" if facts.source == "torch" and facts.task == "text-generation" else "graph"
+
     def unfit(self, layer: LayerFacts) -> str | None:
         """Why this layer cannot be taken, or None."""
         return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
@@ -41,11 +45,13 @@ class SmoothQuant(Pass):
             problems.append("smoothquant: the model has no float matrix product to smooth")
         how = "alpha searched" if self.alpha is None else f"alpha {self.alpha:g}"
         decisions = [LayerDecision(layer.name, layer.type, "smoothed", how) for layer in taken]
-        note = Note("info", "smoothquant: a smoothing that cannot be folded costs one multiplication at run time")
-        return PassPlan(facts, (*decisions, *kept), (note,), tuple(problems))
+        text = "a smoothing that cannot be folded costs one multiplication at run time"
+        if self.stage_on(facts) == "blocks":
+            text = "what cannot be folded into the module before is left alone"
+        return PassPlan(facts, (*decisions, *kept), (Note("info", f"smoothquant: {text}"),), tuple(problems))
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState whose float graph is rewritten."""
+        """`model`: a GraphState whose float graph is rewritten, or a StreamedModel. Raises PassError naming layers."""
         from compress.passes.smoothquant_steps import apply_smoothquant  # numpy, onnx-ir, onnxruntime
 
         return apply_smoothquant(self, model, context)

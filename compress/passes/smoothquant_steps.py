@@ -1,4 +1,4 @@
-"""The steps of the `smoothquant` pass: observe, search each group's strength, rewrite."""
+"""The steps of the `smoothquant` pass on an ONNX graph: observe, search each group's strength, rewrite."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from compress.errors import PassError
 from compress.facts import LayerDecision
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
+from compress.models.streamed import StreamedModel
 from compress.passes.choosing import choose_layers
 from compress.passes.context import PassContext, PassResult
 from compress.passes.smoothquant import SmoothQuant
+from compress.passes.smoothquant_blocks import smoothquant_blocks
 from compress.quantize.calibrate import collect_rows, observe
 from compress.quantize.smooth import ALPHAS, COSTLY, FREE, search_smoothing
 from compress.quantize.smooth_graph import apply_smoothing, foldable_norm, input_groups
 from compress.quantize.state import GraphState
 
 
-def apply_smoothquant(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult:
+def apply_smoothquant(knobs: SmoothQuant, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
+    if isinstance(model, GraphState):
+        return _on_graph(knobs, model, context)
+    return smoothquant_blocks(knobs, model, context)
+
+
+def _on_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult:
     model = clone(state.model)
     taken, kept = choose_layers(state.facts(), (), knobs.ignore, knobs.unfit)
     wanted = {layer.name for layer in taken}

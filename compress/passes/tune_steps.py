@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +12,30 @@ from torch import Tensor, nn
 
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
-from compress.models.materialise import fill, holders
 from compress.models.sharing import share, summed
 from compress.models.skeleton import without_cache
-from compress.models.step import BlockStep
 from compress.models.stream import Stream
 from compress.models.streamed import StreamedModel
-from compress.passes.context import Feeds, PassContext, PassResult
+from compress.passes.context import PassContext, PassResult
 from compress.passes.gptq import Gptq
+from compress.passes.learning_parts import (
+    block_lessons,
+    float_matrix,
+    float_module,
+    full_names,
+    integers,
+    modules,
+    samples,
+    split,
+    vectors_of,
+)
 from compress.passes.tune import SAID, How, Tune
 from compress.passes.weight_only import WeightPass
 from compress.quantize.learn import Course, TuneLog, learn
-from compress.quantize.lessons import BlockLesson, Loss, Together, arranged, together
+from compress.quantize.lessons import Loss
 from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.tune import Places, student_of, tune_module, vectors
+from compress.quantize.tune import student_of, tune_module, vectors
 
-ROWS = 2048
-"""Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
 END = "end to end"
 """The name under which the report has what was measured of the whole model."""
 
@@ -50,7 +56,7 @@ def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassR
         raise PassError("tune: there is no calibration data; give the recipe a calibration set")
     rounded, learned = _rounded(knobs, model, context)
     chosen = _chosen(knobs, rounded, learned)
-    start = {layer: _integers(rounded, layer) for layer in chosen}
+    start = {layer: integers(rounded, layer) for layer in chosen}
     how = knobs.how(*_sizes(rounded, start))
     learned.notes.append(Note("info", f"tune: {SAID[how]}"))
     current = rounded
@@ -76,7 +82,7 @@ def _rounded(knobs: Tune, model: StreamedModel, context: PassContext) -> tuple[S
 
 def _chosen(knobs: Tune, model: StreamedModel, learned: Learned) -> list[str]:
     """The layers to learn. What is not on an integer grid is left alone and named."""
-    layers = _modules(model.build())
+    layers = modules(model.build())
     wanted: list[str] = []
     left: list[str] = []
     for layer in model.quantized_layers():
@@ -103,7 +109,7 @@ def _blocks(
         names = [layer for layer in step.layers if layer in wanted]
         if not names:
             continue
-        places = _places(vectors(step.block), step.name)
+        places = full_names(vectors(step.block), step.name)
         start = {layer: step.quantized[layer] for layer in names}
         floats = {layer: step.float_matrix(layer) for layer in names}
         student = student_of(step.block, step.layers, start, floats, places)
@@ -119,7 +125,7 @@ def _blocks(
     result = stream.result()
     learned.notes += result.notes
     learned.measured |= {name: dict(numbers) for name, numbers in result.measured.items()}
-    learned.weights |= {layer: _integers(result.model, layer) for layer in chosen}
+    learned.weights |= {layer: integers(result.model, layer) for layer in chosen}
     learned.floats |= _replaced(model, result.model)
     return result.model
 
@@ -141,19 +147,19 @@ def _whole(
     for module in (student, teacher):
         without_cache(module)
         module.requires_grad_(False)
-    layers = _modules(student)
-    lessons, kept = _split(samples(context.batches, model.parameters), knobs)
+    layers = modules(student)
+    lessons, kept = split(samples(context.batches, model.parameters), knobs.held_out, knobs.batch_size)
     weights, floats, log = tune_module(
         student,
         {layer: layers[layer] for layer in chosen},
-        {layer: _integers(model, layer) for layer in chosen},
+        {layer: integers(model, layer) for layer in chosen},
         lessons,
         teacher,
         _course(knobs, knobs.steps, context.seed, _left(knobs, learned, how)),
         kept_aside=kept,
         kind=_kind(knobs, student),
-        floats={layer: _float_matrix(model, layer, layers[layer]) for layer in chosen},
-        places=_vectors_of(student, model),
+        floats={layer: float_matrix(model, layer, layers[layer]) for layer in chosen},
+        places=vectors_of(student, model),
         learn_rounding=how == "whole",
         progress=context.progress,
         reduce=summed,
@@ -166,41 +172,6 @@ def _whole(
     learned.measured[END] = _numbers(log)
 
 
-def block_lessons(step: BlockStep, held_out: float) -> tuple[list[Together], list[Together]]:
-    """A step's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
-    lessons = [
-        BlockLesson(_call(step.forward, i), _call(step.float_outputs, i), call.rows, call.n_rows)
-        for i, call in enumerate(step.calls)
-    ]
-    n, part = len(lessons) - round(held_out * len(lessons)), 1 / share().size
-    return together(lessons[:n], ROWS, part), together(lessons[n:], ROWS, part)
-
-
-def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dict[str, Tensor]]:
-    """The calibration data sample by sample, [1, ...] by parameter of forward."""
-    found = []
-    for feeds in batches:
-        tensors = {
-            parameter: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name, parameter in parameters.items()
-        }
-        n = min(len(tensor) for tensor in tensors.values())
-        found += [{name: tensor[i : i + 1] for name, tensor in tensors.items()} for i in range(n)]
-    return found
-
-
-def float_module(model: StreamedModel) -> nn.Module:
-    """The model before anything was rounded, with its weights."""
-    module = model.build()
-    fill(module, model.store.read_float, model.store.tied)
-    return module
-
-
-def _split(all_samples: Sequence[dict[str, Tensor]], knobs: Tune) -> tuple[list[Any], list[Any]]:
-    """Batches to learn from, and those that are kept aside."""
-    n = len(all_samples) - round(knobs.held_out * len(all_samples))
-    return arranged(all_samples[:n], knobs.batch_size), arranged(all_samples[n:], knobs.batch_size)
-
-
 def _written(
     model: StreamedModel,
     rounded: StreamedModel,
@@ -209,7 +180,7 @@ def _written(
     context: PassContext,
 ) -> PassResult:
     """All that was learned, in the files of this pass."""
-    weights = {layer: _integers(rounded, layer) for layer in rounded.quantized_layers()} if rounded is not model else {}
+    weights = {layer: integers(rounded, layer) for layer in rounded.quantized_layers()} if rounded is not model else {}
     weights |= learned.weights
     left = dict(learned.floats)
     stream = Stream(model, context, data=False)
@@ -277,17 +248,6 @@ def _sizes(model: StreamedModel, start: Mapping[str, QuantizedWeight]) -> tuple[
     return sum(weight.values.size for weight in start.values()), total
 
 
-def _integers(model: StreamedModel, layer: str) -> QuantizedWeight:
-    found = model.store.quantized(layer)
-    assert found is not None
-    return found
-
-
-def _float_matrix(model: StreamedModel, layer: str, module: nn.Module) -> Tensor:
-    weight = model.store.read_float(f"{layer}.weight")
-    return weight.t().contiguous() if type(module).__name__ == "Conv1D" else weight
-
-
 def _replaced(before: StreamedModel, after: StreamedModel) -> dict[str, Tensor]:
     """Vectors that have other values than before."""
     names = [name for name in after.store.names() if len(after.store.shape(name)) == 1]
@@ -295,26 +255,7 @@ def _replaced(before: StreamedModel, after: StreamedModel) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if not torch.equal(value, before.store.read(name))}
 
 
-def _modules(module: nn.Module) -> dict[str, nn.Module]:
-    return {name.removeprefix("wrapped."): part for name, part in module.named_modules()}
-
-
-def _vectors_of(module: nn.Module, model: StreamedModel) -> Places:
-    """By plain name, those that the store can hold."""
-    known = holders(module, model.tied)
-    return {name.removeprefix("wrapped."): known[name.removeprefix("wrapped.")] for name in vectors(module)}
-
-
-def _places(found: Places, block: str) -> Places:
-    """By full plain name."""
-    return {(f"{block}.{name}" if block else name).removeprefix("wrapped."): places for name, places in found.items()}
-
-
 def _under(context: PassContext, name: str) -> PassContext:
     """The same, with a folder of its own for unfinished work."""
     work: Path | None = None if context.work is None else context.work / name
     return replace(context, work=work)
-
-
-def _call(function: Callable[[int], Tensor], i: int) -> Callable[[], Tensor]:
-    return lambda: function(i)

@@ -1,4 +1,4 @@
-"""What the weight-rounding passes share: which layers, which numbers in which groups, and what the target says of it."""
+"""What the weight-rounding passes share: which layers, which numbers in which groups, what the target says of it."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
-from compress.facts import LayerFacts, ModelFacts
+from compress.facts import LayerFacts, ModelFacts, PassPlan
 from compress.schemes import Scheme
 from compress.targets import Format, Target
 
@@ -63,6 +64,11 @@ def _sizes(size: int, inputs: int, kernels: tuple[int, ...], ways: str) -> str:
     if not nearest:
         return ways.removeprefix("or ")
     return f"use group_size: {' or '.join(str(g) for g in sorted(nearest))}, {ways}"
+
+
+def with_problems(plan: PassPlan, texts: Sequence[str]) -> PassPlan:
+    """The same plan with more that is wrong."""
+    return replace(plan, problems=(*plan.problems, *texts))
 
 
 def fused_problems(kind: str, facts: ModelFacts, settings: Mapping[str, Scheme], target: Target) -> list[str]:

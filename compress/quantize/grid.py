@@ -51,13 +51,13 @@ class Grid:
 
 
 def fit_grid(
-    weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None, signed: bool = True, search: bool = True
+    weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None, signed: bool = True, every: int = 1
 ) -> Grid:
     """The scales (and zero points) that leave `weight` [out, in] the least squared error, each input's weighted.
 
     `importance` [in], 1 where it is not given. `signed`: scales may be negative and symmetric levels go down to
-    -2^(b-1); otherwise they keep to -(2^(b-1) - 1), so that every kernel may negate them. Not `search`: the range.
-    Raises ValueError when the groups do not divide the inputs, or a weight is not finite.
+    -2^(b-1); otherwise they keep to -(2^(b-1) - 1), so that every kernel may negate them. `every`: of the
+    candidates one in so many, for a rough answer; 0: the range.     Raises ValueError when the groups do not divide the inputs, or a weight is not finite.
     """
     rows, inputs = weight.shape
     size = inputs if scheme.group_size == -1 else scheme.group_size
@@ -69,7 +69,10 @@ def fit_grid(
     weighting = None if importance is None else importance.float().reshape(-1, size)  # [groups, group]
     fit = _fit_symmetric if scheme.symmetric else _fit_asymmetric
     step = max(1, CHUNK // inputs)
-    parts = [fit(part, scheme.bits, weighting, signed, search) for part in grouped.split(step)]
+    tried = shrinkages(scheme.bits)[::every] if every else [1.0]
+    parts = [
+        fit(part, scheme.bits, weighting, signed, tried, FITS if every == 1 else 0) for part in grouped.split(step)
+    ]
     half = 2 ** (scheme.bits - 1)
     low, high = (-half if signed else 1 - half, half - 1) if scheme.symmetric else (0, 2 * half - 1)
     scales = torch.cat([scales for scales, _ in parts])
@@ -130,39 +133,38 @@ class _Best:
 
 
 def _fit_symmetric(
-    grouped: Tensor, bits: int, weighting: Tensor | None, signed: bool, search: bool
+    grouped: Tensor, bits: int, weighting: Tensor | None, signed: bool, tried: list[float], fits: int
 ) -> tuple[Tensor, Tensor]:
     half = 2 ** (bits - 1)
     peak = grouped.abs().amax(2)
     widest = torch.where(peak > 0, peak, 1.0) / (half - 1)
     best = _Best(grouped, weighting, -half if signed else 1 - half, half - 1)
-    for shrinkage in shrinkages(bits) if search else [1.0]:
+    for shrinkage in tried:
         scales = (widest * shrinkage).clamp_min(SMALLEST_SCALE)
         best.offer(scales)
-        if signed and search:
+        if signed and len(tried) > 1:
             best.offer(-scales)
-    for _ in range(FITS if search else 0):
+    for _ in range(fits):
         best.refit()
     return best.scales, best.zeros
 
 
 def _fit_asymmetric(
-    grouped: Tensor, bits: int, weighting: Tensor | None, signed: bool, search: bool
+    grouped: Tensor, bits: int, weighting: Tensor | None, signed: bool, tried: list[float], fits: int
 ) -> tuple[Tensor, Tensor]:
     top = 2**bits - 1
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     high = torch.where(high > low, high, low + 1)
     best = _Best(grouped, weighting, 0, top)
-    for below, above in _corners(bits) if search else [(1.0, 1.0)]:
+    for below, above in _corners(tried):
         scales = ((high * above - low * below) / top).clamp_min(SMALLEST_SCALE)
         best.offer(scales, (-low * below / scales).round_().clamp_(0, top))
-    for _ in range(FITS if search else 0):
+    for _ in range(fits):
         best.refit(best.zeros)
     return best.scales, best.zeros
 
 
-def _corners(bits: int) -> list[tuple[float, float]]:
+def _corners(alike: list[float]) -> list[tuple[float, float]]:
     """Fractions of the range's lower and upper part that are tried: both alike, and each of a few with each."""
-    alike = shrinkages(bits)
     few = alike[:: max(1, len(alike) // 5)]
     return [(one, one) for one in alike] + [(a, b) for a in few for b in few if a != b]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from itertools import count
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -19,13 +18,12 @@ from compress.graph.layers import GraphLayer, constant, find_layers, int_attribu
 from compress.graph.run import clone
 from compress.quantize.placement import Placement, place
 from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import Flavour, GraphState
+from compress.quantize.state import FLOAT8, Flavour, GraphState
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
 KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16), "s8s8": (128, 64, 32)}
 """Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
-FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
 def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
@@ -39,7 +37,8 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
     else:
         _write_static(model, integer, state, flavour)
     for name in state.weight_only:
-        _write_weight(model, layers[name], in_kernel_blocks(state.weights[name], flavour))
+        layer, weight = layers[name], state.weights[name]
+        _write_weight(model, layer, weight if layer.op == "Gather" else in_kernel_blocks(weight, flavour))
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)

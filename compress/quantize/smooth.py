@@ -8,7 +8,7 @@ the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,33 +51,47 @@ def search_smoothing(
     weights: Sequence[np.ndarray],
     alphas: Sequence[float] = ALPHAS,
     gain: float = FREE,
+    tied: Callable[[np.ndarray], np.ndarray] = lambda scales: scales,
+    by_row: bool = False,
 ) -> Smoothing:
     """Try each alpha on sampled input rows [n, in] and the group's weights [out, in]; keep the best.
 
     An alpha is taken only if the error falls below `gain` of what it was: a smoothing that cannot be folded into the
-    layer before costs a multiplication at run time.
+    layer before costs a multiplication at run time. `tied` brings scales into the form that can be folded. `by_row`:
+    each row has a symmetric scale of its own, found at run time (W8A8), instead of all sharing one range.
     """
     weight = np.concatenate([w.astype(np.float32) for w in weights])  # [sum of out, in]
     exact = rows @ weight.T
     energy = max(float(np.square(exact).sum()), 1e-30)
-    before = _product_error(rows, weight, exact, np.ones(rows.shape[1], np.float32)) / energy
+    before = _product_error(rows, weight, exact, np.ones(rows.shape[1], np.float32), by_row) / energy
     weight_peak = np.abs(weight).max(axis=0)
     best = Smoothing(None, None, before, before)
     for alpha in alphas:
-        scales = smoothing_scales(input_peak, weight_peak, alpha)
-        error = _product_error(rows, weight, exact, scales) / energy
+        scales = tied(smoothing_scales(input_peak, weight_peak, alpha))
+        error = _product_error(rows, weight, exact, scales, by_row) / energy
         if error < gain * before and (best.scales is None or error < best.error_after):
             best = Smoothing(alpha, scales, before, error)
     return best
 
 
-def _product_error(rows: np.ndarray, weight: np.ndarray, exact: np.ndarray, scales: np.ndarray) -> float:
-    """Squared error of the product in int8, inputs per tensor, weights per output channel."""
-    smoothed = rows / scales
-    seen = Observer()
-    seen.update(smoothed)
-    low, high = choose_range(seen, "mse")
-    step = np.float32((high - low) / 255)
-    x = np.clip(np.round((smoothed - np.float32(low)) / step), 0, 255) * step + np.float32(low)
+def _product_error(rows: np.ndarray, weight: np.ndarray, exact: np.ndarray, scales: np.ndarray, by_row: bool) -> float:
+    """Squared error of the product in int8, inputs by row or per tensor, weights per output channel."""
+    x = _rounded_by_row(rows / scales) if by_row else _rounded(rows / scales)
     w = round_to_nearest(weight * scales, 8, search=False).dequantize()
     return float(np.square(x @ w.T - exact).sum())
+
+
+def _rounded(rows: np.ndarray) -> np.ndarray:
+    seen = Observer()
+    seen.update(rows)
+    low, high = choose_range(seen, "mse")
+    step = np.float32((high - low) / 255)
+    rounded: np.ndarray = np.clip(np.round((rows - np.float32(low)) / step), 0, 255) * step + np.float32(low)
+    return rounded
+
+
+def _rounded_by_row(rows: np.ndarray) -> np.ndarray:
+    peak = np.abs(rows).max(axis=1, keepdims=True)
+    step = np.where(peak > 0, peak, 1.0).astype(np.float32) / np.float32(127)
+    rounded: np.ndarray = np.round(rows / step) * step
+    return rounded

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -18,6 +19,7 @@ from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import KvScheme
 
 Flavour = Literal["u8s8", "s8s8"]
+FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class GraphState:
         return {
             "bits": {name: [w.bits, w.group_size] for name, w in self.weights.items()},
             "ranges": {name: [r.low, r.high, r.peak] for name, r in self.ranges.items()},
+            "float8": [name for name, weight in self.weights.items() if weight.values.dtype == FLOAT8],
             "kv_scales": {name: list(pair) for name, pair in self.kv_scales.items()},
             **{name: getattr(self, name) for name in _JSON_FIELDS},
         }
@@ -86,7 +89,8 @@ class GraphState:
         """The integer weights, scales, zero points and biases by name."""
         found = {f"{name}|bias": bias for name, bias in self.biases.items()}
         for name, weight in self.weights.items():
-            found |= {f"{name}|values": weight.values, f"{name}|scales": weight.scales}
+            values = weight.values.view(np.uint8) if weight.values.dtype == FLOAT8 else weight.values
+            found |= {f"{name}|values": values, f"{name}|scales": weight.scales}
             if weight.zero_points is not None:
                 found[f"{name}|zero_points"] = weight.zero_points
         return found
@@ -108,12 +112,13 @@ _JSON_FIELDS = (
 
 def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.ndarray]) -> GraphState:
     """The inverse of `record()` and `arrays()`."""
-    weights = {
-        name: QuantizedWeight(
-            arrays[f"{name}|values"], arrays[f"{name}|scales"], arrays.get(f"{name}|zero_points"), bits, group
-        )
-        for name, (bits, group) in record["bits"].items()
-    }
+    weights = {}
+    for name, (bits, group) in record["bits"].items():
+        values = arrays[f"{name}|values"]
+        if name in record["float8"]:  # files of arrays have no such type
+            values = values.view(FLOAT8)
+        zero_points = arrays.get(f"{name}|zero_points")
+        weights[name] = QuantizedWeight(values, arrays[f"{name}|scales"], zero_points, bits, group)
     return GraphState(
         model,
         weights=weights,

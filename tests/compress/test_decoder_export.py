@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from decoders import CONFIGS, Decoder, exported, kinds, make, relative, stepwise, tokens, torch_logits
+from safetensors.numpy import load, save
 from torch import nn
 
 from compress.errors import ExportError
@@ -18,7 +20,7 @@ from compress.export.decoder import cache_shape, export_decoder
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.graph.cache import MAX_LENGTH, cache_of
 from compress.graph.layers import find_layers
-from compress.quantize.rounding import round_to_nearest
+from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, restore_state
 from compress.targets import TARGETS
 from runtime.manifest import KvCache
@@ -124,7 +126,11 @@ def test_a_hybrid_of_attention_and_other_layers_is_refused() -> None:
         cache_shape(module)
 
 
-def test_a_state_remembers_how_its_cache_is_kept() -> None:
-    state = GraphState(exported("llama"), kv_cache="int8", kv_scales={"model.layers.0.self_attn": (0.5, 0.25)})
-    again = restore_state(state.model, state.record(), state.arrays())
-    assert again.kv_cache == "int8" and again.kv_scales == state.kv_scales
+def test_a_state_remembers_how_its_cache_and_its_floats_are_kept() -> None:
+    scales = {"model.layers.0.self_attn": (0.5, 0.25)}
+    values = np.linspace(-400, 400, 64, dtype=np.float32).reshape(2, 32).astype(ml_dtypes.float8_e4m3fn)
+    weight = QuantizedWeight(values, np.ones((2, 1), np.float32), None, 8, -1)
+    state = GraphState(exported("llama"), weights={"fc": weight}, kv_cache="int8", kv_scales=scales)
+    again = restore_state(state.model, state.record(), load(save(state.arrays())))
+    assert again.kv_cache == "int8" and again.kv_scales == scales
+    np.testing.assert_array_equal(again.weights["fc"].dequantize(), weight.dequantize())

@@ -22,8 +22,9 @@ from compress.facts import LayerFacts, ModelFacts
 from compress.models.stream import Stream
 from compress.models.streamed import StreamedModel
 from compress.passes import tune as tune_record
+from compress.passes.learning_parts import float_module, samples
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
-from compress.passes.tune_steps import END, apply_tune, float_module, samples
+from compress.passes.tune_steps import END, apply_tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
 from compress.quantize.learn import Course, learn
 from compress.quantize.lessons import arranged, divergence, relative_error, softened
@@ -411,7 +412,7 @@ def test_two_processes_end_with_the_same_and_as_one_does(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent.parent)}
     done = subprocess.run(
         [*command, str(script), str(here), str(tmp_path)], env=environment, capture_output=True, text=True, check=False

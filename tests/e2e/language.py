@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz"
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -36,32 +37,38 @@ def language_folder(folder: Path, architecture: str = "llama", **sizes: Any) -> 
     import transformers
 
     name, differs = ARCHITECTURES[architecture]
-    config = getattr(transformers, name)(**{**SMALL, **differs, **sizes})
+    sizes = {**SMALL, **differs, **sizes}
+    if "head_dim" in differs:
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    config = getattr(transformers, name)(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
-    write_tokenizer(folder, config.vocab_size)
+    write_tokenizer(folder)
     return folder
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE without merges, every character a token: what each tokenizer class of transformers can read."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(vocab_size - 4))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = ["<pad>", "<s>", "</s>", "<unk>", "\u0120", *CHARACTERS]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    config = {**names, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    config = {**names, "tokenizer_class": "TokenizersBackend", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_texts(path: Path, n: int, seed: int = 0, words: int = 92, length: int = 24) -> Path:
-    """`n` texts of random words of differing length."""
+def write_texts(path: Path, n: int, seed: int = 0, length: int = 24) -> Path:
+    """`n` texts of random characters, of differing length up to `length`, with a space here and there."""
     rng = np.random.default_rng(seed)
-    lines = [" ".join(f"w{i}" for i in rng.integers(0, words, rng.integers(length // 2, length))) for _ in range(n)]
+    letters = list(CHARACTERS + " ")
+    lines = ["".join(rng.choice(letters, rng.integers(length // 2, length))) for _ in range(n)]
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return path
 

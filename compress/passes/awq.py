@@ -1,0 +1,62 @@
+"""`awq`: inputs that matter get larger weights before rounding, folded into what gives them (arXiv:2306.00978)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
+from compress.passes.base import Stage
+from compress.passes.weight_only import WeightPass
+from compress.passes.weight_rules import with_problems
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+
+class Awq(WeightPass):
+    """Activation-aware scales for each reading that a module before it can take them from, then ranges that clip.
+
+    With `round: false` the weights stay float and only carry the scales, chosen for the scheme given here: a `gptq`,
+    `autoround` or `tune` after it rounds them.
+    """
+
+    stage: ClassVar[Stage] = "blocks"
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 6.0
+
+    kind: Literal["awq"] = "awq"
+    round: bool = True
+    """Round the weights, too."""
+    steps: Annotated[int, Field(ge=1)] = 20
+    """Exponents tried for each reading."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """The type of products in forward passes and Gram matrices; bfloat16 is faster on CPUs that have it."""
+
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        return "blocks"
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        plan = super().check(facts, target)
+        odd = sorted({s.name for s in self.schemes() if s.weights.kind == "float" or s.activations is not None})
+        plan = with_problems(
+            plan, [f"awq: {name}: scales weights for integers of their own; use smoothquant" for name in odd]
+        )
+        if facts.structure is not None and not any(reading.source for reading in facts.structure.readings):
+            plan = with_problems(
+                plan, ["awq: no layer's inputs come from a module that can take a scale; use rtn or gptq"]
+            )
+        return plan if self.round else replace(plan, facts=facts, schemes={})
+
+    def decision(self, layer: LayerFacts, target: Target) -> LayerDecision:
+        found = super().decision(layer, target)
+        return found if self.round else replace(found, action="scaled", reason=f"for {found.reason}")
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel. Raises PassError naming the layer."""
+        from compress.passes.awq_steps import apply_awq  # torch
+
+        return apply_awq(self, model, context)

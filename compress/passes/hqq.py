@@ -1,0 +1,40 @@
+"""`hqq`: weights rounded without data to a grid that leaves few large errors (half-quadratic quantization)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.facts import ModelFacts, PassPlan
+from compress.passes.base import Stage
+from compress.passes.weight_only import WeightPass
+from compress.passes.weight_rules import with_problems
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.passes.context import PassContext, PassResult
+
+
+class Hqq(WeightPass):
+    """Half-quadratic quantization (Badri & Shaji, 2023): scales and zero points fitted to the weights alone."""
+
+    stage: ClassVar[Stage] = "blocks"
+
+    kind: Literal["hqq"] = "hqq"
+    steps: Annotated[int, Field(ge=1)] = 20
+    """Of the half-quadratic solver."""
+
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        return "blocks"
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        plan = super().check(facts, target)
+        odd = sorted({s.name for s in self.schemes() if s.weights.kind == "float" or s.activations is not None})
+        return with_problems(plan, [f"hqq: {name}: fits integers to weights alone; use rtn or gptq" for name in odd])
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel. Raises PassError naming the layer."""
+        from compress.passes.hqq_steps import apply_hqq  # torch
+
+        return apply_hqq(self, model, context)

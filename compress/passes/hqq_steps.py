@@ -1,0 +1,32 @@
+"""The steps of the `hqq` pass: block by block, without data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.errors import PassError
+from compress.models.stream import Stream
+from compress.models.streamed import StreamedModel
+from compress.passes.blockwork import matrix, may_be_negative, remark, step_layers
+from compress.passes.context import PassContext, PassResult
+from compress.quantize.hqq import hqq_round
+
+if TYPE_CHECKING:
+    from compress.passes.hqq import Hqq
+
+
+def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult:
+    stream = Stream(model, context, data=False)
+    for step in stream:
+        work = step_layers(knobs, step, context.target)
+        for layer, scheme in work.schemes.items():
+            signed = may_be_negative(scheme, context.target)
+            try:
+                weight = hqq_round(matrix(knobs, step, layer), scheme.weights, signed, knobs.steps)
+            except ValueError as error:
+                raise PassError(f"hqq: {layer}: {error}") from error
+            step.put(layer, weight, scheme)
+        facts = work.facts.values()
+        remark(knobs, step, [text for one in facts if (text := knobs.fit_remark(one, context.target))])
+        step.say(decisions=[*(knobs.decision(one, context.target) for one in facts), *work.kept])
+    return stream.result()

@@ -1,0 +1,90 @@
+"""AWQ's scales: weights of inputs that are large on average are made larger before rounding, their inputs smaller.
+
+Lin et al., AWQ: Activation-aware Weight Quantization (2023, arXiv:2306.00978): s = mean|X|^a, searched over a; with
+`mean|X|^a / mean|W|^(1 - a)`, as its authors' code has it, among the candidates. Deviation: the error that is compared
+is that of the layers that read the tensor, through the Gram matrix of what they read, not that of the module around
+them: no forward pass is needed for a candidate. Torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.quantize.gptq import output_error
+from compress.quantize.grid import fit_grid
+from compress.schemes import WeightScheme
+
+STEPS = 20
+"""Exponents tried, of each form."""
+JUDGED_ROWS = 256
+"""Of the weights together, evenly spaced: those on which a candidate's error is measured."""
+ROUGH = 3
+"""Of the grid's candidates, one in so many is tried for each candidate here."""
+GAIN = 0.995
+"""Of the error without scales; what gains less is not worth changing the weights for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """`scales` [in], None where none lowers the error. `alpha`: the exponent. The errors are relative to the output."""
+
+    scales: Tensor | None
+    alpha: float
+    error_before: float
+    error_after: float
+
+
+def search_scales(
+    weights: Sequence[Tensor],
+    schemes: Sequence[WeightScheme],
+    gram: Tensor,
+    magnitude: Tensor,
+    tied: Callable[[Tensor], Tensor] = lambda scales: scales,
+    signed: bool = True,
+    steps: int = STEPS,
+) -> Scaling:
+    """The scales under which rounding `weights` [out, in], each to its scheme, changes their outputs least.
+
+    `gram` X^T X / n [in, in] and `magnitude` mean|X| [in] of what they read. `tied` brings scales into the form that
+    can be folded. `signed`: as in `fit_grid`.
+    """
+    step = -(-sum(map(len, weights)) // JUDGED_ROWS)
+    some = [weight[::step].float() for weight in weights]
+    plain = torch.ones_like(magnitude)
+    before = _error(some, schemes, gram, plain, signed)
+    best = Scaling(None, 0.0, before, before)
+    for scales, alpha in _candidates(weights, magnitude, steps):
+        scales = tied(scales)
+        error = _error(some, schemes, gram, scales, signed)
+        if error < min(best.error_after, GAIN * before):
+            best = Scaling(scales, alpha, before, error)
+    return best
+
+
+def _candidates(weights: Sequence[Tensor], magnitude: Tensor, steps: int) -> list[tuple[Tensor, float]]:
+    """(scales, exponent), each of geometric middle 1 (that of the largest and the smallest)."""
+    mean = torch.cat([weight.abs().float() for weight in weights]).mean(0)
+    x, w = (
+        magnitude.float().clamp_min(1e-4 * float(magnitude.max()) + 1e-30),
+        mean.clamp_min(1e-4 * float(mean.max()) + 1e-30),
+    )
+    alphas = [k / steps for k in range(1, steps + 1)]
+    found = [(x**a, a) for a in alphas] + [(x**a / w ** (1 - a), a) for a in alphas]
+    return [(scales / (scales.max() * scales.min()).sqrt(), alpha) for scales, alpha in found]
+
+
+def _error(
+    weights: Sequence[Tensor], schemes: Sequence[WeightScheme], gram: Tensor, scales: Tensor, signed: bool
+) -> float:
+    """E|(W - Q(W s) / s) x|^2 / E|W x|^2, all weights together."""
+    importance = gram.diagonal() / scales**2
+    rounded = []
+    for weight, scheme in zip(weights, schemes, strict=True):
+        scaled = weight * scales
+        grid = fit_grid(scaled, scheme, importance, signed, ROUGH)
+        rounded.append(grid.values(grid.levels(scaled)) / scales)
+    return output_error(torch.cat(list(weights)), torch.cat(rounded), gram)
