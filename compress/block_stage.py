@@ -19,7 +19,8 @@ from compress.models.blockfiles import finished_steps
 from compress.models.load import LoadedModel
 from compress.models.sharing import from_main, share, wait
 from compress.models.stream import result_of
-from compress.models.streamed import StreamedModel, emptied, memory_store, streamed_model
+from compress.models.materialise import emptied, memory_store
+from compress.models.streamed import StreamedModel, streamed_model
 from compress.passes import Pass
 from compress.passes.context import PassContext, PassResult
 from compress.stages import heard, said

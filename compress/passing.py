@@ -53,18 +53,20 @@ class Passed:
 
 
 def run_passes(ground: Ground, exported: FloatModel | None, baseline: Mapping[str, np.ndarray]) -> Passed:
-    """Model passes, block passes, the export between, graph passes. `exported`: the float model, if ONNX is written."""
+    """Model passes, block passes, the export between, graph passes. `exported`: the float model, if ONNX is written.
+
+    Where passes over blocks have only rounded, the float model's graph serves: its integers take their layers' places.
+    """
     loaded, modelled = _model_passes(ground)
     source, streamed, blocked = _block_passes(ground, loaded)
-    state, notes = None, []
-    if exported is not None:
-        state = exported.state
-        if modelled or blocked:
-            make = (lambda: _as_loaded(ground, streamed)) if blocked else (lambda: _given(loaded))
-            state = export(ground, ground.plan.keys.passed_graph, make).state
-        if blocked and streamed is not None:
-            state, notes = with_integers(state, streamed)
-            blocked[-1] = replace(blocked[-1], notes=(*blocked[-1].notes, *notes))
+    state = None if exported is None else exported.state
+    if exported is not None and streamed is not None and blocked:
+        if loaded is not None or source is None or not streamed.store.same_floats(source.store):
+            state = export(ground, ground.plan.keys.passed_graph, lambda: _as_loaded(ground, streamed)).state
+        state, notes = with_integers(state or exported.state, streamed)
+        blocked[-1] = replace(blocked[-1], notes=(*blocked[-1].notes, *notes))
+    elif exported is not None and loaded is not None:
+        state = export(ground, ground.plan.keys.passed_graph, lambda: _given(loaded)).state
     graphed: list[PassResult] = []
     if state is not None and exported is not None:
         state, graphed = _graph_passes(ground, state, exported, baseline)
@@ -160,9 +162,8 @@ def _given(loaded: LoadedModel | None) -> LoadedModel:
     return loaded
 
 
-def _as_loaded(ground: Ground, streamed: StreamedModel | None) -> LoadedModel:
+def _as_loaded(ground: Ground, streamed: StreamedModel) -> LoadedModel:
     """What passes over blocks left, as a whole module with dequantized weights, for the export."""
-    assert streamed is not None
     plan = ground.plan
     module = streamed.materialise()
     return LoadedModel(

@@ -111,7 +111,8 @@ class _Done:
 def _planned_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list[_Done], list[str], Schemes]:
     """Each pass checked on the facts that the one before it leaves; the problems of all; how layers are stored."""
     recipe, facts = inputs.recipe, inputs.facts
-    done, problems, schemes = [], [], {}
+    done, problems = [], []
+    schemes: Schemes = {}
     for index, (one, key) in enumerate(zip(recipe.passes, keys.passes, strict=True)):
         plan = one.check(facts, TARGETS[recipe.target])
         problems += [f"passes.{index}: {problem}" for problem in plan.problems]

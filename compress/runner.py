@@ -44,7 +44,8 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
     """
     out, root = Path(out).resolve(), cache or default_root()
     if not main_process():
-        return _help(recipe, StepCache(root))
+        _help(recipe, StepCache(root))
+        return None
     with reserved(out) as staging:
         log_file = out.with_name(f"{out.name}.{LOG}")
         with explained(out):

@@ -124,6 +124,7 @@ TARGETS: dict[str, Target] = {
                 "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"
             ),
             **_same(_CPU_8BIT, 8),
+            "kv-int8": FormatFact("fast", "GroupQueryAttention keeps keys and values in int8"),
             "w4": FormatFact(
                 "fast",
                 "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing; "
@@ -142,7 +143,7 @@ TARGETS: dict[str, Target] = {
             ),
         },
         group_sizes=(16, 32, 64, 128, 256),
-        group_sizes_8bit=(32,),
+        group_sizes_8bit=(16, 32, 64, 128, 256),
     ),
     "openvino": Target(
         "openvino",

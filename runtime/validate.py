@@ -93,7 +93,9 @@ def judge_checkpoint(case: Case) -> Report:
     """The report on a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
     evidence, broken = quality(case)
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
-    evidence |= size_evidence(sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes)
+    evidence |= size_evidence(
+        sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes
+    )
     not_run = f"it was not measured: {_NOT_RUN.format(case.manifest.candidate_for(case.backend).target)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
     advice = [*list(broken.values())[:1], *larger(evidence), *case.notes]

@@ -161,7 +161,7 @@ def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> 
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder, contents.tokenizer)
         if artifact.cache is not None and artifact.cache.shared_buffer and (folder / "config.json").is_file():
-            write_genai_config(folder, graph, contents.generation and contents.generation.context_length)
+            write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
     return artifact, notes
 
 

@@ -52,5 +52,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         integer=[*state.integer, *integer],
         ranges={**state.ranges, **ranges},
         dynamic=state.dynamic or dynamic == {True},
+        kv_cache=model.kv_cache,
+        kv_scales=dict(model.kv_scales),
     )
     return state, tuple(notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
             f"`preprocess: {{kind: {_KINDS.get(spec.task, 'image')}, ...}}` as in its training, or "
             "`{kind: tensor}` if the data holds its inputs ready"
         )
-    read = {"text": _text, "language": _language, "image": _image}[_KINDS.get(spec.task, "image")]
-    return _checked(spec, source, read(source.folder))
+    return _checked(spec, source, _READERS[_KINDS.get(spec.task, "image")](source.folder))
 
 
 def _checked(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
@@ -207,3 +207,7 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SourceError(f"{path}: is not JSON: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path], PreprocessSpec]] = {"text": _text, "language": _language, "image": _image}
+"""Kind -> what reads it from a model's folder."""

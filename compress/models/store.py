@@ -121,6 +121,13 @@ class WeightStore:
         entry = self._entry(name, self._entries) if name in self else None
         return _unpacked(entry) if isinstance(entry, Packed) else None
 
+    def same_floats(self, other: WeightStore) -> bool:
+        """True if no float value differs from that store's: what was done since is rounding alone."""
+        return self._floats.keys() == other._floats.keys() and all(
+            mine is other._floats[name] or (not isinstance(mine, Tensor) and mine == other._floats[name])
+            for name, mine in self._floats.items()
+        )
+
     def is_quantized(self, layer: str) -> bool:
         name = f"{layer}.weight"
         return name in self and isinstance(self._entry(name, self._entries), Packed)

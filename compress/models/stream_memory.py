@@ -3,96 +3,103 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from compress.facts import BlockFacts, Reading, Structure
+from compress.facts import Reading, Structure
 from compress.models import activations
 
 FLOAT = 4
 """Bytes of a float32."""
-SQUARES = 6
-"""Matrices [in, in] alive at once while a reading's Hessian is factored: the sum, its mean, damped, two of the
-factorization, the factor."""
-COPIES = 5
-"""Copies of a reading's weights, put together, alive at once while they are rounded."""
-FIXED_BYTES = 40 * 2**20
-"""What libraries take at their first product."""
+FIXED_BYTES = 22 * 2**20
+"""What libraries take at their first large product."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def stream_memory(
-    structure: Structure,
-    shapes: Shapes,
-    n_rows: int,
-    hidden_width: int,
-    lockstep: bool = True,
-    float_too: bool = False,
-    squares: float = SQUARES,
-    copies: float = COPIES,
-) -> int:
-    """Bytes above what the process holds before: the most that any one step takes.
+@dataclass(frozen=True)
+class StreamUse:
+    """How a pass uses a stream.
 
-    `shapes`: of the parameters, by plain name. `n_rows`: tokens of the calibration data (0: a pass without data) of
-    this process. `hidden_width`: of what blocks hand on. `squares`, `copies`: of the pass's own work at one reading
-    (`SQUARES`, `COPIES` are GPTQ's). A table of embeddings whose weight nothing else shares stays in its file.
+    `lockstep`, `float_too`, `compute`: as of `Stream` and `BlockStep`. `rounded`: the layers that it works on (None:
+    all). At a reading it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers; the
+    defaults are those of `gptq`.
     """
-    names = [block.name for block in structure.blocks]
-    outside = _n_outside(structure, shapes, names)
-    steps = [_step(block.readings, _n_inside(block, shapes), shapes, n_rows, hidden_width, lockstep, squares, copies)
-             for block in structure.blocks]  # fmt: skip
-    if structure.after:
-        steps.append(_step(structure.after, outside, shapes, n_rows, hidden_width, lockstep, squares, copies))
-    held = 3 if float_too else 1  # the float path's inputs, too, and the float block's outputs
-    return int(FIXED_BYTES + FLOAT * n_rows * hidden_width * held + max(steps, default=0))
+
+    lockstep: bool = True
+    float_too: bool = False
+    compute: str = "float32"
+    rounded: Collection[str] | None = None
+    squares: float = 7
+    copies: float = 5
 
 
-def _step(
-    readings: Sequence[Reading],
-    n_weights: int,
-    shapes: Shapes,
-    n_rows: int,
-    width: int,
-    lockstep: bool,
-    squares: float,
-    copies: float,
+def stream_memory(
+    structure: Structure, shapes: Shapes, n_rows: int, hidden_width: int, use: StreamUse | None = None
 ) -> int:
-    """Bytes of one step at its largest reading, its inputs left out."""
-    weights = FLOAT * n_weights + n_weights  # and the integers that are to be written
-    together = n_rows if lockstep else min(n_rows, activations.ROWS)
-    work = [_at(reading, shapes, together, width, n_rows > 0, squares, copies) for reading in readings]
-    return int(weights + max(work, default=0))
+    """Bytes above what the process held before: the most that any one step takes.
+
+    `shapes`: of the parameters, by plain name. `n_rows`: tokens of this process's share of the calibration data (0: a
+    pass without). `hidden_width`: of what a block hands to the next. Tables of embeddings stay in their file.
+    """
+    how = use or StreamUse()
+    at = _At(shapes, n_rows, hidden_width, how)
+    steps = [at.step(block.readings, _inside(shapes, block.name)) for block in structure.blocks]
+    late = {layer for reading in structure.after for layer in reading.layers}
+    if late:
+        small = [name for name in _outside(shapes, structure) if len(shapes[name]) == 1]
+        steps.append(at.step(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
+    held = FLOAT * n_rows * hidden_width * (2 if how.float_too else 1)
+    return int(FIXED_BYTES + held + max(steps, default=0))
 
 
-def _at(
-    reading: Reading, shapes: Shapes, together: int, width: int, data: bool, squares: float, copies: float
-) -> float:
-    """Bytes while the forward stands before a reading: what it reads, the residual and its norm, and the pass's work."""
-    matrices = [shapes[f"{layer}.weight"] for layer in reading.layers if f"{layer}.weight" in shapes]
-    if not matrices:
-        return 0
-    n_inputs = n_reads(reading, shapes)
-    rows = together * (n_inputs + 2 * width)
-    own = squares * n_inputs**2 * data + copies * sum(map(math.prod, matrices))
-    return FLOAT * (rows + own)
+@dataclass(frozen=True)
+class _At:
+    """What the memory of a step depends on."""
+
+    shapes: Shapes
+    n_rows: int
+    width: int
+    use: StreamUse
+
+    def step(self, readings: Sequence[Reading], names: Sequence[str]) -> float:
+        """Bytes of one step at its largest reading, what it reads left out."""
+        n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
+        known = [reading for reading in readings if self.matrices(reading)]
+        kept = 0 if self.use.lockstep else FLOAT * sum(self.n_inputs(reading) ** 2 for reading in known if self.n_rows)
+        written = n_weights  # the integers, a byte each
+        return FLOAT * n_weights + written + kept + max((self.reading(one) for one in known), default=0.0)
+
+    def reading(self, reading: Reading) -> float:
+        """While the forward stands before it: what it reads, the residual, its norm; then what is done there."""
+        n_inputs = self.n_inputs(reading)
+        item = 2 if self.use.compute == "bfloat16" and reading.how != "norm" else FLOAT
+        row = item * n_inputs + 2 * FLOAT * self.width
+        batch = min(self.n_rows, activations.ROWS)
+        others = 2 * item * n_inputs * batch  # of the one that is on its way
+        if self.use.lockstep:
+            return row * self.n_rows + max(others, self.work(reading))
+        return max(row * batch + others, self.work(reading))
+
+    def work(self, reading: Reading) -> float:
+        """What the pass does with its layers."""
+        wanted = [name for name in reading.layers if self.use.rounded is None or name in self.use.rounded]
+        sizes = [math.prod(self.shapes[f"{name}.weight"]) for name in wanted if f"{name}.weight" in self.shapes]
+        squares = self.use.squares * self.n_inputs(reading) ** 2 if self.n_rows and sizes else 0
+        return FLOAT * (squares + self.use.copies * sum(sizes))
+
+    def matrices(self, reading: Reading) -> list[tuple[int, ...]]:
+        return [self.shapes[f"{name}.weight"] for name in reading.layers if f"{name}.weight" in self.shapes]
+
+    def n_inputs(self, reading: Reading) -> int:
+        """The dimension that all its layers have; of several the last, as torch's Linear has it."""
+        first, *others = self.matrices(reading)
+        common = [size for size in first if all(size in other for other in others)]
+        return (common or list(first))[-1]
 
 
-def n_reads(reading: Reading, shapes: Shapes) -> int:
-    """Inputs of a reading's layers: the dimension that all of them have."""
-    first, *others = [shapes[f"{layer}.weight"] for layer in reading.layers if f"{layer}.weight" in shapes]
-    common = [size for size in first if all(size in other for other in others)]
-    return common[-1] if common else first[-1]
+def _inside(shapes: Shapes, block: str) -> list[str]:
+    return [name for name in shapes if not block or name.startswith(f"{block}.")]
 
 
-def _n_inside(block: BlockFacts, shapes: Shapes) -> int:
-    return _sum(name for name in shapes if not block.name or name.startswith(f"{block.name}.")) and sum(
-        math.prod(shape) for name, shape in shapes.items() if not block.name or name.startswith(f"{block.name}.")
-    )
-
-
-def _sum(names: Iterable[str]) -> int:
-    return sum(1 for _ in names)
-
-
-def _n_outside(structure: Structure, shapes: Shapes, names: Sequence[str]) -> int:
-    """Weights outside the blocks that the last step reads."""
-    return 0
+def _outside(shapes: Shapes, structure: Structure) -> list[str]:
+    return [name for name in shapes if not any(name.startswith(f"{block.name}.") for block in structure.blocks)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.facts import Reading
+from compress.models import heap
 from compress.models.activations import Held, Holder, MicroBatch
 from compress.models.flow import Flow, feeds_calls
 from compress.models.materialise import Holders, empty, fill, holders, plain
@@ -49,6 +49,7 @@ class Work:
         float_too: bool,
         compute: torch.dtype,
     ) -> None:
+        heap.return_large()
         self.store, self.compute, self.float_too = model.store, compute, float_too
         self.build = model.build
         self.module = model.build()
@@ -80,7 +81,7 @@ class Work:
         self.store = self.store.over([path])
         self._floats = None
         empty(self.module)
-        _give_back()
+        heap.return_all()
 
     def replay(self, one: Planned, path: Path, feeds_more: bool) -> None:
         """Pass the data through a step that is done already."""
@@ -308,11 +309,3 @@ def _is_real(parameter: nn.Parameter | None) -> bool:
 
 def _no_data(i: int) -> Tensor:
     raise IndexError("this stream has no data")
-
-
-def _give_back() -> None:
-    """Ask glibc to return freed memory to the system, so that what a block took does not pile up."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return
