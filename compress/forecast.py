@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from compress.facts import ModelFacts
+from compress.models.stream_memory import StreamUse, stream_memory
+from compress.passes import Pass, Tune
 from compress.schema import Recipe
 
 LIBRARIES_BYTES = 700 * 2**20
@@ -24,6 +26,8 @@ EVALUATION_RUNS = 3
 """Forward passes over the evaluation set: the baseline's, the candidate's, one for the gates."""
 THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
 """Timed calls of the large batch, and the most that they are given."""
+FLOAT_TOO = ("autoround", "tune")
+"""Passes that also keep what the float model's blocks give."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 
@@ -37,8 +41,14 @@ class Forecast:
     disk_bytes: int
 
 
-def forecast(recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dict[str, int], batch: int) -> Forecast:
-    """Add up what each step needs. `samples`: set name -> number; `batch`: samples in the graph together."""
+def forecast(
+    recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dict[str, int], batch: int, tokens: int = 0
+) -> Forecast:
+    """Add up what each step needs.
+
+    `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
+    set.
+    """
     flops = 2 * before.macs
     per_second = matrix_rate() * EFFICIENCY
     forward = flops / per_second
@@ -50,9 +60,54 @@ def forecast(recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dic
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
     seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
     seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
-    memory = LIBRARIES_BYTES + COPIES * before.n_bytes + 2 * batch * before.peak_activation_bytes
-    disk = 2 * before.n_bytes + (len(recipe.passes) + 2) * before.n_bytes + after.n_bytes
+    streams = _streams(recipe, before, tokens or calibration * _rows(before))
+    memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
+    if recipe.has_onnx:
+        whole = COPIES * before.n_bytes + 2 * batch * before.peak_activation_bytes
+        memory = max(memory, LIBRARIES_BYTES + whole)
+        disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2) * before.n_bytes
     return Forecast(seconds, memory, disk)
+
+
+def _streams(recipe: Recipe, facts: ModelFacts, n_rows: int) -> list[int]:
+    """Bytes that each pass over blocks takes at its peak."""
+    structure = facts.structure
+    found = []
+    for one in recipe.passes:
+        if structure is not None and one.stage_on(facts) == "blocks":
+            shapes = {f"{layer.name}.weight": layer.shape for layer in facts.layers}
+            shapes |= {layer.weight: layer.shape for layer in facts.layers}
+            use = StreamUse(
+                lockstep=getattr(one, "sequential", True),
+                float_too=one.kind in FLOAT_TOO,
+                compute=getattr(one, "compute", "float32"),
+            )
+            rows = n_rows if one.needs_calibration else 0
+            found.append(stream_memory(structure, shapes, rows, _width(facts), use) + _learned(one, facts))
+    return found
+
+
+def _learned(one: Pass, facts: ModelFacts) -> int:
+    """What `tune` takes beside a stream where it learns the whole model at once."""
+    if not isinstance(one, Tune):
+        return 0
+    n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
+    return one.n_bytes(n_weights)
+
+
+def _width(facts: ModelFacts) -> int:
+    """Of what a block hands on."""
+    structure = facts.structure
+    assert structure is not None
+    if structure.residual is not None:
+        return structure.residual.width
+    first = next((reading.layers[0] for reading in structure.readings if reading.layers), "")
+    return next((layer.shape[1] for layer in facts.layers if layer.name == first), 0)
+
+
+def _rows(facts: ModelFacts) -> int:
+    """Rows that one sample gives a matrix product, at most: the work of the product over its weights."""
+    return max((layer.macs // layer.n_weights for layer in facts.layers if layer.op == "MatMul"), default=1)
 
 
 def matrix_rate() -> float:

@@ -89,6 +89,14 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     return samples if task != "text-generation" else _tokens_checked(samples, name, inputs)
 
 
+def calibration_tokens(inputs: Inputs) -> int:
+    """Of a language model's calibration set, which is read for it: a plan then knows what a run will take."""
+    if "calibration" not in inputs.data:
+        return 0
+    samples = load_set(inputs, "calibration", None)
+    return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
+
+
 def _tokens_checked(samples: Samples, name: str, inputs: Inputs) -> Samples:
     """Texts as they are, or packed where the recipe says so; SourceError for tokens that the model does not know."""
     vocab_size = inputs.facts.outputs[0].shape[-1]

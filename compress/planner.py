@@ -12,7 +12,7 @@ from compress.export_rules import checkpoint_notes, checkpoint_problems
 from compress.exports import CheckpointExport
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
-from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, read_inputs
+from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs
 from compress.legality import objections
 from compress.network import restrict_network
 from compress.passes import KvCache
@@ -21,7 +21,7 @@ from compress.schemes import Scheme
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
 from runtime.benchmark import choose_backend
-from runtime.manifest import fixed_batch
+from runtime.manifest import GENERATION, fixed_batch
 
 Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
@@ -85,7 +85,8 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
-    expected = forecast(recipe, before, after, samples, batch)
+    tokens = calibration_tokens(inputs) if recipe.model.task in GENERATION else 0
+    expected = forecast(recipe, before, after, samples, batch, tokens)
     checkpoints = [_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     problems += [problem for found, _ in checkpoints for problem in found]

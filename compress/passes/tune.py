@@ -95,6 +95,12 @@ class Tune(WeightPass):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
+    def n_bytes(self, n_weights: int) -> int:
+        """About what learning holds at once, of a model with so many weights."""
+        how = self.how(n_weights, n_weights)
+        learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
+        return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights
+
     def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
         """True if a quantized layer is to be learned. `bits` None: not known yet."""
         return selected(self, name, kind) and (bits is None or not self.restrict or bits in self.restrict)
