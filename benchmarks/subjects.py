@@ -27,8 +27,11 @@ ITERATIONS = 200
 """Of AutoRound: its default."""
 ROW_TOKENS = 256
 """AutoRound takes rows of one length and drops shorter ones: the same tokens, joined and cut."""
-CHECKPOINT_ONLY = ("target=transformers", "export=[{kind: checkpoint}]", "validate={}")
-"""The score is taken here, and an ONNX file holds no 3 bits."""
+ONLY_WHAT_IS_SCORED = {
+    "text-generation": ("target=transformers", "export=[{kind: checkpoint}]", "validate={}"),
+    "feature-extraction": ("data.evaluation.samples=100", "validate={benchmark: {iterations: 1}}"),
+}
+"""Task -> settings that leave out what is not needed here: the score is taken from the checkpoint, by this process."""
 LLMCOMPRESSOR = Peer("llm-compressor", "llmcompressor_oneshot.py", venv="llmcompressor")
 AUTOROUND = Peer("auto-round", "autoround_tune.py", venv="autoround")
 
@@ -164,7 +167,9 @@ def our_row(subject: Subject, ours: Ours, bits: int, group: int, call: Call) -> 
     bundle, cache = call.out / name, call.out / f"{name}-cache"
     found = row(subject, ours.made_by, bits, group)
     try:
-        apply_recipe(ours.recipe, (f"vars.bench={call.bench}", *CHECKPOINT_ONLY, *ours.sets), bundle, cache)
+        apply_recipe(
+            ours.recipe, (f"vars.bench={call.bench}", *ONLY_WHAT_IS_SCORED[subject.task], *ours.sets), bundle, cache
+        )
     except (RunError, CallError) as error:
         return found | {"failed": str(error)}
     folder = checkpoint_of(bundle)

@@ -166,6 +166,9 @@ def _as_loaded(ground: Ground, streamed: StreamedModel) -> LoadedModel:
     """What passes over blocks left, as a whole module with dequantized weights, for the export."""
     plan = ground.plan
     module = streamed.materialise()
+    choose = getattr(getattr(module, "wrapped", None), "set_attn_implementation", None)
+    if choose is not None:
+        choose("eager")  # as a loaded model has it: the form that attention is recognized in
     return LoadedModel(
         kind="torch",
         architecture=plan.before.architecture,

@@ -134,6 +134,9 @@ def _checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str]
     return [f"export.{index}: {problem}" for problem in checkpoint_problems(*about)], checkpoint_notes(*about)
 
 
+_BY_TORCH = "torch measures its quality as it is built, and nothing measures its speed"
+
+
 def _notes(inputs: Inputs) -> tuple[Note, ...]:
     recipe, data = inputs.recipe, inputs.data
     texts = list(inputs.facts.notes)
@@ -141,7 +144,8 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
     _, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
     if elsewhere is not None:
-        texts.append(f"{recipe.target} does not run here: the bundle is judged in onnxruntime-cpu instead")
+        how = "the bundle is judged in onnxruntime-cpu instead" if recipe.has_onnx else _BY_TORCH
+        texts.append(f"{recipe.target} does not run here: {how}")
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be pass whatever is measured")
     return tuple(Note("warning", text) for text in texts)

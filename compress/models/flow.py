@@ -53,9 +53,13 @@ class Flow:
     def calls(self, block: int) -> list[Call]:
         """Of the k-th block on the compressed path."""
         return [
-            Call(_arguments(self.templates[i][block], self.hidden[i]), batch.rows, batch.n_rows)
+            Call(self._arguments(i, self.templates[i][block]), batch.rows, batch.n_rows)
             for i, batch in enumerate(self.batches)
         ]
+
+    def _arguments(self, i: int, template: Template) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Of the i-th micro-batch as it stands when they are asked for: a call holds no activations itself."""
+        return lambda: template.filled(self.hidden[i].get())
 
     def advance(self, outputs: Iterator[Tensor]) -> None:
         """Take a block's outputs for what the next one reads; an input is let go of when its output is there."""
@@ -76,10 +80,6 @@ class Flow:
 def feeds_calls(batches: Sequence[MicroBatch]) -> list[Call]:
     """Of the whole model."""
     return [Call(_fed(batch.feeds), batch.rows, batch.n_rows) for batch in batches]
-
-
-def _arguments(template: Template, held: Held) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    return lambda: template.filled(held.get())
 
 
 def _fed(feeds: Mapping[str, Tensor]) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -15,6 +15,7 @@ from compress.models import heap
 from compress.models.activations import Held, Holder, MicroBatch
 from compress.models.flow import Flow, feeds_calls
 from compress.models.materialise import Holders, empty, fill, holders, plain
+from compress.models.parts import as_float, first_output, is_real, is_table, layers_of, no_data, own_names
 from compress.models.skeleton import Reached, first_hidden, standing_in, until_reached, without_cache
 from compress.models.step import BlockStep, Call, Part
 from compress.models.store import WeightStore
@@ -59,8 +60,8 @@ class Work:
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
         for _, part in self._outside(self.module):
-            if _is_table(part):
-                part.register_forward_hook(_as_float)
+            if is_table(part):
+                part.register_forward_hook(as_float)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
         self.flow = None if batches is None else Flow(batches, holder)
         self._floats: list[Held] | None = None
@@ -95,7 +96,7 @@ class Work:
         block, flow = self.blocks[number], self.flow
         if flow is None:
             self._fill(block, one.name, self.store.read)
-            return BlockStep(self._part(one, block, _layers(block, one.name), [], _no_data))
+            return BlockStep(self._part(one, block, layers_of(block, one.name), [], no_data))
         self._enter()
         if self.float_too:
             self._fill(block, one.name, (float_store or self.store).read_float)
@@ -107,13 +108,13 @@ class Work:
             args, kwargs = calls[i].arguments()
             return flow.forms[number].taken(block(*args, **kwargs))
 
-        return BlockStep(self._part(one, block, _layers(block, one.name), calls, run))
+        return BlockStep(self._part(one, block, layers_of(block, one.name), calls, run))
 
     def _open_whole(self, one: Planned) -> BlockStep:
         """The model as one step."""
         if self.flow is None:
             self._fill(self.module, "", self.store.read)
-            return BlockStep(self._part(one, self.module, _layers(self.module), [], _no_data))
+            return BlockStep(self._part(one, self.module, layers_of(self.module), [], no_data))
         batches = self.flow.batches
 
         def run(i: int) -> Tensor:
@@ -124,7 +125,7 @@ class Work:
             with torch.no_grad():
                 self._floats = [self.flow.holder.hold(run(i)) for i in range(len(batches))]
         self._fill(self.module, "", self.store.read)
-        return BlockStep(self._part(one, self.module, _layers(self.module), feeds_calls(batches), run))
+        return BlockStep(self._part(one, self.module, layers_of(self.module), feeds_calls(batches), run))
 
     def _open_outside(self, one: Planned) -> BlockStep:
         """What is outside the blocks: of "before", a forward ends at the first block; "after" begins at the last."""
@@ -133,7 +134,7 @@ class Work:
         self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
         layers = {name: layer for name, layer in self._outside_layers().items() if (name in self.late) == after}
         if self.flow is None:
-            return BlockStep(self._part(one, self.module, layers, [], _no_data))
+            return BlockStep(self._part(one, self.module, layers, [], no_data))
         if after:
             self._enter()
         run = self._after(self.module, self.flow.hidden) if after else self._before()
@@ -221,7 +222,7 @@ class Work:
         floats = self._floats
         found = holders(block, self.store.tied, one.name if one.block is not None else "")
         filled: Holders = {
-            name: places for name, places in found.items() if _is_real(places[0][0]._parameters[places[0][1]])
+            name: places for name, places in found.items() if is_real(places[0][0]._parameters[places[0][1]])
         }
         return Part(
             index=one.index,
@@ -268,44 +269,9 @@ class Work:
     def _tables(self, parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """The embeddings among `parts` whose weight no other of them shares."""
         tied = self.store.tied
-        owners = [tied.get(name, name) for path, part in parts.items() for name in _own_names(path, part)]
+        owners = [tied.get(name, name) for path, part in parts.items() for name in own_names(path, part)]
         return {
             path: part
             for path, part in parts.items()
-            if _is_table(part) and owners.count(tied.get(f"{path}.weight", f"{path}.weight")) == 1
+            if is_table(part) and owners.count(tied.get(f"{path}.weight", f"{path}.weight")) == 1
         }
-
-
-def _own_names(path: str, part: nn.Module) -> list[str]:
-    return [f"{path}.{key}" if path else key for key, value in part._parameters.items() if value is not None]
-
-
-def _is_table(part: nn.Module) -> bool:
-    """An embedding that only looks rows up, in torch's own way."""
-    return type(part) is nn.Embedding and part.max_norm is None
-
-
-def _as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return out.float()
-
-
-def first_output(out: Any) -> Tensor:
-    """The first tensor of what a model gives."""
-    if isinstance(out, Tensor):
-        return out
-    values = out.values() if hasattr(out, "values") else out
-    return next(value for value in values if isinstance(value, Tensor))
-
-
-def _layers(block: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """Full plain name -> layer."""
-    found = {plain(".".join(part for part in (name, path) if part)): layer for path, layer in block.named_modules()}
-    return {path: layer for path, layer in found.items() if is_layer(layer)}
-
-
-def _is_real(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.device.type != "meta"
-
-
-def _no_data(i: int) -> Tensor:
-    raise IndexError("this stream has no data")

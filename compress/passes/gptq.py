@@ -25,8 +25,9 @@ class Gptq(WeightPass):
     """Round the inputs of largest activation first; groups keep their places (static groups)."""
     block_size: Annotated[int, Field(ge=1)] = 128
     """Inputs whose errors are spread over the rest of the weight at once: for speed, not for the result."""
-    sweeps: Annotated[int, Field(ge=0)] = 2
-    """Of coordinate descent over levels and scales after the loop, which lower the same error; 0: GPTQ as published."""
+    sweeps: Annotated[int, Field(ge=0)] | None = None
+    """Of coordinate descent over levels and scales after the loop, which lower the same error; 0: GPTQ as published.
+    Not given: 1 with 4 bits and more, 3 with fewer."""
     sequential: bool = True
     """Each layer sees what the rounded layers before it give; otherwise what the float ones give."""
     compute: Literal["float32", "bfloat16"] = "float32"

@@ -16,7 +16,7 @@ from compress.models.stream import Stream
 from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import InputRanges, StepLayers, matrix, may_be_negative, nearest, remark, step_layers
 from compress.passes.context import PassContext, PassResult
-from compress.quantize.gptq import Hessian, gptq_round_together, invert_hessian
+from compress.quantize.gptq import Hessian, Rules, gptq_round_together, invert_hessian
 from compress.quantize.gram import Gram
 from compress.schemes import Scheme
 from compress.targets import Target
@@ -40,6 +40,10 @@ def gptq_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pass
                 work.act(reading)
         work.finish()
     return stream.result()
+
+
+def gptq_rules(knobs: Gptq, scheme: Scheme, target: Target) -> Rules:
+    return Rules(may_be_negative(scheme, target), knobs.sweeps, knobs.block_size, knobs.compute)
 
 
 def hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float) -> list[str]:
@@ -88,9 +92,8 @@ class _Work:
 
     def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
         weights = [matrix(self.knobs, self.step, name) for name in names]
-        signed = may_be_negative(scheme, self.target)
-        sweeps, block = self.knobs.sweeps, self.knobs.block_size
-        round_all = partial(gptq_round_together, weights, hessian, scheme.weights, signed, sweeps, block)
+        rules = gptq_rules(self.knobs, scheme, self.target)
+        round_all = partial(gptq_round_together, weights, hessian, scheme.weights, rules)
         for name, found in zip(names, self._named(names, round_all), strict=True):
             self.step.put(name, found.weight, scheme, self._named([name], partial(self.inputs.scale, name)))
             errors = {"output_error": found.error, "output_error_rtn": found.nearest_error}

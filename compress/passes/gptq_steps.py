@@ -15,9 +15,8 @@ from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.models.streamed import StreamedModel
-from compress.passes.blockwork import may_be_negative
 from compress.passes.context import PassContext, PassResult
-from compress.passes.gptq_blocks import gptq_blocks, hessian_remarks
+from compress.passes.gptq_blocks import gptq_blocks, gptq_rules, hessian_remarks
 from compress.quantize.gptq import Hessian, Rounded, gptq_round, invert_hessian
 from compress.quantize.gram_graph import gram_matrix
 from compress.quantize.rounding import QuantizedWeight
@@ -62,10 +61,9 @@ def _on_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassResul
 
 def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, context: PassContext) -> Rounded:
     scheme = knobs.setting(facts, context.target)
-    signed = may_be_negative(scheme, context.target)
     weight = torch.from_numpy(layer.matrix().copy())
     try:
-        return gptq_round(weight, hessian, scheme.weights, signed, knobs.sweeps, knobs.block_size)
+        return gptq_round(weight, hessian, scheme.weights, gptq_rules(knobs, scheme, context.target))
     except ValueError as problem:
         raise PassError(f"gptq: {layer.name}: {problem}") from problem
 

@@ -12,18 +12,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid
 
 BLOCK = 128
 """Columns whose residual is taken in one product."""
 
 
-def descend(weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, sweeps: int) -> tuple[Tensor, Grid]:
+def descend(
+    weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, sweeps: int, compute: Compute = "float32"
+) -> tuple[Tensor, Grid]:
     """Better levels [out, in] and scales for `weight` [out, in] than those given, for inputs of Gram matrix `gram`.
 
-    `gram` float32 [in, in] has a positive diagonal (damp it). Nothing given is changed.
+    `gram` float32 [in, in] has a positive diagonal (damp it). Nothing given is changed. `compute`: the type of the
+    large products; in bfloat16 a level may come out one beside the best.
     """
-    work = _Work(weight, gram, levels, grid)
+    work = _Work(weight, gram, levels, grid, getattr(torch, compute))
     for _ in range(sweeps):
         work.sweep()
     return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
@@ -32,14 +36,15 @@ def descend(weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, sweeps: in
 class _Work:
     """All transposed, [in, out], so that a column is contiguous. `left` = W - Q."""
 
-    def __init__(self, weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid) -> None:
-        self.gram, self.low, self.high = gram, grid.low, grid.high
+    def __init__(self, weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, dtype: torch.dtype) -> None:
+        self.gram, self.rough_gram, self.low, self.high = gram, gram.to(dtype), grid.low, grid.high
         self.pivots = gram.diagonal().tolist()
         self.levels = levels.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
         self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
         self.size = weight.shape[1] // len(self.scales)
         self.left = (weight - grid.values(levels)).T.contiguous()
+        self.rough_left = self.left.to(dtype)
 
     def sweep(self) -> None:
         """Every level once, and every scale."""
@@ -47,14 +52,20 @@ class _Work:
         width = max(1, BLOCK // self.size) * self.size if self.size <= BLOCK else BLOCK
         for start in range(0, n, width):
             stop = min(start + width, n)
-            residual = self.gram[start:stop] @ self.left  # [block, out]
-            residual = self._relevel(start, stop, residual)
+            residual = self._relevel(start, stop, self._residual(start, stop))
             if self.size <= BLOCK:
                 for first in range(start, stop, self.size):
                     self._rescale(first, start, stop, residual)
+            self.rough_left[start:stop] = self.left[start:stop]
         if self.size > BLOCK:
             for first in range(0, n, self.size):
-                self._rescale(first, first, first + self.size, self.gram[first : first + self.size] @ self.left)
+                stop = first + self.size
+                self._rescale(first, first, stop, self._residual(first, stop))
+                self.rough_left[first:stop] = self.left[first:stop]
+
+    def _residual(self, start: int, stop: int) -> Tensor:
+        """Of some columns, as they are now; float32 [block, out]."""
+        return (self.rough_gram[start:stop] @ self.rough_left).float()
 
     def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
         """The best levels of some columns, one after the other; the residual afterwards."""

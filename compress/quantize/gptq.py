@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.quantize.descent import descend
+from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid, fit_grid
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import WeightScheme
@@ -26,9 +27,8 @@ BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""
 MOST_DAMPING = 1.0
 SMALL = 1e-3
-JUDGED_ROWS = 256
+JUDGED_ROWS = 128
 """Of a weight, evenly spaced: those on which its output error is measured."""
-SWEEPS = 2
 
 
 class Rounded(NamedTuple):
@@ -91,64 +91,76 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
     raise ValueError(f"the Hessian of its inputs cannot be inverted, not even with damp_percent {damp / 10:g}")
 
 
-def gptq_round(
-    weight: Tensor,
-    hessian: Hessian,
-    scheme: WeightScheme,
-    signed: bool = True,
-    sweeps: int = SWEEPS,
-    block: int = BLOCK,
-) -> Rounded:
+@dataclass(frozen=True)
+class Rules:
+    """How a weight is rounded. `signed`: scales may be negative (see `fit_grid`).
+
+    `sweeps` of coordinate descent follow the loop; None: more where bits are few. `block`: columns whose updates are
+    applied to the rest of the weight at once. `compute`: the type of the large products.
+    """
+
+    signed: bool = True
+    sweeps: int | None = None
+    block: int = BLOCK
+    compute: Compute = "float32"
+
+    def sweeps_at(self, bits: int) -> int:
+        return self.sweeps if self.sweeps is not None else 1 if bits >= 4 else 3
+
+
+PUBLISHED = Rules(sweeps=0)
+"""The loop alone."""
+
+
+def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()) -> Rounded:
     """`gptq_round_together` of one weight."""
-    return gptq_round_together([weight], hessian, scheme, signed, sweeps, block)[0]
+    return gptq_round_together([weight], hessian, scheme, rules)[0]
 
 
 def gptq_round_together(
-    weights: Sequence[Tensor],
-    hessian: Hessian,
-    scheme: WeightScheme,
-    signed: bool = True,
-    sweeps: int = SWEEPS,
-    block: int = BLOCK,
+    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()
 ) -> list[Rounded]:
     """Quantize weights [out, in] that read the same inputs, in one loop over those.
 
-    `signed`: scales may be negative (see `fit_grid`). `sweeps` of coordinate descent follow the loop. The output error
-    is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs, on up to JUDGED_ROWS outputs. Never worse than the
-    nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError as
-    `fit_grid` does.
+    The output error is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs, on up to JUDGED_ROWS outputs. Never worse
+    than the nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError
+    as `fit_grid` does.
     """
     weight = torch.cat([one.float() for one in weights])
-    grid = fit_grid(weight, scheme, hessian.importance, signed)
-    levels = round_columns(weight, hessian, grid, block)
-    best = descend(weight, hessian.damped, levels, grid, sweeps) if sweeps else (levels, grid)
+    plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
+    levels, grid = round_columns(weight, hessian, plain, rules), plain
+    if sweeps := rules.sweeps_at(scheme.bits):
+        levels, grid = descend(weight, hessian.damped, levels, grid, sweeps, rules.compute)
     sizes = [len(one) for one in weights]
-    parts = zip(weights, best[0].split(sizes), _split(best[1], sizes), _split(grid, sizes), strict=True)
-    return [_judged(one.float(), lv, found, plain, hessian.gram, scheme) for one, lv, found, plain in parts]
+    parts = zip(weights, levels.split(sizes), _split(grid, sizes), _split(plain, sizes), strict=True)
+    return [_judged(one.float(), lv, new, old, hessian.gram, scheme) for one, lv, new, old in parts]
 
 
 def _judged(weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme) -> Rounded:
     """What was found, or the nearest where that is better."""
-    nearest = plain.levels(weight)
-    step = -(-len(weight) // JUDGED_ROWS)
-    some = slice(None, None, step)
-    error, other = (
-        output_error(weight[some], values[some], gram) for values in (grid.values(levels), plain.values(nearest))
-    )
+    some = slice(None, None, -(-len(weight) // JUDGED_ROWS))
+    rows, nearest = weight[some], plain.levels(weight)
+    differences = [rows - found[some] for found in (grid.values(levels), plain.values(nearest))]
+    own, error, other = _energies([rows, *differences], gram)
+    own = max(own, 1e-30)
     if error <= other:
-        return Rounded(grid.packed(levels, scheme), error, other)
-    return Rounded(plain.packed(nearest, scheme), other, other)
+        return Rounded(grid.packed(levels, scheme), error / own, other / own)
+    return Rounded(plain.packed(nearest, scheme), other / own, other / own)
 
 
 def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
     """E|(W - Q) x|^2 / E|W x|^2 for inputs with this Gram matrix."""
-    weight, rounded = weight.to(gram.dtype), rounded.to(gram.dtype)
-    difference = weight - rounded
-    energy = ((weight @ gram) * weight).sum(dtype=torch.float64)
-    return float(((difference @ gram) * difference).sum(dtype=torch.float64) / energy.clamp_min(1e-30))
+    own, error = _energies([weight, weight - rounded], gram)
+    return error / max(own, 1e-30)
 
 
-def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, block: int = BLOCK) -> Tensor:
+def _energies(matrices: Sequence[Tensor], gram: Tensor) -> list[float]:
+    """E|M x|^2 of each."""
+    matrices = [one.to(gram.dtype) for one in matrices]
+    return [float(((one @ gram) * one).sum(dtype=torch.float64)) for one in matrices]
+
+
+def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = PUBLISHED) -> Tensor:
     """Algorithm 1: levels [out, in] of `weight` [out, in] on `grid`, each column's error spread over the later ones."""
     order, factor = hessian.order, hessian.factor
     n, size = weight.shape[1], weight.shape[1] // grid.scales.shape[1]
@@ -159,8 +171,9 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, block: int = BLO
     zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
     levels = torch.empty_like(left)
     pivots = factor.diagonal().tolist()
-    for start in range(0, n, block):
-        stop = min(start + block, n)
+    rough = factor.to(getattr(torch, rules.compute))
+    for start in range(0, n, rules.block):
+        stop = min(start + rules.block, n)
         errors = torch.empty(stop - start, left.shape[1])  # [block, out]
         for column in range(start, stop):
             k, g = column - start, group[column]
@@ -172,7 +185,7 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, block: int = BLO
                 level.add_(zeros[g]).clamp_(grid.low, grid.high)
                 rest = torch.addcmul(value, level - zeros[g], scales[g], value=-1)
             torch.div(rest, pivots[column], out=errors[k])
-        left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+        left[stop:] -= rough[start:stop, stop:].T @ errors.to(rough.dtype)
     placed = torch.empty_like(levels)
     placed[order] = levels
     return placed.T.contiguous()
@@ -189,5 +202,17 @@ def _upper_factor(matrix: Tensor) -> Tensor | None:
     if failed:
         return None
     upper = lower.flip(0, 1)  # R with R R^T = the matrix
-    found = torch.linalg.solve_triangular(upper, torch.eye(len(matrix), dtype=matrix.dtype), upper=True)
+    found = _inverse(upper)
     return found if bool(torch.isfinite(found).all()) else None
+
+
+def _inverse(upper: Tensor) -> Tensor:
+    """Of an upper triangular matrix: by halves, so that nearly all of it is products."""
+    n = len(upper)
+    if n <= BLOCK:
+        return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype), upper=True)
+    half = n // 2
+    found = torch.zeros_like(upper)
+    found[:half, :half], found[half:, half:] = _inverse(upper[:half, :half]), _inverse(upper[half:, half:])
+    found[:half, half:] = -(found[:half, :half] @ upper[:half, half:] @ found[half:, half:])
+    return found

@@ -56,8 +56,9 @@ def fit_grid(
     """The scales (and zero points) that leave `weight` [out, in] the least squared error, each input's weighted.
 
     `importance` [in], 1 where it is not given. `signed`: scales may be negative and symmetric levels go down to
-    -2^(b-1); otherwise they keep to -(2^(b-1) - 1), so that every kernel may negate them. `every`: of the
-    candidates one in so many, for a rough answer; 0: the range.     Raises ValueError when the groups do not divide the inputs, or a weight is not finite.
+    -2^(b-1); otherwise they keep to -(2^(b-1) - 1), so that every kernel may negate them. `every`: of the candidates
+    one in so many, for a rough answer; 0: the range. Raises ValueError when the groups do not divide the inputs, or a
+    weight is not finite.
     """
     rows, inputs = weight.shape
     size = inputs if scheme.group_size == -1 else scheme.group_size
@@ -139,14 +140,21 @@ def _fit_symmetric(
     peak = grouped.abs().amax(2)
     widest = torch.where(peak > 0, peak, 1.0) / (half - 1)
     best = _Best(grouped, weighting, -half if signed else 1 - half, half - 1)
+    sides = _sides(grouped, bits) if signed and len(tried) > 1 else [torch.ones_like(peak)]
     for shrinkage in tried:
         scales = (widest * shrinkage).clamp_min(SMALLEST_SCALE)
-        best.offer(scales)
-        if signed and len(tried) > 1:
-            best.offer(-scales)
+        for side in sides:
+            best.offer(scales * side)
     for _ in range(fits):
         best.refit()
     return best.scales, best.zeros
+
+
+def _sides(grouped: Tensor, bits: int) -> list[Tensor]:
+    """Signs [out, groups] that are tried: with few bits both, else the one that gives the larger side a level more."""
+    if bits < 4:
+        return [torch.ones(grouped.shape[:2]), -torch.ones(grouped.shape[:2])]
+    return [torch.where(grouped.amax(2) > -grouped.amin(2), -1.0, 1.0)]
 
 
 def _fit_asymmetric(

@@ -29,16 +29,9 @@ W4: Scheme = PRESETS["W4A16"].with_group(16)
 
 def llama(seed: int = 0, layers: int = 3, tied: bool = False, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        **more,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY, **more}
+    config = LlamaConfig(**sizes, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).eval()
 
 

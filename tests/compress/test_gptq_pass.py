@@ -17,7 +17,7 @@ from compress.errors import PassError
 from compress.passes import Gptq, Rtn
 from compress.passes.context import PassResult
 from compress.quantize.descent import descend
-from compress.quantize.gptq import gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
+from compress.quantize.gptq import Rules, gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
 from compress.quantize.gram import Gram
 from compress.quantize.gram_graph import gram_matrix
 from compress.quantize.grid import fit_grid, round_to_grid
@@ -46,7 +46,7 @@ def stands_for(weight: Any) -> Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 def test_with_independent_inputs_it_is_rounding_to_the_nearest(symmetric: bool, signed: bool) -> None:
     weight, scheme = weight_of(), WeightScheme(4, 16, symmetric)
-    found, error, nearest = gptq_round(weight, invert_hessian(torch.eye(48), 0.01), scheme, signed, sweeps=0)
+    found, error, nearest = gptq_round(weight, invert_hessian(torch.eye(48), 0.01), scheme, Rules(signed, 0))
     expected = round_to_grid(weight, scheme, signed=signed)
     np.testing.assert_array_equal(found.values, expected.values)
     assert error == nearest == pytest.approx(output_error(weight, stands_for(expected), torch.eye(48)), rel=1e-5)
@@ -81,7 +81,9 @@ def test_the_columns_are_rounded_as_obq_rounds_them(act_order: bool, symmetric: 
         error = (left[:, column] - (expected[:, column] - zero) * scale) / inverse[column, column]
         left -= torch.outer(error, inverse[column])
         inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-    torch.testing.assert_close(round_columns(weight, hessian, grid, block).double(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        round_columns(weight, hessian, grid, Rules(block=block)).double(), expected, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("size", [16, 48])
@@ -132,8 +134,8 @@ def test_it_loses_less_than_rounding_to_the_nearest(group_size: int, symmetric: 
     errors = []
     for bits in range(2, 9):
         scheme = WeightScheme(bits, group_size, symmetric)
-        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), scheme, signed)
-        published = gptq_round(weight, invert_hessian(gram, 0.01), scheme, signed, sweeps=0).error
+        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), scheme, Rules(signed))
+        published = gptq_round(weight, invert_hessian(gram, 0.01), scheme, Rules(signed, 0)).error
         plain = round_to_grid(weight, scheme, signed=signed)
         assert error == pytest.approx(output_error(weight, stands_for(found), gram), rel=1e-4)
         assert error <= published * 1.001

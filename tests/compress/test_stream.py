@@ -20,7 +20,8 @@ from compress.models import activations
 from compress.models.materialise import emptied, memory_store
 from compress.models.step import BlockStep
 from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
+from compress.models.streamed import StreamedModel, streamed_model
+from compress.schema import ModelSpec
 
 MODELS: list[Callable[[], nn.Module]] = [llama, bert, gpt2]
 
@@ -437,6 +438,23 @@ def test_the_last_word_on_a_weight_counts() -> None:
     model = second.result().model
     assert not model.quantized_layers() and not model.schemes
     assert torch.equal(model.store.read(f"{other}.weight"), halves)
+
+
+def test_padding_on_the_left_leaves_no_nan(tmp_path: Path) -> None:
+    """Rows of padding that see nothing at all, with fused attention, as a model from a folder has it."""
+    net = llama()
+    net.save_pretrained(tmp_path)  # type: ignore[operator]
+    spec = ModelSpec(source=f"dir:{tmp_path}", task="text-generation")
+    feeds: Any = dict.fromkeys(("input_ids", "attention_mask"), ((12,), "int64"))
+    batches = texts(2, padded=False)
+    batches[1]["attention_mask"][0, :5] = 0
+    stream = Stream(streamed_model(spec, tmp_path, feeds, streamed(net).structure), context(batches))
+    for step in stream:
+        step.lockstep(nothing, nothing)
+        assert all(bool(torch.isfinite(out).all()) for out in step.outputs())
+        if step.name == "after":
+            wanted = plain_output(net, batches)
+            assert torch.allclose(step.forward(0)[1, 5:], wanted[1, 5:], atol=1e-5)
 
 
 def test_refusals() -> None:
