@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from compress.cache import Step, StepCache
+from compress.blocks.blockfiles import finished_steps
+from compress.blocks.sharing import from_main, share, wait
+from compress.blocks.stream import result_of
+from compress.blocks.streamed import StreamedModel
+from compress.cache import Step, StepCache, hand_over
+from compress.context import PassContext, PassResult
 from compress.inputs import Inputs
-from compress.models.blockfiles import finished_steps
 from compress.models.load import LoadedModel
-from compress.models.sharing import from_main, share, wait
-from compress.models.stream import result_of
-from compress.models.materialise import emptied, memory_store
-from compress.models.streamed import StreamedModel, streamed_model
+from compress.models.open_streamed import streamed_model, streamed_module
 from compress.passes import Pass
-from compress.passes.context import PassContext, PassResult
 from compress.stages import heard, said
 from compress.streamed_quality import score_streamed
 from runtime.samples import read_npz, write_npz
@@ -37,8 +34,7 @@ def open_streamed(inputs: Inputs, loaded: LoadedModel | None) -> StreamedModel:
     if loaded is None:
         return streamed_model(inputs.recipe.model, inputs.recipe.root, inputs.feeds, structure)
     assert loaded.module is not None and loaded.parameters is not None
-    build, store = partial(copy.deepcopy, emptied(loaded.module)), memory_store(loaded.module)
-    return StreamedModel(build, store, structure, loaded.parameters, loaded.architecture, loaded.folder)
+    return streamed_module(loaded.module, structure, loaded.parameters, loaded.folder)
 
 
 def block_pass_step(
@@ -55,7 +51,7 @@ def block_pass_step(
             result = one.apply(model, replace(context, work=work))
             record = {**said(result), "kv_cache": result.model.kv_cache}
             if share().rank == 0:
-                cache.put(key, lambda folder: _moved(work, folder, record))
+                cache.put(key, lambda folder: _handed(work, folder, record))
         step = _shared(cache, key)
         assert step is not None
     result = heard(step, result_of(model, finished_steps(step.folder)).model)
@@ -75,10 +71,9 @@ def _work(cache: StepCache, key: str, label: str) -> Iterator[Path]:
         wait()
 
 
-def _moved(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _handed(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """A stream's finished steps, put where the cache keeps them; the step's record."""
-    for path in sorted(work.glob("block-*")):
-        os.replace(path, folder / path.name)
+    hand_over(work, folder)
     return record
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compress.blocks.stream_memory import StreamUse, stream_memory
 from compress.facts import ModelFacts
-from compress.models.stream_memory import StreamUse, stream_memory
 from compress.passes import Pass, Tune
 from compress.schema import Recipe
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from compress.block_stage import block_pass_step, open_streamed
+from compress.blocks.streamed import StreamedModel
 from compress.cache import StepCache
+from compress.context import PassContext, PassResult
 from compress.data.samples import Samples
 from compress.export.integers import with_integers
 from compress.export.onnx import save_graph
@@ -17,10 +19,8 @@ from compress.exports import CheckpointExport
 from compress.inputs import Batches
 from compress.journal import Journal
 from compress.models.load import LoadedModel, load_model
-from compress.models.streamed import StreamedModel
 from compress.passes import Pass
 from compress.passes.base import Stage
-from compress.passes.context import PassContext, PassResult
 from compress.planner import Plan
 from compress.quality import shortfall_finder
 from compress.quantize.state import GraphState

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from compress.block_stage import torch_outputs_step
+from compress.blocks.sharing import main_process
 from compress.cache import StepCache, default_root
+from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.export.bundle import Contents, Graphs, assemble, note_rows
 from compress.inputs import Batches, load_set
 from compress.journal import Journal
 from compress.lock import make_lock
 from compress.models.generation import read_generation
-from compress.models.sharing import main_process
 from compress.models.source import locate
 from compress.output import explained, publish, reserved
-from compress.passes.context import PassContext, PassResult
 from compress.passing import Ground, Passed, block_passes_alone, export, load, run_passes
 from compress.planner import Plan, make_plan
 from compress.recipe import recipe_to_yaml

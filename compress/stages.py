@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_model
 
 from compress.cache import Step, StepCache
+from compress.context import PassContext, PassResult
 from compress.errors import ExportError, OutputError
 from compress.export.decoder import export_decoder
 from compress.export.decoder_parity import check_decoder_parity
@@ -26,7 +27,6 @@ from compress.inputs import Batches, Inputs
 from compress.models.load import LoadedModel
 from compress.models.weights import load_state
 from compress.passes import Pass
-from compress.passes.context import PassContext, PassResult
 from compress.quality import run_graph
 from compress.quantize.state import GraphState, restore_state
 from runtime.manifest import TensorSpec, fixed_batch

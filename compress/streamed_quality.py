@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
-from compress.passes.context import Feeds, PassContext
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import Feeds, PassContext
 from runtime.scoring import reduced
 
 Columns = dict[str, np.ndarray]

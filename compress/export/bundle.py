@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from compress import __version__
+from compress.blocks.streamed import StreamedModel
 from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
 from compress.export.genai import write_genai_config
@@ -21,7 +22,6 @@ from compress.exports import CheckpointExport
 from compress.facts import Note
 from compress.graph.cache import cache_of
 from compress.graph.specs import input_specs, output_specs
-from compress.models.streamed import StreamedModel
 from compress.quantize.state import GraphState
 from compress.schema import Recipe
 from compress.targets import TARGETS

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.experts import ExpertPart, restack
+from compress.blocks.materialise import tied_names
+from compress.blocks.streamed import StreamedModel
+from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
 from compress.export import compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
@@ -19,11 +23,7 @@ from compress.export.shards import Entry, Unit, write_shards
 from compress.export_rules import layer_problem
 from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
-from compress.models.experts import ExpertPart, restack
-from compress.models.facts import layer_type, plain_name, weight_shape
-from compress.models.materialise import tied_names
-from compress.models.streamed import StreamedModel
-from compress.models.trace import is_layer
+from compress.models.facts import plain_name
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.models.experts import ExpertPart, Experts, stacked_parts
+from compress.blocks.experts import ExpertPart, Experts, stacked_parts
 from compress.models.facts import plain_name
 
 

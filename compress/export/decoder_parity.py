@@ -9,12 +9,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from compress.blocks.trace import run
 from compress.errors import ExportError
 from compress.export.parity import TOLERANCE, relative_difference
 from compress.graph.cache import n_cached_layers, past_name, present_name
 from compress.graph.run import Feeds, open_session
 from compress.models.load import LoadedModel
-from compress.models.trace import run
 
 DECODED = 4
 """Tokens of each prompt that are read one at a time."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.facts import Note
 from compress.graph.layers import find_layers
-from compress.models.streamed import StreamedModel
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
 

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from compress.blocks.trace import run
 from compress.errors import ExportError
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.models.load import LoadedModel
-from compress.models.trace import run
 
 TOLERANCE = 1e-4
 """Largest difference over largest magnitude; float32 kernels of two libraries stay about ten times below it."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.experts import ExpertPart, take_part
+from compress.blocks.materialise import plain
+from compress.blocks.store import Entry, Sliced, Stored, WeightStore
 from compress.errors import SourceError
-from compress.models.experts import ExpertPart, take_part
-from compress.models.materialise import plain
-from compress.models.store import Entry, Sliced, Stored, WeightStore
 from compress.models.weights import safetensors_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

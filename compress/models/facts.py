@@ -7,17 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
+from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes, Structure
 from compress.models import factory, huggingface
-from compress.models.experts import first_expert_only, spread_over_experts, unstack_experts
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_facts
 from compress.models.source import Source, locate
-from compress.models.structure import N_TOKENS, find_structure, one_block
-from compress.models.trace import TRANSPOSED, Trace, is_hf_conv1d, is_layer, trace
 from compress.schema import ModelSpec
+from compress.structure.find import N_TOKENS, find_structure, one_block
 from runtime.manifest import TEXT_TASKS
 
 Traced = tuple[Trace, list[str]]
@@ -121,7 +121,7 @@ def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
     for name, layer in module.named_modules():
         if is_layer(layer):
             weight = owners.setdefault(id(layer.weight), plain_name(f"{name}.weight"))
-            macs, op = traced.macs.get(name, 0), traced.ops.get(name, _OPS[layer_type(layer)])
+            macs, op = traced.macs.get(name, 0), traced.ops.get(name, LAYER_OPS[layer_type(layer)])
             layers.append(LayerFacts(plain_name(name), layer_type(layer), op, weight, weight_shape(layer), macs))
     return tuple(layers)
 
@@ -129,35 +129,6 @@ def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
 def plain_name(name: str) -> str:
     """A module's or parameter's name without the wrapper around a Hugging Face model."""
     return name.removeprefix("wrapped.")
-
-
-def layer_type(layer: nn.Module) -> str:
-    """The name to write in `targets:`; a subclass counts as the torch class that it is."""
-    return next(kind.__name__ for kind in type(layer).__mro__ if kind.__name__ in _OPS)
-
-
-def weight_shape(layer: nn.Module) -> tuple[int, ...]:
-    """[out, in / groups, *kernel], or [rows, width] for Embedding."""
-    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
-    if is_hf_conv1d(layer):
-        return shape[::-1]
-    if isinstance(layer, TRANSPOSED):  # torch has [in, out / groups, *kernel]
-        return (shape[1] * layer.groups, shape[0] // layer.groups, *shape[2:])
-    return shape
-
-
-_OPS = {
-    "Linear": "MatMul",
-    "Conv1d": "Conv",
-    "Conv2d": "Conv",
-    "Conv3d": "Conv",
-    "ConvTranspose1d": "ConvTranspose",
-    "ConvTranspose2d": "ConvTranspose",
-    "ConvTranspose3d": "ConvTranspose",
-    "Embedding": "Gather",
-    "Conv1D": "Gemm",
-}
-"""Layer type -> ONNX operator, where the forward pass did not tell."""
 
 
 def _other_bytes(module: nn.Module, layers: tuple[LayerFacts, ...]) -> int:

@@ -24,7 +24,7 @@ OUTPUTS = {
 
 
 class TextModel(nn.Module):
-    """input_ids, attention_mask (and token_type_ids), int64 [B, T] -> logits [B, C], or [B, T, V], or states [B, T, D]."""
+    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> logits [B, C], [B, T, V], or states [B, T, D]."""
 
     def __init__(self, wrapped: nn.Module, output: str) -> None:
         super().__init__()

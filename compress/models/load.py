@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from compress.blocks.trace import run
 from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models import factory, huggingface
@@ -18,7 +19,6 @@ from compress.models.facts import architecture, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, onnx_external_files, read_onnx
-from compress.models.trace import run
 from compress.models.weights import check_finite, load_state
 from compress.schema import ModelSpec
 from runtime.bundle import TensorSpec

@@ -13,7 +13,7 @@ from compress.passes.choosing import choose_layers, pattern_problems, refusal, t
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class Autocast(Pass):
@@ -47,10 +47,10 @@ class Autocast(Pass):
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState; records the type and the nodes that stay float32 because of their range."""
+        from compress.context import PassResult
         from compress.errors import PassError
         from compress.graph.half import layer_nodes  # numpy, onnx-ir
         from compress.graph.layers import find_layers
-        from compress.passes.context import PassResult
         from compress.quantize.ranges import overflowing_nodes
 
         taken, kept = choose_layers(model.facts(), (), self.ignore, self.unfit)

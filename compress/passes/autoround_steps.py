@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from compress.blocks.sharing import summed
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision
-from compress.models.sharing import summed
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.autoround import AutoRound
 from compress.passes.blockwork import matrix, nearest, remark, step_layers
-from compress.passes.context import PassContext, PassResult
 from compress.passes.learning_parts import block_lessons
 from compress.passes.tune import selected
 from compress.quantize.autoround import autoround_block

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from compress.blocks.folding import tie_scales
+from compress.blocks.sharing import summed
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import Reading
-from compress.models.folding import tie_scales
-from compress.models.sharing import summed
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import StepLayers, fold_into, matrix, may_be_negative, nearest, remark, step_layers
-from compress.passes.context import PassContext, PassResult
 from compress.quantize.awq import Scaling, search_scales
 from compress.quantize.gram import Compute, Gram
 from compress.targets import Target

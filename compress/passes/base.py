@@ -11,7 +11,7 @@ from compress.facts import ModelFacts, PassPlan
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 def _readable(pattern: str) -> str:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.blocks.folding import fold_scales
+from compress.blocks.sharing import gathered
+from compress.blocks.step import BlockStep
+from compress.blocks.trace import layer_type, weight_shape
+from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, Reading
-from compress.models.facts import layer_type, weight_shape
-from compress.models.folding import fold_scales
-from compress.models.sharing import gathered
-from compress.models.step import BlockStep
-from compress.models.work import AFTER, BEFORE
 from compress.passes.weight_only import WeightPass
 from compress.quantize.fp8 import LARGEST, round_to_fp8
 from compress.quantize.grid import round_to_grid

@@ -13,7 +13,7 @@ from compress.passes.choosing import choose_layers, pattern_problems
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class Equalize(Pass):
@@ -42,10 +42,10 @@ class Equalize(Pass):
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState whose float graph is rewritten."""
+        from compress.context import PassResult
         from compress.errors import PassError
         from compress.graph.layers import find_layers  # numpy, onnx-ir, onnxruntime
         from compress.graph.run import clone
-        from compress.passes.context import PassResult
         from compress.quantize.calibrate import observe
         from compress.quantize.equalize import equalize_pair, find_pairs, input_channel_peak
         from compress.quantize.smooth import smoothing_scales

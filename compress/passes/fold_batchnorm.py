@@ -10,7 +10,7 @@ from compress.passes.base import Pass
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class FoldBatchNorm(Pass):
@@ -30,9 +30,9 @@ class FoldBatchNorm(Pass):
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a GraphState whose float graph is rewritten."""
+        from compress.context import PassResult
         from compress.graph.batchnorm import fold_batchnorms  # onnx-ir
         from compress.graph.run import clone
-        from compress.passes.context import PassResult
 
         graph = clone(model.model)
         folded = fold_batchnorms(graph)

@@ -9,7 +9,7 @@ from pydantic import Field
 from compress.passes.weight_only import WeightPass
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class Gptq(WeightPass):

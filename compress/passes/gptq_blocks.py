@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from compress.blocks.sharing import summed
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import Reading
-from compress.models.sharing import summed
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import InputRanges, StepLayers, matrix, may_be_negative, nearest, remark, step_layers
-from compress.passes.context import PassContext, PassResult
 from compress.quantize.gptq import Hessian, Rules, gptq_round_together, invert_hessian
 from compress.quantize.gram import Gram
 from compress.schemes import Scheme

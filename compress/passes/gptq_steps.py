@@ -9,13 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note
 from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
-from compress.models.streamed import StreamedModel
-from compress.passes.context import PassContext, PassResult
 from compress.passes.gptq_blocks import gptq_blocks, gptq_rules, hessian_remarks
 from compress.quantize.gptq import Hessian, Rounded, gptq_round, invert_hessian
 from compress.quantize.gram_graph import gram_matrix

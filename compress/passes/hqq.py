@@ -13,7 +13,7 @@ from compress.passes.weight_rules import with_problems
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class Hqq(WeightPass):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import matrix, may_be_negative, remark, step_layers
-from compress.passes.context import PassContext, PassResult
 from compress.quantize.hqq import hqq_round
 
 if TYPE_CHECKING:

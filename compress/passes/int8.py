@@ -12,7 +12,7 @@ from compress.passes.choosing import choose_layers, pattern_problems, refusal, t
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
 SMALL_TABLE = 4096

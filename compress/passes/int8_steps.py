@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
+from compress.context import Feeds, PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, matches
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.graph.shortcut import shortcuts_to_convolutions
-from compress.passes.context import Feeds, PassContext, PassResult
 from compress.passes.int8 import Int8
 from compress.quantize.int8 import (
     Setting,

@@ -11,7 +11,7 @@ from compress.schemes import KvScheme
 from compress.targets import Format, Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class KvCache(Pass):

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from compress.blocks.sharing import gathered
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.models.sharing import gathered
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import full_name
-from compress.passes.context import PassContext, PassResult
 from compress.passes.kv_cache import attentions
 from compress.quantize.fp8 import LARGEST
 

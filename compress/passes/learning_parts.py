@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.models.materialise import fill, holders, plain
-from compress.models.sharing import share
-from compress.models.step import BlockStep
-from compress.models.streamed import StreamedModel
-from compress.passes.context import Feeds
+from compress.blocks.materialise import fill, holders, plain
+from compress.blocks.sharing import share
+from compress.blocks.step import BlockStep
+from compress.blocks.streamed import StreamedModel
+from compress.context import Feeds
 from compress.quantize.learn import is_transposed
 from compress.quantize.lessons import BlockLesson, Together, arranged, together
 from compress.quantize.rounding import QuantizedWeight

@@ -15,7 +15,7 @@ from compress.passes.base import Pass
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class Rotate(Pass):

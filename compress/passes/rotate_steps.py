@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.folding import norm_weight_offset
+from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading, Residual, Structure
-from compress.models.folding import norm_weight_offset
-from compress.models.trace import is_hf_conv1d, is_layer
 from compress.passes.rotate import values
 from compress.quantize.hadamard import Orthogonal, orthogonal
 
 if TYPE_CHECKING:
-    from compress.models.streamed import StreamedModel
-    from compress.passes.context import PassContext, PassResult
+    from compress.blocks.streamed import StreamedModel
+    from compress.context import PassContext, PassResult
     from compress.passes.rotate import Rotate
 
 Edit = Callable[[Tensor], Tensor]
@@ -31,7 +31,7 @@ OUTSIDE = "/"
 
 def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> PassResult:
     """Rotate a streamed model, block by block, without data. PassError if it is quantized already, or has no stream."""
-    from compress.models.stream import Stream
+    from compress.blocks.stream import Stream
 
     if quantized := model.quantized_layers():
         raise PassError(f"rotate: {quantized[0]} is rounded already; put rotate before the pass that does it")

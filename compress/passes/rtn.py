@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from compress.passes.weight_only import WeightPass
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class Rtn(WeightPass):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.graph.layers import find_layers
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import InputRanges, matrix, nearest, remark, step_layers
-from compress.passes.context import PassContext, PassResult
 from compress.quantize.state import GraphState
 
 if TYPE_CHECKING:

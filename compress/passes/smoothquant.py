@@ -12,7 +12,7 @@ from compress.passes.choosing import choose_layers, pattern_problems
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 
 class SmoothQuant(Pass):

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.blocks.folding import tie_scales
+from compress.blocks.sharing import gathered
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Reading
-from compress.models.folding import tie_scales
-from compress.models.sharing import gathered
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes.blockwork import fold_into, step_facts
 from compress.passes.choosing import choose_layers
-from compress.passes.context import PassContext, PassResult
 from compress.quantize.smooth import ALPHAS, FREE, Smoothing, search_smoothing
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
-from compress.models.streamed import StreamedModel
 from compress.passes.choosing import choose_layers
-from compress.passes.context import PassContext, PassResult
 from compress.passes.smoothquant import SmoothQuant
 from compress.passes.smoothquant_blocks import smoothquant_blocks
 from compress.quantize.calibrate import collect_rows, observe

@@ -16,7 +16,7 @@ from compress.passes.weight_only import WeightPass
 from compress.targets import Target
 
 if TYPE_CHECKING:
-    from compress.passes.context import PassContext, PassResult
+    from compress.context import PassContext, PassResult
 
 ROUNDING_BYTES = 40
 """For each weight whose rounding is learned: its value, gradient, position, Adam's two, the best so far, integers."""

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.sharing import share, summed
+from compress.blocks.skeleton import without_cache
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
-from compress.models.sharing import share, summed
-from compress.models.skeleton import without_cache
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
-from compress.passes.context import PassContext, PassResult
 from compress.passes.gptq import Gptq
 from compress.passes.learning_parts import (
     block_lessons,

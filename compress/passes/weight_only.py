@@ -152,7 +152,9 @@ class WeightPass(_Numbers, Pass):
         problems += self._graph_problems(facts, settings)
         if target.fuses_members and facts.structure is not None:
             problems += fused_problems(self.kind, facts, settings, target)
-        notes += [Note("warning", text) for la in taken if (text := self.fit_remark(la, target))]
+        remarks = [text for la in taken if (text := self.fit_remark(la, target))]
+        problems += remarks if self.strict else []
+        notes += [] if self.strict else [Note("warning", text) for text in remarks]
         decisions = [self.decision(layer, target) for layer in taken]
         after = facts.with_bits({la.name: stored_bits(settings[la.name], la) for la in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)

@@ -15,11 +15,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
+from compress.blocks.materialise import emptied, memory_store
+from compress.blocks.store import Packed, WeightStore, packed_tensors
+from compress.blocks.streamed import StreamedModel
+from compress.blocks.trace import layer_type, weight_shape
 from compress.facts import Structure
-from compress.models.facts import architecture, is_layer, layer_type, plain_name, weight_shape
-from compress.models.materialise import emptied, memory_store
-from compress.models.store import Packed, WeightStore, packed_tensors
-from compress.models.streamed import StreamedModel
+from compress.models.facts import architecture, is_layer, plain_name
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import PRESETS, Scheme
 

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
+from compress.context import PassContext
 from compress.facts import ModelFacts
 from compress.graph.layers import layer_facts
 from compress.graph.run import Feeds, open_session, run_batches
-from compress.passes.context import PassContext
 from compress.quantize.qdq import write_state
 from compress.quantize.state import Flavour, GraphState
 from compress.targets import TARGETS

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from compress.blocks.materialise import emptied, memory_store
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext
 from compress.facts import Structure
 from compress.models.checkpoint import open_store
 from compress.models.huggingface import TextModel
-from compress.models.materialise import emptied, memory_store
-from compress.models.streamed import StreamedModel
-from compress.models.structure import find_structure
-from compress.passes.context import PassContext
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.schemes import PRESETS, Scheme
+from compress.structure.find import find_structure
 from compress.targets import TARGETS
 
 VOCABULARY, N_TOKENS = 64, 12

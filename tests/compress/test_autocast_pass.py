@@ -10,12 +10,12 @@ import onnx_ir as ir
 import pytest
 from graphs import context, facts_of, node_of
 
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.graph.edit import initializer
 from compress.graph.half import to_half
 from compress.graph.layers import constant, find_layers
 from compress.passes import Autocast, Int8
-from compress.passes.context import PassResult
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
 from compress.targets import TARGETS

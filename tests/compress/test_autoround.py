@@ -11,9 +11,9 @@ import torch
 from streaming import bert, context, gpt2, llama, streamed, texts
 from torch import Tensor, nn
 
+from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
-from compress.models.streamed import StreamedModel
 from compress.passes.autoround import AutoRound
 from compress.passes.autoround_steps import apply_autoround
 from compress.passes.rtn import Rtn

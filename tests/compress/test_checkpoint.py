@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from compress.blocks.experts import unstack_experts
+from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError, SourceError
 from compress.export.checkpoint import write_checkpoint
 from compress.export.compressed_tensors import patterns
 from compress.exports import CheckpointExport
-from compress.models.experts import unstack_experts
-from compress.models.streamed import StreamedModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 CT = CheckpointExport()

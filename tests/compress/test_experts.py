@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.facts import Reading
-from compress.models.experts import (
+from compress.blocks.experts import (
     Experts,
     first_expert_only,
     restack,
@@ -16,9 +15,10 @@ from compress.models.experts import (
     stacked_parts,
     unstack_experts,
 )
-from compress.models.folding import fold_scales
-from compress.models.sources import n_inputs
-from compress.models.structure import find_structure
+from compress.blocks.folding import fold_scales
+from compress.facts import Reading
+from compress.structure.find import find_structure
+from compress.structure.sources import n_inputs
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 

@@ -13,9 +13,9 @@ import torch
 from graphs import context, facts_of, written
 from torch import Tensor
 
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.passes import Gptq, Rtn
-from compress.passes.context import PassResult
 from compress.quantize.descent import descend
 from compress.quantize.gptq import Rules, gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
 from compress.quantize.gram import Gram

@@ -11,11 +11,11 @@ import pytest
 from graphs import context, facts_of, operators, written
 from pydantic import ValidationError
 
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.passes import FoldBatchNorm, Int8
-from compress.passes.context import PassResult
 from compress.quantize.measure import output_cosine
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState

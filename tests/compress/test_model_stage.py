@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import compress
+from compress.context import PassContext, PassResult
 from compress.errors import PlanError
 from compress.facts import LayerDecision, ModelFacts, PassPlan
 from compress.passes import Pass
-from compress.passes.context import PassContext, PassResult
 from compress.schema import Recipe
 from compress.targets import Target
 from runtime.bundle import read_outputs, verify

@@ -11,15 +11,15 @@ import torch
 from streaming import context, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
+from compress.blocks.experts import unstack_experts
+from compress.blocks.stream import Stream
 from compress.errors import PassError
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
-from compress.models.experts import unstack_experts
-from compress.models.stream import Stream
-from compress.models.structure import find_structure
 from compress.passes.rotate import Rotate
 from compress.passes.rotate_steps import rotate_module
 from compress.quantize.hadamard import orthogonal, paley
 from compress.schemes import PRESETS
+from compress.structure.find import find_structure
 from compress.targets import TARGETS
 
 CPU = TARGETS["onnxruntime-cpu"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compress.models.sharing import Share, from_main, gathered, main_process, share, summed, wait
+from compress.blocks.sharing import Share, from_main, gathered, main_process, share, summed, wait
 
 HERE = Path(__file__).parent
 SCRIPT = textwrap.dedent("""
@@ -21,9 +21,9 @@ SCRIPT = textwrap.dedent("""
     import torch
     torch.set_num_threads(1)
     from streaming import W4, context, llama, nearest, streamed, texts
-    from compress.models import activations
-    from compress.models.sharing import gathered, share, summed
-    from compress.models.stream import Stream
+    from compress.blocks import activations
+    from compress.blocks.sharing import gathered, share, summed
+    from compress.blocks.stream import Stream
     activations.ROWS = 24
     out = Path(sys.argv[2])
     work = out / "work" if share().rank == 0 else None

@@ -11,11 +11,11 @@ import pytest
 from graphs import one_layer
 
 from compress.cache import StepCache
+from compress.context import PassResult
 from compress.errors import ExportError, OutputError
 from compress.facts import LayerDecision, Note
 from compress.graph.layers import find_layers
 from compress.inputs import fixed_batch
-from compress.passes.context import PassResult
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState, Range
 from compress.runner import layer_rows

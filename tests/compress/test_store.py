@@ -17,16 +17,17 @@ from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, 
 from torch import nn
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from compress.blocks.materialise import emptied, empty_weights, memory_store, tied_names
+from compress.blocks.store import Packed, WeightStore
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
 from compress.facts import BlockFacts, Reading, Structure
-from compress.models.materialise import emptied, empty_weights, memory_store, tied_names
-from compress.models.store import Packed, WeightStore
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel, streamed_model
-from compress.models.structure import find_structure
+from compress.models.open_streamed import streamed_model
 from compress.quantize.rounding import QuantizedWeight
 from compress.schema import ModelSpec
 from compress.schemes import PRESETS
+from compress.structure.find import find_structure
 
 FEEDS: Any = {"input_ids": ((12,), "int64"), "attention_mask": ((12,), "int64"), "token_type_ids": ((12,), "int64")}
 ONE = Structure((BlockFacts("", ()),))

@@ -14,13 +14,14 @@ import torch
 from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
+from compress.blocks import activations
+from compress.blocks.materialise import emptied, memory_store
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import BlockFacts, LayerDecision, Note, Reading, Structure
-from compress.models import activations
-from compress.models.materialise import emptied, memory_store
-from compress.models.step import BlockStep
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel, streamed_model
+from compress.models.open_streamed import streamed_model
 from compress.schema import ModelSpec
 
 MODELS: list[Callable[[], nn.Module]] = [llama, bert, gpt2]

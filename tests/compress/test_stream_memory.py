@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from streaming import gpt2, llama, streamed
 
-from compress.models.stream_memory import FIXED_BYTES, StreamUse, stream_memory
-from compress.models.streamed import StreamedModel
+from compress.blocks.stream_memory import FIXED_BYTES, StreamUse, stream_memory
+from compress.blocks.streamed import StreamedModel
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -24,9 +24,9 @@ SCRIPT = textwrap.dedent("""
     import numpy as np
     import torch
     from streaming import context, llama, streamed
-    from compress.models import heap
-    from compress.models.stream import Stream
-    from compress.models.stream_memory import StreamUse, stream_memory
+    from compress.blocks import heap
+    from compress.blocks.stream import Stream
+    from compress.blocks.stream_memory import StreamUse, stream_memory
 
     def status(key):
         return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))

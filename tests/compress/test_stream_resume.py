@@ -17,14 +17,14 @@ import torch
 from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
+from compress.blocks import activations, blockfiles
+from compress.blocks.blockfiles import finished_steps, step_file
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream, result_of
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassResult
 from compress.errors import OutputError
 from compress.facts import LayerDecision, Note, Reading
-from compress.models import activations, blockfiles
-from compress.models.blockfiles import finished_steps, step_file
-from compress.models.step import BlockStep
-from compress.models.stream import Stream, result_of
-from compress.models.streamed import StreamedModel
-from compress.passes.context import PassResult
 
 HERE = Path(__file__).parent
 
@@ -198,8 +198,8 @@ SCRIPT = textwrap.dedent("""
     sys.path.insert(0, sys.argv[1])
     from streaming import context, llama, streamed, texts
     from test_stream_resume import worked
-    from compress.models import activations
-    from compress.models.stream import Stream
+    from compress.blocks import activations
+    from compress.blocks.stream import Stream
     activations.ROWS = 24
     for step in Stream(streamed(llama()), context(texts(), Path(sys.argv[2]))):
         worked(step, True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from compress.blocks.folding import fold_scales, norm_weight_offset, source_scales, tie_scales
 from compress.facts import Reading, Structure
 from compress.models.facts import model_facts
-from compress.models.folding import fold_scales, norm_weight_offset, source_scales, tie_scales
-from compress.models.sources import n_inputs
-from compress.models.structure import find_structure, one_block
 from compress.schema import ModelSpec
+from compress.structure.find import find_structure, one_block
+from compress.structure.sources import n_inputs
 
 FAMILIES = {
     "llama": ("model.layers", ["norm", "value", "norm", "linear"]),

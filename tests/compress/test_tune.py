@@ -17,10 +17,10 @@ import torch
 from streaming import bert, context, gpt2, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
-from compress.models.stream import Stream
-from compress.models.streamed import StreamedModel
 from compress.passes import tune as tune_record
 from compress.passes.learning_parts import float_module, samples
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
@@ -393,7 +393,7 @@ SCRIPT = textwrap.dedent("""
     torch.set_num_threads(1)
     from streaming import context, llama, streamed, texts
     from test_tune import END, in_two_bits, Tune, apply_tune
-    from compress.models.sharing import gathered, share
+    from compress.blocks.sharing import gathered, share
     out = Path(sys.argv[2])
     before = in_two_bits(streamed(llama(layers=2)))
     found = {}

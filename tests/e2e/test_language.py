@@ -133,11 +133,9 @@ def test_the_graph_generates_what_transformers_makes_of_the_checkpoint(
 ) -> None:
     with runtime.open_bundle(gptq) as bundle:
         answers = bundle.generate(list(PROMPTS), max_new_tokens=16)
-        scores = bundle.evaluate()
     assert [list(answer.token_ids) for answer in answers] == [greedy(checkpoint, prompt, 16) for prompt in PROMPTS]
     assert [answer.prompt_tokens for answer in answers] == [len(prompt) + 1 for prompt in PROMPTS]
     assert any(answer.token_ids for answer in answers)
-    assert scores["nll"] == pytest.approx(json.loads(json.dumps(scores["nll"])))
 
 
 def test_nll_is_that_of_the_checkpoint(gptq: Path, checkpoint: Any, home: Path, exact_inputs: None) -> None:

@@ -28,7 +28,8 @@ def overrides(models: Path, path: Path) -> list[str]:
         f"vars.model=dir:{models / path.name.partition('-')[0]}",
         "preprocess.max_length=64",
         "preprocess.pack=20",
-        f'data={{calibration: {{source: "{texts}", samples: 12}}, evaluation: {{source: "{texts}", skip: 12, samples: 12}}}}',
+        f"data.calibration={{source: '{texts}', samples: 12}}",
+        f"data.evaluation={{source: '{texts}', skip: 12, samples: 12}}",
         "validate={gates: [{metric: nll, max: 20}, {metric: size_ratio, min: 1}]}",
     ]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compress.models.materialise import plain
-from compress.models.trace import is_layer
+from compress.blocks.materialise import plain
+from compress.blocks.trace import is_layer
 
 
 def layers_of(block: nn.Module, name: str = "") -> dict[str, nn.Module]:

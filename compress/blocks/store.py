@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.blocks.experts import ExpertPart, take_part
 from compress.errors import SourceError
-from compress.models.experts import ExpertPart, take_part
 from compress.quantize.rounding import QuantizedWeight
 
 VALUES, SCALES, ZERO_POINTS = ":values", ":scales", ":zero_points"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.facts import Residual
-from compress.models.channels import Stop
-from compress.models.dataflow import Flow, Op, Ref
-from compress.models.sources import Sources, is_matrix
+from compress.structure.channels import Stop
+from compress.structure.dataflow import Flow, Op, Ref
+from compress.structure.sources import Sources, is_matrix
 
 MOVES = (
     "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "clone", "contiguous", "_to_copy",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from compress.blocks.folding import norm_weight_offset
+from compress.blocks.trace import is_hf_conv1d
 from compress.facts import Reading
-from compress.models.channels import Layout, Step, Stop, last_dim, pass_through
-from compress.models.dataflow import Flow, Op, Ref
-from compress.models.folding import norm_weight_offset
-from compress.models.trace import is_hf_conv1d
+from compress.structure.channels import Layout, Step, Stop, last_dim, pass_through
+from compress.structure.dataflow import Flow, Op, Ref
 
 SAME_ROWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "contiguous", "unsqueeze", "squeeze")
 _REACH = 400

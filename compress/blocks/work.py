@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks import heap
+from compress.blocks.activations import Held, Holder, MicroBatch
+from compress.blocks.flow import Flow, feeds_calls
+from compress.blocks.materialise import Holders, empty, fill, holders, plain
+from compress.blocks.parts import as_float, first_output, is_real, is_table, layers_of, no_data, own_names
+from compress.blocks.skeleton import Reached, first_hidden, standing_in, until_reached, without_cache
+from compress.blocks.step import BlockStep, Call, Part
+from compress.blocks.store import WeightStore
+from compress.blocks.trace import is_layer
 from compress.facts import Reading
-from compress.models import heap
-from compress.models.activations import Held, Holder, MicroBatch
-from compress.models.flow import Flow, feeds_calls
-from compress.models.materialise import Holders, empty, fill, holders, plain
-from compress.models.parts import as_float, first_output, is_real, is_table, layers_of, no_data, own_names
-from compress.models.skeleton import Reached, first_hidden, standing_in, until_reached, without_cache
-from compress.models.step import BlockStep, Call, Part
-from compress.models.store import WeightStore
-from compress.models.trace import is_layer
 
 if TYPE_CHECKING:
-    from compress.models.streamed import StreamedModel
+    from compress.blocks.streamed import StreamedModel
 
 Read = Callable[[str], Tensor]
 BEFORE, AFTER = "before", "after"

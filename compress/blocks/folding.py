@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.trace import is_hf_conv1d
 from compress.facts import Reading
-from compress.models.trace import is_hf_conv1d
 
 Get = Callable[[str], nn.Module]
 """A layer's or norm's name, as in `Structure`, -> the module that holds its values."""

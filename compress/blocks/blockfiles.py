@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.blocks.store import packed_tensors
 from compress.errors import OutputError
 from compress.facts import LayerDecision, Note
-from compress.models.store import packed_tensors
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
 from runtime.files import sha256_of

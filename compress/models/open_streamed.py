@@ -1,67 +1,29 @@
-"""A torch model whose weights stay in their files: its modules on the meta device, and a store that reads by name."""
+"""Opening a recipe's torch model for a stream: its modules on the meta device, its weights left in their files."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from compress.blocks.experts import ExpertPart, is_stacked, stacked_parts, unstack_experts
+from compress.blocks.materialise import emptied, empty_weights, memory_store, plain
+from compress.blocks.store import WeightStore
+from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
 from compress.facts import SampleShapes, Structure
 from compress.models import factory, huggingface
 from compress.models.checkpoint import NotAsNamed, open_store
-from compress.models.experts import ExpertPart, is_stacked, stacked_parts, unstack_experts
 from compress.models.facts import architecture
 from compress.models.feeds import check_feeds, parameters
 from compress.models.load import load_model
-from compress.models.materialise import emptied, empty_weights, fill, memory_store, plain
 from compress.models.source import Source, locate
-from compress.models.store import WeightStore
 from compress.schema import ModelSpec
-from compress.schemes import KvScheme, Scheme
-
-
-@dataclass(frozen=True)
-class StreamedModel:
-    """A model to compress block by block.
-
-    `build`: a new module in eval mode, its parameters on meta, its buffers real; its forward takes the feeds by
-    parameter name (`parameters`: input name -> that parameter). `schemes`, `activation_scales` (static, of a layer's
-    inputs) and `kv_scales` (attention module -> scale of keys, of values) are what passes decided; a quantized layer's
-    integers are in the store. `tied`: parameter -> the one that holds its values. `notes`: what the user should know.
-    """
-
-    build: Callable[[], nn.Module]
-    store: WeightStore
-    structure: Structure
-    parameters: Mapping[str, str]
-    architecture: str = ""
-    folder: Path | None = None
-    schemes: Mapping[str, Scheme] = field(default_factory=dict)
-    activation_scales: Mapping[str, float] = field(default_factory=dict)
-    kv_cache: KvScheme | None = None
-    kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        return self.store.tied
-
-    def quantized_layers(self) -> tuple[str, ...]:
-        """Layers whose weights are integers (or FP8), in the order of `schemes`."""
-        return tuple(layer for layer in self.schemes if self.store.is_quantized(layer))
-
-    def materialise(self) -> nn.Module:
-        """The whole module with its weights, dequantized, float32."""
-        module = self.build()
-        fill(module, self.store.read, self.store.tied)
-        return module
 
 
 def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, structure: Structure) -> StreamedModel:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from compress.blocks.experts import Experts, first_expert_only, is_stacked
 from compress.facts import BlockFacts, Reading, Residual, Structure
-from compress.models.dataflow import Call, Flow, plain, record, within
-from compress.models.experts import Experts, first_expert_only, is_stacked
-from compress.models.residual import find_residual
-from compress.models.sources import Sources, is_matrix, n_inputs, n_outputs
+from compress.structure.dataflow import Call, Flow, plain, record, within
+from compress.structure.residual import find_residual
+from compress.structure.sources import Sources, is_matrix, n_inputs, n_outputs
 
 N_TOKENS = 8
 """Enough for a text model's structure, whatever `max_length` is."""

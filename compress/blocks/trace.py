@@ -71,6 +71,21 @@ def is_hf_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def layer_type(layer: nn.Module) -> str:
+    """The name to write in `targets:`; a subclass counts as the torch class that it is."""
+    return next(kind.__name__ for kind in type(layer).__mro__ if kind.__name__ in LAYER_OPS)
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """[out, in / groups, *kernel], or [rows, width] for Embedding."""
+    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
+    if is_hf_conv1d(layer):
+        return shape[::-1]
+    if isinstance(layer, TRANSPOSED):  # torch has [in, out / groups, *kernel]
+        return (shape[1] * layer.groups, shape[0] // layer.groups, *shape[2:])
+    return shape
+
+
 def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Trace:
     """Run `module` once on one sample ([1, ...] by parameter name, on the module's device) and note what happens.
 
@@ -141,3 +156,17 @@ def _macs(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> tuple[int, s
         return args[0].numel() * weight[0].numel(), "ConvTranspose"
     n_in = weight.shape[0] if is_hf_conv1d(module) else weight.shape[1]
     return out.numel() * n_in, "Gemm" if out.dim() == 2 else "MatMul"
+
+
+LAYER_OPS = {
+    "Linear": "MatMul",
+    "Conv1d": "Conv",
+    "Conv2d": "Conv",
+    "Conv3d": "Conv",
+    "ConvTranspose1d": "ConvTranspose",
+    "ConvTranspose2d": "ConvTranspose",
+    "ConvTranspose3d": "ConvTranspose",
+    "Embedding": "Gather",
+    "Conv1D": "Gemm",
+}
+"""Layer type -> ONNX operator, where the forward pass did not tell."""

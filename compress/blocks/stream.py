@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from compress.blocks.activations import Holder, MicroBatch, micro_batches
+from compress.blocks.blockfiles import Said, finished_steps, read_step, step_file, write_step
+from compress.blocks.sharing import from_main, share, wait
+from compress.blocks.step import BlockStep
+from compress.blocks.work import AFTER, BEFORE, Planned, Work
+from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import Reading
-from compress.models.activations import Holder, MicroBatch, micro_batches
-from compress.models.blockfiles import Said, finished_steps, read_step, step_file, write_step
-from compress.models.sharing import from_main, share, wait
-from compress.models.step import BlockStep
-from compress.models.work import AFTER, BEFORE, Planned, Work
-from compress.passes.context import PassContext, PassResult
 
 if TYPE_CHECKING:
-    from compress.models.streamed import StreamedModel
+    from compress.blocks.streamed import StreamedModel
 
 
 class Stream:
@@ -39,7 +39,7 @@ class Stream:
     tokens that go through a block at once (see `micro_batches`).
 
     A step that is done is written into `context.work`; a stream that finds finished steps there goes on after them.
-    Several processes (`compress.models.sharing`) share the micro-batches; the first of them writes.
+    Several processes (`compress.blocks.sharing`) share the micro-batches; the first of them writes.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.models.store import WeightStore
+from compress.blocks.store import WeightStore
 
 WRAPPER = "wrapped."
 """The attribute under which a Hugging Face model lies in its wrapper; not part of the plain names."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.models.activations import Held, Holder, Interned, MicroBatch
-from compress.models.skeleton import Form, Template, forms_of, passage
-from compress.models.step import Call
+from compress.blocks.activations import Held, Holder, Interned, MicroBatch
+from compress.blocks.skeleton import Form, Template, forms_of, passage
+from compress.blocks.step import Call
 
 
 class Flow:

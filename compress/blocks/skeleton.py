@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from compress.blocks.activations import Interned, mapped
 from compress.errors import PassError
-from compress.models.activations import Interned, mapped
 
 Slot = int | str
 """Where a block takes the hidden state: a position, or a keyword."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from compress.blocks import activations
 from compress.facts import Reading, Structure
-from compress.models import activations
 
 FLOAT = 4
 """Bytes of a float32."""

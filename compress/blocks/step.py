@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.blockfiles import Changes
+from compress.blocks.lockstep import Tap, run_in_lockstep, tapped
+from compress.blocks.skeleton import Reached
+from compress.blocks.store import WeightStore
+from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading
-from compress.models.blockfiles import Changes
-from compress.models.lockstep import Tap, run_in_lockstep, tapped
-from compress.models.skeleton import Reached
-from compress.models.store import WeightStore
-from compress.models.trace import is_hf_conv1d
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
 

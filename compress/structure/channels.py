@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from compress.models.dataflow import Op, Ref
+from compress.structure.dataflow import Op, Ref
 
 Atom = tuple[int, int]
 """(how many, step in channels); step 0: all of the same channel."""

@@ -1,0 +1,201 @@
+"""What all weight-rounding passes share: schemes by name, groups that do not divide, members that a target fuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import graphs
+import pytest
+from graphs import facts_of
+from pydantic import ValidationError
+
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.passes import Gptq, Rtn
+from compress.passes.awq import Awq
+from compress.passes.hqq import Hqq
+from compress.passes.weight_rules import described, fitted, format_of
+from compress.schemes import PRESETS
+from compress.targets import TARGETS
+
+CPU, VLLM, ANY = TARGETS["onnxruntime-cpu"], TARGETS["vllm"], TARGETS["transformers"]
+ATTENTION, MLP = "layers.0.attention", "layers.0.mlp"
+
+
+def layer(name: str, inputs: int = 128, out: int = 128, bits: float = 32) -> LayerFacts:
+    return LayerFacts(name, "Linear", "MatMul", f"{name}.weight", (out, inputs), bits=bits)
+
+
+def decoder(ffn: int = 172, **bits: float) -> ModelFacts:
+    """One block of attention and a gated feed-forward, and a head."""
+    qkv = tuple(f"{ATTENTION}.{name}" for name in "qkv")
+    gated = (f"{MLP}.gate", f"{MLP}.up")
+    readings = (Reading(qkv, "norm", "norm"), Reading((f"{ATTENTION}.o",), f"{ATTENTION}.v", "value", 1, 8))
+    readings += (Reading(gated, "norm2", "norm"), Reading((f"{MLP}.down",), f"{MLP}.up", "linear"))
+    layers = [layer(name, bits=bits.get(name[-1], 32)) for name in (*qkv, f"{ATTENTION}.o")]
+    layers += [*(layer(name, out=ffn) for name in gated), layer(f"{MLP}.down", ffn), layer("lm_head", out=512)]
+    structure = Structure((BlockFacts("layers.0", readings),))
+    return ModelFacts("torch", "Tiny", "text-generation", (), (), tuple(layers), structure=structure)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_taken_by_its_name_in_any_case(name: str) -> None:
+    assert Rtn(scheme=name.lower()).wanted(layer("a")) == PRESETS[name]
+    assert format_of(PRESETS[name]) in ANY.formats
+    assert not Gptq(scheme=name).check(decoder(256), ANY).problems
+
+
+def test_without_a_scheme_groups_are_of_32() -> None:
+    assert described(Rtn(bits=3, symmetric=False).wanted(layer("a"))) == "W3A16_ASYM, group 32"
+    assert described(Rtn(scheme="W4A16").wanted(layer("a"))) == "W4A16, group 128"
+    assert described(Rtn(scheme="W4A16", group_size=64).wanted(layer("a"))) == "W4A16, group 64"
+    assert described(Rtn(scheme="W8A8").wanted(layer("a"))) == "W8A8, per channel"
+    assert described(Rtn(scheme="FP8").wanted(layer("a"))) == "FP8, one scale"
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(ValidationError, match="there is no scheme 'W4'; there are W2A16, "):
+        Rtn(scheme="W4")
+
+
+def test_overrides_have_schemes_and_signs_of_their_own() -> None:
+    first = {"targets": ("re:.*mlp",), "scheme": "w8a16_asym"}
+    second = {"targets": ("re:.*down",), "group_size": 16}
+    one = Rtn(scheme="W4A16", group_size=32, overrides=(first, second, {"targets": ("lm_head",), "symmetric": False}))
+    said = {name: described(one.wanted(layer(name))) for name in ("q", "mlp.up", "mlp.down", "lm_head")}
+    assert said == {
+        "q": "W4A16, group 32",
+        "mlp.up": "W8A16_ASYM, per channel",
+        "mlp.down": "W8A16_ASYM, group 16",
+        "lm_head": "W4A16_ASYM, group 32",
+    }
+    with pytest.raises(ValidationError, match="scheme W4A16 stands for bits: 4"):
+        Rtn(overrides=({"targets": ("a",), "scheme": "W4A16", "bits": 8},))
+
+
+def test_the_head_stays_float_unless_the_recipe_takes_it() -> None:
+    def kept(**knobs: Any) -> list[str]:
+        return [one.layer for one in Rtn(bits=4, **knobs).check(decoder(256), ANY).decisions if one.action == "kept"]
+
+    assert kept() == ["lm_head"]
+    assert kept(ignore=()) == []
+    assert not Rtn().check(facts_of(graphs.transformer()), CPU).problems  # which has no lm_head
+
+
+def test_ignoring_every_layer_is_refused() -> None:
+    problems = Rtn(ignore=("Linear",)).check(decoder(256), ANY).problems
+    assert problems == ("rtn: no matrix product is left to round",)
+
+
+@pytest.mark.parametrize(
+    ("size", "inputs", "kernels", "expected"),
+    [(32, 128, (), 32), (32, 172, (), 43), (128, 172, (), 86), (32, 172, (32, 64), -1), (128, 96, (32, 64, 128), 32)],
+)
+def test_a_fitted_group_divides(size: int, inputs: int, kernels: tuple[int, ...], expected: int) -> None:
+    assert fitted(size, inputs, kernels) == expected
+
+
+def test_a_group_that_does_not_divide_is_fitted_and_named() -> None:
+    one = Rtn(bits=4, indivisible="fit")
+    for target, how in ((ANY, "group_size 43"), (VLLM, "one scale for each output channel")):
+        plan = one.check(decoder(), target)
+        assert not plan.problems
+        down = {decision.layer: decision for decision in plan.decisions}[f"{MLP}.down"]
+        assert "172 inputs, which 32 does not divide" in down.reason
+        assert [note.text for note in plan.notes if note.level == "warning"] == [
+            f"rtn: {MLP}.down has 172 inputs, which group_size 32 does not divide: {how}"
+        ]
+    (note,) = [note for note in one.check(decoder(), CPU).notes if note.level == "warning"]
+    assert note.text.endswith("one scale for each output channel, slower than float32 on onnxruntime-cpu")
+    (problem,) = Rtn(bits=4, indivisible="fit", strict=True).check(decoder(), ANY).problems
+    assert problem.endswith("which group_size 32 does not divide: group_size 43")
+
+
+def test_a_group_that_does_not_divide_is_refused_with_the_ways_out() -> None:
+    (problem,) = Rtn(bits=4).check(decoder(), VLLM).problems
+    assert problem == (
+        f"rtn: {MLP}.down has 172 inputs, which group_size 32 does not divide; use group_size: -1, set indivisible: fit, "
+        "or ignore it"
+    )
+
+
+def test_a_group_size_that_a_target_lacks_is_refused() -> None:
+    problems = Rtn(bits=4, group_size=16).check(decoder(256), VLLM).problems
+    assert problems[0] == (
+        f"rtn: {ATTENTION}.q: target vllm has 4-bit kernels for group_size 32, 64, 128, -1, not 16; it would run slower "
+        "than float32"
+    )
+
+
+def test_one_scale_for_each_channel_has_no_groups() -> None:
+    for name in ("W8A8", "FP8_DYNAMIC", "FP8"):
+        problems = Rtn(scheme=name, group_size=128).check(decoder(256), ANY).problems
+        text = f"rtn: {ATTENTION}.q: {name} has one scale for each output channel; leave group_size out"
+        assert problems[0] == text
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+def test_vllm_has_no_kernel_for_odd_widths(bits: int) -> None:
+    (problem,) = Rtn(bits=bits).check(decoder(256), VLLM).problems
+    assert problem.startswith("rtn: target vllm has kernels for weights of 4 and 8 bits; use scheme: W4A16")
+    assert not Rtn(bits=bits).check(decoder(256), ANY).problems
+
+
+def test_members_of_a_fused_matrix_have_one_scheme() -> None:
+    override = {"targets": ("re:.*attention.v", "re:.*up"), "bits": 8}
+    one = Gptq(bits=4, overrides=(override,))
+    problems = one.check(decoder(256), VLLM).problems
+    assert problems == (
+        f"gptq: {ATTENTION}: q: W4A16, group 32, k: W4A16, group 32, v: W8A16, group 32; vllm makes one matrix of them, "
+        "which has one scheme: give all of them the same, or ignore all",
+        f"gptq: {MLP}: gate: W4A16, group 32, up: W8A16, group 32; vllm makes one matrix of them, which has one scheme: "
+        "give all of them the same, or ignore all",
+    )
+    assert not one.check(decoder(256), ANY).problems
+    (problem,) = Gptq(bits=4, ignore=("re:.*attention.k",)).check(decoder(256), VLLM).problems
+    assert "k: float" in problem
+    assert not Gptq(bits=4, ignore=("re:.*attention",)).check(decoder(256), VLLM).problems
+    (problem,) = Gptq(bits=4).check(decoder(256, q=8.25), VLLM).problems
+    assert "q: 8.25 bits" in problem
+
+
+def test_a_plan_says_how_a_checkpoint_stores_each_layer() -> None:
+    plan = Gptq(bits=4, overrides=({"targets": ("re:.*down",), "bits": 8},)).check(decoder(256), ANY)
+    assert plan.schemes[f"{MLP}.down"].name == "W8A16"
+    assert plan.schemes[f"{ATTENTION}.q"].name == "W4A16"
+    assert "lm_head" not in plan.schemes
+    assert {la.name: la.bits for la in plan.facts.layers}[f"{MLP}.down"] == 8 + 32 / 32
+
+
+def test_only_stored_input_scales_need_data() -> None:
+    assert Rtn(scheme="FP8").needs_calibration
+    assert Rtn(overrides=({"targets": ("a",), "scheme": "W8A8_STATIC"},)).needs_calibration
+    assert not Rtn(scheme="W8A8").needs_calibration
+    assert not Rtn(scheme="FP8_DYNAMIC").needs_calibration
+
+
+def test_where_a_pass_works_depends_on_the_source() -> None:
+    facts = decoder()
+    for one in (Rtn(), Gptq()):
+        assert one.stage_on(facts) == "blocks"
+        assert one.stage_on(replace(facts, source="onnx", structure=None)) == "graph"
+    assert {one.stage_on(facts) for one in (Awq(), Hqq())} == {"blocks"}
+
+
+@pytest.mark.parametrize("one", [Awq(scheme="W8A8"), Hqq(scheme="FP8")])
+def test_integers_of_their_own_alone(one: Any) -> None:
+    problems = one.check(decoder(256), ANY).problems
+    assert any(text.startswith(f"{one.kind}: {one.scheme}: ") for text in problems)
+
+
+def test_awq_needs_a_module_that_takes_a_scale_and_may_leave_weights_float() -> None:
+    facts = decoder(256)
+    bare = replace(facts, structure=Structure((BlockFacts("", (Reading(("a",)),)),)))
+    (problem,) = Awq(bits=4).check(bare, ANY).problems
+    assert problem == "awq: no layer's inputs come from a module that can take a scale; use rtn or gptq"
+    plan = Awq(bits=4, round=False).check(facts, ANY)
+    assert {la.bits for la in plan.facts.layers} == {32}
+    assert not plan.schemes
+    assert {(one.action, one.reason) for one in plan.decisions if one.layer != "lm_head"} == {
+        ("scaled", "for W4A16, group 32")
+    }

@@ -1,0 +1,215 @@
+"""What cannot work with a language model is refused by name, and by the plan wherever a plan can know."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from language import language_folder, language_recipe, write_texts
+from makers import changed, write_recipe
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from compress.cli import app
+
+GPTQ: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
+CHECKPOINT = [{"kind": "checkpoint"}]
+VLLM: dict[str, Any] = {"target": "vllm", "export": [{"kind": "checkpoint", "target": "vllm"}]}
+TRANSFORMERS: dict[str, Any] = {"target": "transformers", "export": CHECKPOINT}
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with tiny models and texts, and a recipe about one of them. Not to be written to."""
+    folder = tmp_path_factory.mktemp("models")
+    language_folder(folder / "odd", intermediate_size=172)
+    language_folder(folder / "small", vocab_size=20)
+    return folder, language_recipe(folder, [GPTQ])
+
+
+@pytest.fixture
+def recipe(models: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The recipe, in a copy of its folder, which is the working directory."""
+    shutil.copytree(models[0], tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return models[1]
+
+
+def run(command: str, recipe: dict[str, Any], *more: str) -> Result:
+    """`plan` or `apply` of a recipe in the working directory; nothing may end in a traceback."""
+    where = ["--out", "out/b", "--quiet"] if command == "apply" else []
+    args = [command, str(write_recipe(Path("recipe.yaml"), recipe)), *where, *more]
+    done = CliRunner().invoke(app, [*args, "--cache", "cache"])
+    assert "Traceback" not in done.output and "a defect" not in done.output, done.output
+    return done
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"passes": [{**GPTQ, "damp_precent": 0.1}]},
+            "passes.0.damp_precent: unknown key; did you mean 'damp_percent'?",
+        ),
+        (
+            {"passes": [{**GPTQ, "group_size": 96}]},
+            f"passes.0: gptq: {ATTENTION}.q_proj has 64 inputs, which group_size 96 does not divide; use group_size: ",
+        ),
+        (
+            {"model": {"source": "dir:odd"}},
+            "passes.0: gptq: model.layers.1.mlp.down_proj has 172 inputs, which group_size 32 does not divide; "
+            "set indivisible: fit, or ignore it",
+        ),
+        (
+            {"model": {"source": "dir:odd"}, **TRANSFORMERS},
+            "passes.0: gptq: model.layers.1.mlp.down_proj has 172 inputs, which group_size 32 does not divide; "
+            "use group_size: 4 or 43, set indivisible: fit, or ignore it",
+        ),
+        (
+            {**VLLM, "passes": [{**GPTQ, "scheme": "W3A16"}]},
+            "passes.0: gptq: target vllm has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16",
+        ),
+        (
+            {"passes": [{"kind": "rtn", "scheme": "FP8"}]},
+            "passes.0: rtn: target onnxruntime-cpu gets no FP8 graphs; use target: vllm",
+        ),
+        ({"passes": [{**GPTQ, "ignore": ["Linear"]}]}, "passes.0: gptq: no matrix product is left to round"),
+        (
+            {**VLLM, "passes": [{**GPTQ, "overrides": [{"targets": ["re:q_proj"], "group_size": 64}]}]},
+            f"passes.0: gptq: {ATTENTION}: q_proj: W4A16, group 64, k_proj: W4A16, group 32, v_proj: W4A16, group 32; "
+            "vllm makes one matrix of them, which has one scheme: give all of them the same, or ignore all",
+        ),
+        ({"passes": [GPTQ, GPTQ]}, "passes.1: gptq"),
+        ({"passes": [GPTQ, {"kind": "rotate"}]}, f"passes.1: rotate: {ATTENTION}.q_proj is rounded already"),
+        ({"limits": {"memory_gib": 0.01}}, "limits.memory_gib: about "),
+        (
+            {"preprocess": {"kind": "language", "max_length": 128, "pack": 2000}},
+            "pack",
+        ),
+        ({"data": {"calibration": {"source": "jsonl:calibration.jsonl", "samples": 17}}}, "samples: 17 wanted"),
+        ({"data": {"evaluation": {"source": "jsonl:evaluation.jsonl"}}}, "data: gptq needs a calibration set"),
+    ],
+)
+def test_a_plan_refuses(recipe: dict[str, Any], change: dict[str, Any], said: str) -> None:
+    asked = changed(recipe, **change)
+    if "data" in change:
+        asked["data"] = {**change["data"], "evaluation": recipe["data"]["evaluation"]}
+    done = run("plan", asked)
+    assert done.exit_code == 2 and said in done.stderr, done.stderr
+
+
+def test_groups_that_are_fitted_are_reported(recipe: dict[str, Any]) -> None:
+    passes = [{**GPTQ, "indivisible": "fit"}]
+    done = run("plan", changed(recipe, model={"source": "dir:odd"}, passes=passes), "--json")
+    assert done.exit_code == 0, done.stderr
+    assert "down_proj has 172 inputs, which group_size 32 does not divide" in done.stdout
+    done = run("apply", changed(recipe, model={"source": "dir:odd"}, passes=passes, **TRANSFORMERS))
+    assert done.exit_code == 0, done.output
+    rows = {row["layer"]: row for row in json.loads(Path("out/b/layers.json").read_text()) if row["layer"]}
+    print(rows)
+    assert rows["model.layers.0.mlp.down_proj"]["reason"] == "W4A16, group 43: 172 inputs, which 32 does not divide"
+    assert rows["model.layers.0.mlp.up_proj"]["reason"] == "W4A16, group 32"
+
+
+@pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
+def test_an_empty_data_file(recipe: dict[str, Any], content: str) -> None:
+    Path("calibration.jsonl").write_text(content)
+    done = run("apply", recipe)
+    print(done.stderr)
+    assert done.exit_code == 2 and "calibration" in done.stderr, done.output
+
+
+def test_a_calibration_set_shorter_than_one_window(recipe: dict[str, Any]) -> None:
+    asked = changed(recipe, preprocess={"kind": "language", "max_length": 128, "pack": 128})
+    write_texts(Path("calibration.jsonl"), 4)
+    for command in ("plan", "apply"):
+        done = run(command, asked)
+        print(command, done.stderr)
+        assert done.exit_code == 2 and "data.calibration: the texts give" in done.stderr, done.output
+
+
+def test_tokens_beyond_the_vocabulary(recipe: dict[str, Any]) -> None:
+    for command in ("plan", "apply"):
+        done = run(command, changed(recipe, model={"source": "dir:small"}))
+        print(command, done.stderr)
+        assert done.exit_code == 2, done.output
+    assert "is beyond the model's vocabulary of 20 tokens: is this the model's own tokenizer?" in done.stderr
+
+
+def test_a_missing_shard(recipe: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained("lm").save_pretrained("shards", max_shard_size="100KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(f"lm/{name}", f"shards/{name}")
+    gone = sorted(Path("shards").glob("*.safetensors"))[1]
+    gone.unlink()
+    done = run("plan", changed(recipe, model={"source": "dir:shards"}))
+    print(done.stderr)
+    assert done.exit_code == 2 and gone.name in done.stderr, done.output
+
+
+@pytest.mark.parametrize("parts", [{}, TRANSFORMERS], ids=["onnx", "checkpoint"])
+def test_nan_in_a_weight(recipe: dict[str, Any], parts: dict[str, Any]) -> None:
+    state = load_file("lm/model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(state, "lm/model.safetensors", metadata={"format": "pt"})
+    done = run("apply", changed(recipe, **parts))
+    print(done.stderr)
+    assert done.exit_code in (1, 2) and "model.layers.1.mlp.up_proj" in done.stderr, done.output
+    assert "NaN" in done.stderr
+
+
+def test_not_enough_disk(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    done = run("plan", recipe)
+    print(done.stderr)
+    assert done.exit_code == 2 and "GiB are needed and 0.0 are free; make room" in done.stderr
+
+
+def test_a_pass_over_blocks_of_a_graph(recipe: dict[str, Any]) -> None:
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper, save
+
+    weight = numpy_helper.from_array(np.eye(64, dtype=np.float32), "w")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 64]) for name in ("x", "y")]
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = helper.make_graph([node], "m", [values[0]], [values[1]], [weight])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), "m.onnx")
+    np.savez("d.npz", x=np.ones((20, 64), np.float32))
+    data = {"calibration": {"source": "npz:d.npz"}, "evaluation": {"source": "npz:d.npz"}}
+    asked = {"version": 1, "name": "graph", "model": {"source": "onnx:m.onnx", "task": "generic"}, "data": data}
+    for kind in ("awq", "hqq", "autoround", "tune", "rotate", "kv_cache"):
+        done = run("plan", {**asked, "passes": [{"kind": kind}]})
+        print(done.stderr)
+        assert done.exit_code == 2 and f"{kind} rewrites a torch model, and an onnx: source is none" in done.stderr
+
+
+def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from compress.models import stream
+
+    write = stream.write_step
+
+    def once(folder: Path, index: int, *args: Any) -> Path:
+        if index:
+            raise KeyboardInterrupt
+        return write(folder, index, *args)
+
+    asked = changed(recipe, **TRANSFORMERS)
+    monkeypatch.setattr(stream, "write_step", once)
+    assert run("apply", asked).exit_code == 130
+    monkeypatch.setattr(stream, "write_step", write)
+    done = run("apply", changed(asked, passes=[{**GPTQ, "damp_percent": 0.02}]))
+    assert done.exit_code == 0, done.output
+    log = Path("out/b/compress.log").read_text()
+    assert "tiny-lm: passes.0: the recipe, its model, its data or the code has changed since a run that did not" in log
+    assert "so this step starts afresh" in log and "going on after them" not in log
+    assert not list(Path("cache").glob("partial-*"))
