@@ -12,7 +12,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.passes.base import LayerPattern, Pass, Record, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
-from compress.passes.weight_rules import described, fitted, format_of, fused_problems, group_problem
+from compress.passes.weight_rules import described, fitted, format_of, fused_problems, group_problem, uncalled
 from compress.schemes import PRESETS, Scheme, WeightScheme
 from compress.targets import Target
 
@@ -140,6 +140,10 @@ class WeightPass(_Numbers, Pass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         taken, kept = self.taken(facts.layers)
+        if self.needs_calibration and facts.structure is not None:
+            idle = uncalled(taken, facts.structure)
+            taken = [layer for layer in taken if layer not in idle]
+            kept += [LayerDecision(layer.name, layer.type, "kept", "no forward pass calls it") for layer in idle]
         problems = pattern_problems(facts.layers, self.kind, self._patterns())
         if not taken:
             problems.append(f"{self.kind}: no matrix product is left to round")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from compress.facts import LayerFacts, ModelFacts, PassPlan
+from compress.facts import LayerFacts, ModelFacts, PassPlan, Structure
 from compress.schemes import Scheme
 from compress.targets import Format, Target
 
@@ -64,6 +64,13 @@ def _sizes(size: int, inputs: int, kernels: tuple[int, ...], ways: str) -> str:
     if not nearest:
         return ways.removeprefix("or ")
     return f"use group_size: {' or '.join(str(g) for g in sorted(nearest))}, {ways}"
+
+
+def uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:
+    """Those outside the blocks that read nothing: a stream of calibration data never comes to them."""
+    read = {name for reading in structure.readings for name in reading.layers}
+    inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
+    return [layer for layer in layers if layer.name not in read and not layer.name.startswith(inside)]
 
 
 def with_problems(plan: PassPlan, texts: Sequence[str]) -> PassPlan:

@@ -68,7 +68,7 @@ def test_a_graph_pass_works_on_what_the_model_pass_left(tmp_path: Path) -> None:
 def test_a_model_pass_after_a_graph_pass_is_refused() -> None:
     from compress.passes import Int8
 
-    with pytest.raises(PlanError, match=r"passes\.1: silence rewrites the torch model and must come before int8"):
+    with pytest.raises(PlanError, match=r"passes\.1: silence rewrites the whole torch model and must come before int8"):
         compress.plan(recipe_with((Int8(), Silence())))
 
 
@@ -77,6 +77,6 @@ def test_a_model_pass_on_an_onnx_file_is_refused(monkeypatch: pytest.MonkeyPatch
 
     found = planner.read_inputs(recipe_with((Silence(),)))
     foreign = replace(found, facts=replace(found.facts, source="onnx"))
-    monkeypatch.setattr(planner, "read_inputs", lambda recipe: foreign)
+    monkeypatch.setattr(planner, "read_inputs", lambda recipe, cache: foreign)
     with pytest.raises(PlanError, match=r"passes\.0: silence rewrites a torch model, and an onnx: source is none"):
         planner.make_plan(found.recipe)

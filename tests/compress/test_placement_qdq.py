@@ -200,7 +200,7 @@ def test_a_dynamic_layer_is_what_numpy_computes(op: str) -> None:
 def test_a_state_survives_its_record() -> None:
     feeds = graphs.tokens()
     state = int8_state(graphs.transformer(), feeds, ignore=("down",))
-    state = Rtn(scheme="W4A16_ASYM").apply(state, context(feeds)).model
+    state = Rtn(scheme="W4A16_ASYM", group_size=32).apply(state, context(feeds)).model
     state = replace(state, leave_out=["Add"], half="float16", half_kept=["node_sum1"])
     again = restore_state(state.model, json.loads(json.dumps(state.record())), state.arrays())
     assert again.record() == state.record()

@@ -117,10 +117,10 @@ REFUSALS = [
     ("bits: 8", "bitz: 8", "a.yaml:5:17: passes.0.bitz: unknown key; did you mean 'bits'?"),
     ("name: tiny", "nmae: tiny", "a.yaml:2:1: nmae: unknown key; did you mean 'name'?"),
     ("bits: 8", "qqq: 8", "unknown key; known: kind, scheme, bits, group_size, symmetric, targets, ignore, overrides"),
-    ("bits: 8", 'bits: "8"', "a.yaml:5:23: passes.0.bits: expected 4 or 8, found text '8'"),
-    ("bits: 8", "bits: 5", "a.yaml:5:23: passes.0.bits: expected 4 or 8, found 5"),
-    ("bits: 8", "bits: true", "passes.0.bits: expected 4 or 8, found true"),
-    ("bits: 8", "bits: ~", "passes.0.bits: expected 4 or 8, found nothing (null)"),
+    ("bits: 8", 'bits: "8"', "passes.0.bits: expected a whole number of at least 2 and at most 8, found text '8'"),
+    ("bits: 8", "bits: 9", "a.yaml:5:23: passes.0.bits: expected a whole number of at least 2 and at most 8, found 9"),
+    ("bits: 8", "bits: true", "passes.0.bits: expected a whole number of at least 2 and at most 8, found true"),
+    ("bits: 8", "bits: ~", "passes.0.bits: expected a whole number of at least 2 and at most 8, found nothing (null)"),
     ("bits: 8", "group_size: '64'", "expected a whole number of at least -1, found text '64'; leave out the quotes"),
     ("bits: 8", "group_size: 1.5", "expected a whole number of at least -1, found 1.5"),
     ("bits: 8", "symmetric: yes", "passes.0.symmetric: expected true or false, found text 'yes'"),
@@ -394,8 +394,9 @@ def test_a_broken_variable_is_said_once_where_it_is_defined() -> None:
 
 
 def test_a_wrong_value_names_the_variable_that_it_came_from() -> None:
-    text = "vars: {n: 5}\n" + GOOD.replace("bits: 8", "bits: '${n}'")
-    assert only(text) == "a.yaml:6:23: passes.0.bits: expected 4 or 8, found 5 (from ${n})"
+    text = "vars: {n: 9}\n" + GOOD.replace("bits: 8", "bits: '${n}'")
+    expected = "expected a whole number of at least 2 and at most 8, found 9 (from ${n})"
+    assert only(text) == f"a.yaml:6:23: passes.0.bits: {expected}"
 
 
 # --- --set ------------------------------------------------------------------------------------------------------------
@@ -427,7 +428,7 @@ def test_a_variable_that_is_only_used_may_be_set() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("passes.0.bits=5", "--set passes.0.bits: expected 4 or 8, found 5"),
+        ("passes.0.bits=9", "--set passes.0.bits: expected a whole number of at least 2 and at most 8, found 9"),
         ("passes.0.bitz=4", "--set passes.0.bitz: unknown key 'bitz' in passes.0; did you mean 'bits'?"),
         ("pases.0.bits=4", "--set pases.0.bits: unknown key 'pases'; did you mean 'passes'?"),
         ("passes.9.bits=4", "--set passes.9.bits: passes has no item 9; it has 2 (0 to 1)"),

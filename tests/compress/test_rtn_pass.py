@@ -158,8 +158,8 @@ def test_bad_weights_are_named(value: float) -> None:
             "rtn: up: target onnxruntime-cpu has 4-bit kernels for group_size 16, 32, 64, 128, 256, not 8",
         ),
         ({"group_size": -1}, CPU, "not -1; it would run slower than float32"),
-        ({"scheme": "W8A16", "group_size": 16}, CPU, "has 8-bit kernels for group_size 32, not 16"),
-        ({"scheme": "W8A16"}, CPU, "has 8-bit kernels for group_size 32, not -1"),
+        ({"scheme": "W8A16", "group_size": 8}, CPU, "has 8-bit kernels for group_size 16, 32, 64, 128, 256, not 8"),
+        ({"scheme": "W8A16"}, CPU, "has 8-bit kernels for group_size 16, 32, 64, 128, 256, not -1"),
         ({"scheme": "W8A16"}, TARGETS["tensorrt"], "rtn: target tensorrt takes block-wise weights in 4 bits only"),
         (
             {"scheme": "W4A16_ASYM"},

@@ -114,16 +114,16 @@ def test_a_group_that_does_not_divide_is_fitted_and_named() -> None:
 def test_a_group_that_does_not_divide_is_refused_with_the_ways_out() -> None:
     (problem,) = Rtn(bits=4).check(decoder(), VLLM).problems
     assert problem == (
-        f"rtn: {MLP}.down has 172 inputs, which group_size 32 does not divide; use group_size: -1, set indivisible: fit, "
-        "or ignore it"
+        f"rtn: {MLP}.down has 172 inputs, which group_size 32 does not divide; use group_size: -1, set indivisible: "
+        "fit, or ignore it"
     )
 
 
 def test_a_group_size_that_a_target_lacks_is_refused() -> None:
     problems = Rtn(bits=4, group_size=16).check(decoder(256), VLLM).problems
     assert problems[0] == (
-        f"rtn: {ATTENTION}.q: target vllm has 4-bit kernels for group_size 32, 64, 128, -1, not 16; it would run slower "
-        "than float32"
+        f"rtn: {ATTENTION}.q: target vllm has 4-bit kernels for group_size 32, 64, 128, -1, not 16; it would run "
+        "slower than float32"
     )
 
 
@@ -146,10 +146,10 @@ def test_members_of_a_fused_matrix_have_one_scheme() -> None:
     one = Gptq(bits=4, overrides=(override,))
     problems = one.check(decoder(256), VLLM).problems
     assert problems == (
-        f"gptq: {ATTENTION}: q: W4A16, group 32, k: W4A16, group 32, v: W8A16, group 32; vllm makes one matrix of them, "
-        "which has one scheme: give all of them the same, or ignore all",
-        f"gptq: {MLP}: gate: W4A16, group 32, up: W8A16, group 32; vllm makes one matrix of them, which has one scheme: "
-        "give all of them the same, or ignore all",
+        f"gptq: {ATTENTION}: q: W4A16, group 32, k: W4A16, group 32, v: W8A16, group 32; vllm makes one matrix of "
+        "them, which has one scheme: give all of them the same, or ignore all",
+        f"gptq: {MLP}: gate: W4A16, group 32, up: W8A16, group 32; vllm makes one matrix of them, which has one "
+        "scheme: give all of them the same, or ignore all",
     )
     assert not one.check(decoder(256), ANY).problems
     (problem,) = Gptq(bits=4, ignore=("re:.*attention.k",)).check(decoder(256), VLLM).problems
@@ -165,6 +165,15 @@ def test_a_plan_says_how_a_checkpoint_stores_each_layer() -> None:
     assert plan.schemes[f"{ATTENTION}.q"].name == "W4A16"
     assert "lm_head" not in plan.schemes
     assert {la.name: la.bits for la in plan.facts.layers}[f"{MLP}.down"] == 8 + 32 / 32
+
+
+def test_a_layer_that_no_forward_pass_calls_stays_float_where_data_is_needed() -> None:
+    facts = decoder(256)
+    facts = replace(facts, layers=(*facts.layers, layer("pooler")))
+    reasons = {one.layer: one.reason for one in Gptq(bits=4).check(facts, ANY).decisions}
+    assert reasons["pooler"] == "no forward pass calls it"
+    reasons = {one.layer: one.reason for one in Rtn(bits=4).check(facts, ANY).decisions}
+    assert reasons["pooler"] == "W4A16, group 32"
 
 
 def test_only_stored_input_scales_need_data() -> None:

@@ -1,0 +1,120 @@
+"""HQQ and FP8: weights rounded without data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import streaming
+import torch
+from torch import Tensor
+
+from compress.context import PassResult
+from compress.errors import PassError
+from compress.passes import Rtn
+from compress.passes.hqq import Hqq
+from compress.quantize.fp8 import LARGEST, round_to_fp8
+from compress.quantize.grid import round_to_grid
+from compress.quantize.hqq import POWER, hqq_round
+from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import WeightScheme
+from compress.targets import TARGETS
+
+
+def heavy(out: int = 12, n: int = 64) -> Tensor:
+    """Weights with a few that are far out."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(out, n, generator=generator) * torch.rand(out, n, generator=generator).clamp_min(0.05) ** -1
+
+
+def error(weight: Tensor, rounded: QuantizedWeight) -> np.ndarray:
+    """sum |W - Q|^p for each group."""
+    difference = np.abs(weight.numpy() - rounded.dequantize()) ** POWER
+    return difference.reshape(len(weight), rounded.scales.shape[1], -1).sum(2)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [-1, 16])
+def test_no_group_is_worse_than_rounded_to_the_least_square(bits: int, symmetric: bool, group_size: int) -> None:
+    weight, scheme = heavy(), WeightScheme(bits, group_size, symmetric)
+    found, plain = hqq_round(weight, scheme), round_to_grid(weight, scheme)
+    assert (error(weight, found) <= error(weight, plain) * (1 + 1e-5)).all()
+    if bits < 8:
+        assert error(weight, found).sum() < error(weight, plain).sum()
+    low, high = scheme.levels
+    assert found.values.min() >= low
+    assert found.values.max() <= high
+    assert (found.zero_points is None) == symmetric
+
+
+def test_the_size_of_the_weights_does_not_matter() -> None:
+    one, other = (hqq_round(heavy() * factor, WeightScheme(3, 16)) for factor in (1.0, 2.0**-10))
+    np.testing.assert_array_equal(one.values, other.values)
+
+
+def applied(one: Hqq | Rtn) -> PassResult:
+    surroundings = replace(streaming.context(), target=TARGETS["transformers"])
+    return one.apply(streaming.streamed(streaming.llama(layers=2)), surroundings)
+
+
+def test_the_pass_needs_no_data_and_rounds_all_but_the_head() -> None:
+    result = applied(Hqq(bits=4, group_size=16))
+    assert len(result.model.quantized_layers()) == 14
+    assert {one.reason for one in result.decisions if one.action == "w4"} == {"W4A16, group 16"}
+    assert next(one.reason for one in result.decisions if one.layer == "lm_head") == "ignore: lm_head"
+
+
+def test_a_fallback_is_noted_and_strict_refuses_it() -> None:
+    knobs = {"bits": 4, "group_size": 32, "indivisible": "fit", "targets": ("re:.*down_proj",)}
+    texts = [note.text for note in applied(Hqq(**knobs)).notes]  # type: ignore[arg-type]
+    assert (
+        texts[0]
+        == "hqq: model.layers.0.mlp.down_proj has 48 inputs, which group_size 32 does not divide: group_size 24"
+    )
+    with pytest.raises(PassError, match="down_proj has 48 inputs, which group_size 32 does not divide"):
+        applied(Hqq(**knobs, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group_size", [-1, 0])
+def test_fp8_weights_are_those_of_ml_dtypes(group_size: int) -> None:
+    weight = heavy()
+    weight[3] = 0
+    found = round_to_fp8(weight, group_size)
+    peak = np.abs(weight.numpy()).max(1, keepdims=True) if group_size else np.abs(weight.numpy()).max()[None, None]
+    scales = np.where(peak > 0, peak / np.float32(LARGEST), 1).astype(np.float32)
+    expected = (weight.numpy() / scales).astype(ml_dtypes.float8_e4m3fn)
+    assert found.values.dtype == ml_dtypes.float8_e4m3fn
+    np.testing.assert_array_equal(found.values.view(np.uint8), expected.view(np.uint8))
+    np.testing.assert_allclose(found.scales, scales, rtol=1e-6)
+    np.testing.assert_array_equal(found.dequantize(), found.values.astype(np.float32) * found.scales)
+    assert np.abs(found.dequantize() - weight.numpy()).max() <= np.abs(weight.numpy()).max() / 16
+
+
+def test_fp8_has_no_groups_and_no_infinity() -> None:
+    with pytest.raises(ValueError, match=r"one scale for each output channel \(-1\) or one in all \(0\), not 32"):
+        round_to_fp8(heavy(), 32)
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        round_to_fp8(torch.full((2, 2), torch.inf))
+
+
+def test_rtn_writes_fp8_and_static_input_scales() -> None:
+    result = applied(Rtn(scheme="FP8_DYNAMIC"))
+    weight = result.model.store.quantized("model.layers.0.mlp.up_proj")
+    assert weight is not None
+    assert weight.values.dtype == ml_dtypes.float8_e4m3fn
+    assert not result.model.activation_scales
+    surroundings = replace(streaming.context(streaming.texts()), target=TARGETS["vllm"])
+    static = Rtn(scheme="FP8").apply(streaming.streamed(streaming.llama(layers=2)), surroundings).model
+    assert set(static.activation_scales) == set(static.quantized_layers())
+    assert static.store.quantized("model.layers.0.mlp.up_proj").scales.shape == (1, 1)
+    net = streaming.llama(layers=2)
+    seen: list[Tensor] = []
+    net.get_submodule("model.layers.0.self_attn.q_proj").register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    feeds = streaming.together(streaming.texts())
+    with torch.no_grad():
+        net(**feeds)
+    peak = float(seen[0][feeds["attention_mask"].bool()].abs().max())
+    assert static.activation_scales["model.layers.0.self_attn.q_proj"] == pytest.approx(peak / LARGEST, rel=1e-4)

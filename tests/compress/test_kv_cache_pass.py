@@ -1,0 +1,84 @@
+"""The scales of a KV cache: what a cache holds in a forward pass, which a reference reads from transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import streaming
+import torch
+from torch import nn
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from compress.context import PassResult
+from compress.errors import PassError
+from compress.facts import ModelFacts, Structure
+from compress.passes.kv_cache import KvCache, attentions
+from compress.quantize.fp8 import LARGEST
+from compress.targets import TARGETS
+
+
+def qwen3() -> nn.Module:
+    """Its keys are normed after their projection."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=streaming.VOCABULARY)).eval()
+
+
+def eager() -> nn.Module:
+    return streaming.llama(attn_implementation="eager")
+
+
+def applied(net: nn.Module, **knobs: Any) -> PassResult:
+    surroundings = replace(streaming.context(streaming.texts(padded=False)), target=TARGETS["vllm"])
+    return KvCache(**knobs).apply(streaming.streamed(net), surroundings)
+
+
+@pytest.mark.parametrize("make", [streaming.llama, qwen3, eager, streaming.gpt2])
+def test_scales_are_those_of_what_a_cache_holds(make: Any) -> None:
+    net = make()
+    cache = DynamicCache()
+    with torch.no_grad():
+        net(**streaming.together(streaming.texts(padded=False)), past_key_values=cache, use_cache=True)
+    result = applied(make())
+    assert result.model.kv_cache == "fp8"
+    assert len(result.model.kv_scales) == len(cache.layers)
+    for scales, layer in zip(result.model.kv_scales.values(), cache.layers, strict=True):
+        expected = [float(layer.keys.abs().max()) / LARGEST, float(layer.values.abs().max()) / LARGEST]
+        assert scales == pytest.approx(expected, rel=1e-4)
+
+
+def test_int8_has_127_levels() -> None:
+    eighth, other = (applied(streaming.llama(), scheme=name).model.kv_scales for name in ("int8", "fp8"))
+    for name, (keys, values) in eighth.items():
+        assert (keys * 127, values * 127) == pytest.approx([scale * LARGEST for scale in other[name]])
+
+
+def test_attentions_are_named_by_the_module_that_holds_the_values() -> None:
+    structure = streaming.streamed(streaming.llama(layers=2)).structure
+    assert list(attentions(structure.readings)) == [f"model.layers.{k}.self_attn" for k in range(2)]
+
+
+def test_a_model_without_attention_and_a_target_without_kernels_are_refused() -> None:
+    facts = ModelFacts("torch", "Tiny", "text-generation", (), (), (), structure=Structure(()))
+    problems = KvCache(scheme="int8").check(facts, TARGETS["vllm"]).problems
+    assert problems == (
+        "kv_cache: target vllm has no int8 KV cache; use scheme: fp8",
+        "kv_cache: no attention was found in the model: there are no keys and values to store",
+    )
+    assert KvCache(scheme="int8").refused_by(TARGETS["vllm"]) == problems[0]
+
+
+def test_attention_that_cannot_be_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compress.passes import kv_cache_steps
+
+    monkeypatch.setattr(kv_cache_steps._Peaks, "see", lambda self, keys, values: None)
+    with pytest.raises(PassError, match=r"kv_cache: model\.layers\.0\.self_attn: no keys and values were seen"):
+        applied(streaming.llama())
