@@ -42,11 +42,15 @@ def encode_stories(folder: Path, stories: Sequence[str]) -> list[list[int]]:
     return [[BOS, *tokenizer.encode(text, add_special_tokens=False)][:MAX_TOKENS] for text in stories]
 
 
-def load_causal(folder: Path) -> nn.Module:
-    """A folder as transformers loads it, in float32 and eval mode; compressed-tensors checkpoints included."""
-    from transformers import AutoModelForCausalLM
+def load_causal(folder: Path, dequantize: bool = False) -> nn.Module:
+    """A folder as transformers loads it, in float32 and eval mode; compressed-tensors checkpoints included.
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    With `dequantize` their weights are unpacked as they are read, otherwise at the first call.
+    """
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)
     return model.eval()
 
 

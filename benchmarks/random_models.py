@@ -112,10 +112,7 @@ def theirs(work: Work, name: str, call: Call, keep: bool = True) -> Done:
 def compressed(work: Work, done: Done) -> nn.Module:
     """The model with the compressed weights: a checkpoint of ours, or a peer's file on the float model."""
     if done.result.is_dir():
-        model = load_causal(done.result)
-        with torch.no_grad():
-            model(input_ids=torch.tensor([[0]]))  # compressed-tensors unpacks the weights at the first call
-        return model
+        return load_causal(done.result, dequantize=True)
     return with_weights(load_causal(work.model), done.result)
 
 

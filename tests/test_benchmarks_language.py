@@ -325,6 +325,23 @@ def test_a_decoder_graph_is_read_on_from_its_cache(load: Any, tmp_path: Path) ->
     player.close()
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packed_integers_are_unpacked_by_the_formats_own_packing(load: Any, bits: int) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    half, rng = 2 ** (bits - 1), np.random.default_rng(0)
+    values, zeros = rng.integers(-half, half, (6, 40)), rng.integers(-half, half, (6, 5))
+    tensors = {
+        "a.weight_packed": pack_to_int32(torch.from_numpy(values).to(torch.int8), bits).numpy(),
+        "a.weight_zero_point": pack_to_int32(torch.from_numpy(zeros).to(torch.int8), bits, packed_dim=0).numpy(),
+        "a.weight_scale": rng.random((6, 5)).astype(np.float32),
+        "a.weight_shape": np.array([6, 40]),
+    }
+    scale, zero = (np.repeat(one, 8, axis=1) for one in (tensors["a.weight_scale"], zeros))
+    unpacked = load("interop_transformers").unpack_layer(tensors, "a", bits)
+    np.testing.assert_allclose(unpacked, (values - zero) * scale, rtol=1e-6)
+
+
 def test_files_that_differ_or_are_missing_are_named(load: Any, tmp_path: Path) -> None:
     module = load("kill_resume")
     for folder, files in (("a", {"x": "1", "y": "2", "sub/z": "3"}), ("b", {"x": "1", "y": "0", "w": "4"})):

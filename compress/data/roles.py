@@ -28,6 +28,8 @@ TASK_ROLES: dict[str, tuple[str, ...]] = {
 
 def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
     """Role -> column name. SourceError, all problems at once: an unknown role, a missing column, a missing input."""
+    if not table.names:
+        raise SourceError(f"{table.where}: holds no samples")
     found = _declared(spec, table, task, input_names) if spec.columns else _by_usual_names(table, task, input_names)
     required = TASK_ROLES[task][:1] or tuple(input_names) or tuple(role for role in found if role != "label")[:1]
     missing = [role for role in required if role not in found]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from compress.blocks.folding import fold_scales
@@ -18,7 +17,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, Reading
 from compress.passes.weight_only import WeightPass
 from compress.quantize.fp8 import LARGEST, round_to_fp8
-from compress.quantize.grid import round_to_grid
+from compress.quantize.grid import finite, round_to_grid
 from compress.quantize.observers import Method, Observer, choose_range
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import ActivationScheme, Scheme
@@ -69,7 +68,7 @@ def remark(knobs: WeightPass, step: BlockStep, texts: Sequence[str]) -> None:
 def matrix(knobs: WeightPass, step: BlockStep, layer: str) -> Tensor:
     """A layer's weight. PassError naming it if it is not finite."""
     found = step.matrix(layer)
-    if not torch.isfinite(found).all():
+    if not finite(found):
         raise PassError(f"{knobs.kind}: {layer}: the weight holds NaN or Inf")
     return found
 

@@ -32,9 +32,9 @@ def gptq_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pass
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:
         work = _Work(knobs, step, step_layers(knobs, step, context.target), context.target)
-        if knobs.sequential:
+        if knobs.sequential and work.layers.schemes:
             step.lockstep(work.visit, work.act)
-        else:
+        elif work.layers.schemes:
             step.collect(work.visit, [reading for reading in step.readings if work.layers.of(reading.layers)])
             for reading in step.readings:
                 work.act(reading)

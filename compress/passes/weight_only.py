@@ -146,7 +146,9 @@ class WeightPass(_Numbers, Pass):
             kept += [LayerDecision(layer.name, layer.type, "kept", "no forward pass calls it") for layer in idle]
         problems = pattern_problems(facts.layers, self.kind, self._patterns())
         if not taken:
-            problems.append(f"{self.kind}: no matrix product is left to round")
+            rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
+            before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else ""
+            problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._target_says(taken, settings, target)
         problems += more

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.quantize.descent import descend
 from compress.quantize.gram import Compute
-from compress.quantize.grid import Grid, fit_grid
+from compress.quantize.grid import Grid, finite, fit_grid
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import WeightScheme
 
@@ -58,7 +58,9 @@ class Hessian:
     @property
     def damped(self) -> Tensor:
         """float32 [in, in], in the weight's own order."""
-        return (self.gram + torch.diag(self.added)).float()
+        damped = self.gram.to(torch.float32, copy=True)
+        damped.diagonal().add_(self.added)
+        return damped
 
     @property
     def importance(self) -> Tensor:
@@ -73,7 +75,7 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
     float32 is factored in float64 where it fails; damping is raised tenfold until it succeeds; ValueError if it never
     does, or the matrix is not finite.
     """
-    if not torch.isfinite(gram).all():
+    if not finite(gram):
         raise ValueError("NaN or Inf among its inputs on the calibration data")
     diagonal = gram.diagonal()
     dead = diagonal == 0
@@ -81,7 +83,8 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
     damp = damp_percent
     while damp <= MOST_DAMPING:
         added = torch.where(dead, 1.0, damp * diagonal.sum() / max(int((~dead).sum()), 1))
-        damped = (gram + torch.diag(added))[order][:, order]
+        damped = gram[order[:, None], order]
+        damped.diagonal().add_(added[order])
         factor = _upper_factor(damped)
         if factor is None and gram.dtype != torch.float64:
             factor = _upper_factor(damped.double())
@@ -138,14 +141,14 @@ def gptq_round_together(
 
 def _judged(weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme) -> Rounded:
     """What was found, or the nearest where that is better."""
-    some = slice(None, None, -(-len(weight) // JUDGED_ROWS))
-    rows, nearest = weight[some], plain.levels(weight)
-    differences = [rows - found[some] for found in (grid.values(levels), plain.values(nearest))]
-    own, error, other = _energies([rows, *differences], gram)
+    step = -(-len(weight) // JUDGED_ROWS)
+    rows, sample = weight[::step], plain.sampled(step)
+    nearest = sample.values(sample.levels(rows))
+    own, error, other = _energies([rows, rows - grid.sampled(step).values(levels[::step]), rows - nearest], gram)
     own = max(own, 1e-30)
     if error <= other:
         return Rounded(grid.packed(levels, scheme), error / own, other / own)
-    return Rounded(plain.packed(nearest, scheme), other / own, other / own)
+    return Rounded(plain.packed(plain.levels(weight), scheme), other / own, other / own)
 
 
 def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
@@ -203,7 +206,7 @@ def _upper_factor(matrix: Tensor) -> Tensor | None:
         return None
     upper = lower.flip(0, 1)  # R with R R^T = the matrix
     found = _inverse(upper)
-    return found if bool(torch.isfinite(found).all()) else None
+    return found if finite(found) else None
 
 
 def _inverse(upper: Tensor) -> Tensor:

@@ -22,12 +22,19 @@ class Gram:
         self.dtype = getattr(torch, compute)
         self.total = torch.zeros(width, width)
         self.n_rows = 0
+        self._waiting: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
-        """`rows` [n, in]."""
+        """`rows` [n, in]. Few of them wait for more: small products cost more than their arithmetic."""
         self.n_rows += len(rows)
-        rows = rows.to(self.dtype)
-        for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
+        self._waiting.append(rows.to(self.dtype))
+        if sum(map(len, self._waiting)) >= ROWS:
+            self._multiply()
+
+    def _multiply(self) -> None:
+        rows = torch.cat(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
+        self._waiting = []
+        for part in rows.split(len(rows) if self.dtype == torch.float32 else ROWS):
             self._add(part)
 
     def _add(self, rows: Tensor) -> None:
@@ -39,6 +46,8 @@ class Gram:
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
         """(X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row."""
+        if any(map(len, self._waiting)):
+            self._multiply()
         n_rows = int(summed(torch.tensor(self.n_rows)))
         upper = summed(self.total).triu_()
         return (upper + upper.triu(1).T) / max(n_rows, 1), n_rows

@@ -309,3 +309,21 @@ def test_static_inputs_get_a_scale_and_integer_products_symmetric_levels() -> No
         weight = result.model.store.quantized(layer)
         assert weight.values.min() >= -127
         assert (weight.scales > 0).all()
+
+
+def test_a_layer_that_no_row_reaches_is_rounded_to_the_nearest_and_named() -> None:
+    def with_idle() -> Any:
+        net = streaming.llama(layers=2)
+        net.get_submodule("model.layers.0.mlp").expert = torch.nn.Linear(32, 16)
+        return net
+
+    result = on_blocks(with_idle())
+    name = "model.layers.0.mlp.expert"
+    assert [note.text for note in result.notes] == [
+        f"gptq: {name}: no calibration data reaches it; rounded to the nearest"
+    ]
+    weight = with_idle().get_submodule(name).weight.detach()
+    expected = round_to_grid(weight, WeightScheme(4, 16))
+    np.testing.assert_array_equal(result.model.store.quantized(name).values, expected.values)
+    with pytest.raises(PassError, match=rf"gptq: {name}: no calibration data reaches it"):
+        on_blocks(with_idle(), strict=True)

@@ -1,4 +1,4 @@
-"""A tiny Llama through every pass: bundles that verify, checkpoints that transformers load, graphs that say the same."""
+"""A tiny Llama through every pass: bundles that verify, checkpoints that load, graphs that agree."""
 
 from __future__ import annotations
 
