@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.blocks.blockfiles import finished_steps
-from compress.blocks.sharing import from_main, share, wait
+from compress.blocks.sharing import alone, from_main, share, wait
 from compress.blocks.stream import result_of
 from compress.blocks.streamed import StreamedModel
 from compress.cache import Step, StepCache, hand_over
@@ -91,7 +91,9 @@ def torch_outputs_step(
     """(baseline, candidate) outputs of a language model over the evaluation texts, from torch."""
 
     def write(folder: Path) -> dict[str, Any]:
-        for name, outputs in zip((BASELINE, CANDIDATE), score_streamed(before, after, context), strict=True):
+        with alone():
+            scores = score_streamed(before, after, context)
+        for name, outputs in zip((BASELINE, CANDIDATE), scores, strict=True):
             write_npz(folder / name, outputs)
         return {}
 

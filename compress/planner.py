@@ -89,7 +89,8 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     expected = forecast(recipe, before, after, samples, batch, tokens)
     checkpoints = [_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
-    problems += [problem for found, _ in checkpoints for problem in found]
+    if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
+        problems = [problem for found, _ in checkpoints for problem in found]
     if problems:
         raise PlanError(problems)
     first = [

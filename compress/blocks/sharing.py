@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_ALONE = ContextVar("alone", default=False)
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Share:
 def share() -> Share:
     """Joins the group of a `torchrun` launch on the first call. RuntimeError if the group is not as large as said."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if size == 1 or _ALONE.get():
         return Share()
     import torch.distributed as dist
 
@@ -34,6 +39,16 @@ def share() -> Share:
     if dist.get_world_size() != size:
         raise RuntimeError(f"{size} processes were launched, but {dist.get_world_size()} found each other")
     return Share(dist.get_rank(), size)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process does by itself what the others have no part in: its share is the whole."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
 
 
 def main_process() -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.materialise import plain
 from compress.errors import SourceError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -78,7 +79,7 @@ def load_state(module: nn.Module, path: Path) -> None:
 def check_finite(module: nn.Module, where: str) -> None:
     """SourceError naming every weight or buffer that holds NaN or infinity."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    bad = [name for name, tensor in tensors if tensor.is_floating_point() and not _all_finite(tensor)]
+    bad = [plain(name) for name, tensor in tensors if tensor.is_floating_point() and not _all_finite(tensor)]
     if bad:
         raise SourceError(f"{where}: NaN or infinity in {_listed(bad)}; the weights are not usable")
 

@@ -14,40 +14,35 @@ ROWS = 1024
 STRIPES = 4
 """The product is symmetric: of so many stripes of columns, each is multiplied with those up to itself alone."""
 
+NARROW = 512
+"""Below this width one product is cheaper than its stripes."""
+
 
 class Gram:
-    """The sum of x x^T over rows x [in], float32 [in, in], of which `mean` gives the mean."""
+    """The sum of x x^T over rows x [in], float64 [in, in], of which `mean` gives the mean in float32."""
 
     def __init__(self, width: int, compute: Compute = "float32") -> None:
         self.dtype = getattr(torch, compute)
-        self.total = torch.zeros(width, width)
+        self.total = torch.zeros(width, width, dtype=torch.float64)
         self.n_rows = 0
-        self._waiting: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
-        """`rows` [n, in]. Few of them wait for more: small products cost more than their arithmetic."""
+        """`rows` [n, in]. Their products are summed in float64, so that no order of the sums is seen in the result."""
         self.n_rows += len(rows)
-        self._waiting.append(rows.to(self.dtype))
-        if sum(map(len, self._waiting)) >= ROWS:
-            self._multiply()
-
-    def _multiply(self) -> None:
-        rows = torch.cat(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
-        self._waiting = []
-        for part in rows.split(len(rows) if self.dtype == torch.float32 else ROWS):
+        rows = rows.to(self.dtype)
+        for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
             self._add(part)
 
     def _add(self, rows: Tensor) -> None:
         """The upper triangle, stripe by stripe."""
-        step = -(-rows.shape[1] // STRIPES)
-        for start in range(0, rows.shape[1], step):
+        width = rows.shape[1]
+        step = width if width < NARROW else -(-width // STRIPES)
+        for start in range(0, width, step):
             stripe = rows[:, start : start + step]
             self.total[: start + step, start : start + step] += rows[:, : start + step].T @ stripe
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
         """(X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row."""
-        if any(map(len, self._waiting)):
-            self._multiply()
         n_rows = int(summed(torch.tensor(self.n_rows)))
-        upper = summed(self.total).triu_()
+        upper = summed(self.total).float().triu_()
         return (upper + upper.triu(1).T) / max(n_rows, 1), n_rows
