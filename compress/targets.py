@@ -50,8 +50,6 @@ class Target:
     """The kind of export that it loads."""
     negative_scales: bool = True
     """A weight's scale may be negative."""
-    fuses_members: bool = False
-    """Layers of one parent that read one tensor (q/k/v, gate/up) become one matrix, which has one scheme."""
 
     def fact(self, name: Format) -> FormatFact:
         return self.formats[name]
@@ -203,7 +201,6 @@ TARGETS: dict[str, Target] = {
         (32, 64, 128, -1),
         (32, 64, 128, -1),
         reads="checkpoint",
-        fuses_members=True,
     ),
     "transformers": Target(
         "transformers",

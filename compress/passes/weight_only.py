@@ -12,7 +12,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.passes.base import LayerPattern, Pass, Record, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
-from compress.passes.weight_rules import described, fitted, format_of, fused_problems, group_problem, uncalled
+from compress.passes.weight_rules import described, fitted, format_of, group_problem, uncalled
 from compress.schemes import PRESETS, Scheme, WeightScheme
 from compress.targets import Target
 
@@ -156,8 +156,6 @@ class WeightPass(_Numbers, Pass):
             text for la in taken if (text := group_problem(self.kind, la, settings[la.name], target, self.ways))
         ]
         problems += self._graph_problems(facts, settings)
-        if target.fuses_members and facts.structure is not None:
-            problems += fused_problems(self.kind, facts, settings, target)
         remarks = [text for la in taken if (text := self.fit_remark(la, target))]
         problems += remarks if self.strict else []
         notes += [] if self.strict else [Note("warning", text) for text in remarks]

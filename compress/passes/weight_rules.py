@@ -1,13 +1,13 @@
-"""What holds of any weight scheme on a layer: its format's name, its groups, the members that a target fuses."""
+"""What holds of any weight scheme on a layer: the name of its format, its groups, what a run never calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from compress.facts import LayerFacts, ModelFacts, PassPlan, Structure
+from compress.facts import LayerFacts, PassPlan, Structure
 from compress.schemes import Scheme
 from compress.targets import Format, Target
 
@@ -76,33 +76,3 @@ def uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFa
 def with_problems(plan: PassPlan, texts: Sequence[str]) -> PassPlan:
     """The same plan with more that is wrong."""
     return replace(plan, problems=(*plan.problems, *texts))
-
-
-def fused_problems(kind: str, facts: ModelFacts, settings: Mapping[str, Scheme], target: Target) -> list[str]:
-    """One sentence for each matrix of the target whose members (q/k/v, gate/up) would have different schemes."""
-    assert facts.structure is not None
-    bits = {layer.name: layer.bits for layer in facts.layers}
-    problems = []
-    for reading in facts.structure.readings:
-        for members in _by_parent(reading.layers).values():
-            said = {name: _told(settings.get(name), bits.get(name, 32)) for name in members}
-            if len(set(said.values())) > 1:
-                parts = ", ".join(f"{name.rpartition('.')[2]}: {text}" for name, text in said.items())
-                problems.append(
-                    f"{kind}: {members[0].rpartition('.')[0]}: {parts}; {target.name} makes one matrix of them, which "
-                    "has one scheme: give all of them the same, or ignore all"
-                )
-    return problems
-
-
-def _by_parent(layers: tuple[str, ...]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in layers:
-        found.setdefault(name.rpartition(".")[0], []).append(name)
-    return found
-
-
-def _told(scheme: Scheme | None, bits: float) -> str:
-    if scheme is not None:
-        return described(scheme)
-    return "float" if bits >= 16 else f"{bits:g} bits"

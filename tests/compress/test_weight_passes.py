@@ -141,24 +141,6 @@ def test_vllm_has_no_kernel_for_odd_widths(bits: int) -> None:
     assert not Rtn(bits=bits).check(decoder(256), ANY).problems
 
 
-def test_members_of_a_fused_matrix_have_one_scheme() -> None:
-    override = {"targets": ("re:.*attention.v", "re:.*up"), "bits": 8}
-    one = Gptq(bits=4, overrides=(override,))
-    problems = one.check(decoder(256), VLLM).problems
-    assert problems == (
-        f"gptq: {ATTENTION}: q: W4A16, group 32, k: W4A16, group 32, v: W8A16, group 32; vllm makes one matrix of "
-        "them, which has one scheme: give all of them the same, or ignore all",
-        f"gptq: {MLP}: gate: W4A16, group 32, up: W8A16, group 32; vllm makes one matrix of them, which has one "
-        "scheme: give all of them the same, or ignore all",
-    )
-    assert not one.check(decoder(256), ANY).problems
-    (problem,) = Gptq(bits=4, ignore=("re:.*attention.k",)).check(decoder(256), VLLM).problems
-    assert "k: float" in problem
-    assert not Gptq(bits=4, ignore=("re:.*attention",)).check(decoder(256), VLLM).problems
-    (problem,) = Gptq(bits=4).check(decoder(256, q=8.25), VLLM).problems
-    assert "q: 8.25 bits" in problem
-
-
 def test_a_plan_says_how_a_checkpoint_stores_each_layer() -> None:
     plan = Gptq(bits=4, overrides=({"targets": ("re:.*down",), "bits": 8},)).check(decoder(256), ANY)
     assert plan.schemes[f"{MLP}.down"].name == "W8A16"
