@@ -23,7 +23,7 @@ class PassContext:
     `shortfalls`: given an ONNX graph, the quality gates of the recipe that it does not hold, as sentences (empty: all
     hold); None when the recipe has no quality gate to hold. `progress`: wraps an iterable in a progress bar. `log`: one
     line for the log. `work`: a folder that outlives a killed run, for what a pass over blocks has finished; None: a
-    temporary one.
+    temporary one. `memory_mib`: what the process may hold between two blocks; None: anything.
     """
 
     batches: Sequence[Feeds]
@@ -33,6 +33,7 @@ class PassContext:
     progress: Callable[[Sequence[Any], str], Iterable[Any]]
     shortfalls: Callable[[Any], list[str]] | None = None
     work: Path | None = None
+    memory_mib: float | None = None
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def _context(ground: Ground, specs: Any, **more: Any) -> PassContext:
         seed=plan.recipe.seed,
         log=ground.journal.log,
         progress=ground.journal.progress,
+        memory_mib=None if plan.recipe.limits.memory_gib is None else 1024 * plan.recipe.limits.memory_gib,
         **more,
     )
 

@@ -98,6 +98,7 @@ class Stream:
         step.close()
         work.drop(path)
         self.timings.append({"name": one.name, **timing})
+        self._check_memory(one.name)
 
     def _feeds_more(self, one: Planned) -> bool:
         """True if a later step reads what this one gives."""
@@ -125,6 +126,15 @@ class Stream:
             yield Holder(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _check_memory(self, name: str) -> None:
+        """PassError where the process holds more than the recipe allows; what is finished stays."""
+        allowed, held = self.context.memory_mib, rss_mib()
+        if allowed is not None and held > allowed:
+            raise PassError(
+                f"{name}: {held:.0f} MiB are held after this block and limits.memory_gib allows {allowed:.0f}; "
+                "finished blocks are kept: raise the limit, or take fewer or shorter calibration samples"
+            )
 
     def _write(self, one: Planned, step: BlockStep, timing: Mapping[str, float]) -> Path:
         if share().rank == 0:
@@ -178,6 +188,15 @@ def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> 
     )
     decisions = tuple(decision for one in said for decision in one.decisions)
     return PassResult(after, decisions, tuple(note for one in said for note in one.notes), measured)
+
+
+def rss_mib() -> float:
+    """The memory that this process holds now, MiB; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return pages * resource.getpagesize() / 2**20
 
 
 def peak_rss_mib() -> float:

@@ -512,3 +512,15 @@ def test_chains_that_are_none(how: str, message: str) -> None:
     batches = [{"x": np.ones((2, 4), np.float32)}]
     with pytest.raises(PassError, match=message):
         next(iter(Stream(model, context(batches))))
+
+
+def test_a_process_that_holds_more_than_is_allowed_stops_between_blocks(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    model = streamed(llama())
+    tight = replace(context(work=tmp_path), memory_mib=1.0)
+    with pytest.raises(
+        PassError, match=r"MiB are held after this block and limits\.memory_gib allows 1; finished blocks"
+    ):
+        list(Stream(model, tight, data=False))
+    assert list(tmp_path.glob("block-00000.json")), "what was finished is kept"
