@@ -31,7 +31,7 @@ data:
   evaluation: {{source: "jsonl:{evaluation}", samples: 1, shuffle: false}}
 target: transformers
 passes:
-  - {{kind: gptq, bits: {bits}, group_size: {group}}}
+  - {{kind: gptq, bits: {bits}, group_size: {group}, compute: bfloat16}}
 export:
   - {{kind: checkpoint}}
 """

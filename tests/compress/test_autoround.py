@@ -27,6 +27,8 @@ from compress.targets import TARGETS
 
 COURSE = Course(100, 0.01, 0.01, method="sign")
 
+UP = "model.layers.0.mlp.up_proj"
+
 
 def weight_of(rows: int = 8, inputs: int = 32, seed: int = 0) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, inputs)).astype(np.float32))
@@ -184,7 +186,7 @@ def test_refusals() -> None:
 
 
 def test_the_plan() -> None:
-    layers = (LayerFacts("block.0", "Linear", "MatMul", "block.0.weight", (8, 32)),)
+    layers = (LayerFacts(UP, "Linear", "MatMul", f"{UP}.weight", (8, 32)),)
     facts = ModelFacts("torch", "Net", "text-generation", (), (), layers, structure=streamed(llama(layers=2)).structure)
     target = TARGETS["onnxruntime-cpu"]
     knobs = AutoRound(kind="autoround", bits=4, group_size=32)
@@ -194,6 +196,6 @@ def test_the_plan() -> None:
     assert given.check(facts, target).problems == (
         "autoround: no quantized layer is left to learn; put it after gptq or rtn",
     )
-    assert not given.check(facts.with_bits({"block.0": 5.0}), target).problems
+    assert not given.check(facts.with_bits({UP: 5.0}), target).problems
     assert given.refused_by(target) is None
     assert "works on torch models" in knobs.check(replace(facts, structure=None), target).problems[0]

@@ -362,10 +362,12 @@ def test_refusals() -> None:
         apply_tune(wild, eight, context(texts(8)))
 
 
+def up(block: int) -> str:
+    return f"model.layers.{block}.mlp.up_proj"
+
+
 def facts(bits: float = 32.0, structured: bool = True) -> ModelFacts:
-    layers = tuple(
-        LayerFacts(f"block.{i}", "Linear", "MatMul", f"block.{i}.weight", (8, 32), bits=bits) for i in range(2)
-    )
+    layers = tuple(LayerFacts(up(i), "Linear", "MatMul", f"{up(i)}.weight", (8, 32), bits=bits) for i in range(2))
     structure = streamed(llama(layers=2)).structure if structured else None
     return ModelFacts("torch", "Net", "text-generation", (), (), layers, structure=structure)
 
@@ -377,7 +379,7 @@ def test_the_plan() -> None:
     assert any("learned end to end" in note.text for note in plan.notes)
     plan = Tune(kind="tune", bits=4, group_size=32).check(facts(5.0), target)
     assert plan.problems == ("tune: an earlier pass has rounded the layers; leave bits, group_size out",)
-    plan = Tune(kind="tune", targets=("block.1",)).check(facts(5.0), target)
+    plan = Tune(kind="tune", targets=(up(1),)).check(facts(5.0), target)
     assert [d.action for d in plan.decisions] == ["kept", "tuned"]
     assert "no quantized layer is left" in Tune(kind="tune", ignore=("Linear",)).check(facts(5.0), target).problems[0]
     plan = Tune(kind="tune", blockwise=True).check(facts(), target)

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from language import CHARACTERS, QUICK_DECODING, language_folder, language_recipe
 from makers import REPOSITORY, apply, bundle_bytes, cli, write_recipe
+from tiny_lm import CHARACTERS, QUICK_DECODING, language_folder, language_recipe
 
 import runtime
 from runtime.probe import Probe

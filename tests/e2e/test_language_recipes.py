@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from language import ARCHITECTURES, language_folder, write_texts
 from makers import REPOSITORY
+from tiny_lm import ARCHITECTURES, language_folder, write_texts
 
 RECIPES = sorted((REPOSITORY / "recipes/llm").glob("*.yaml"))
 

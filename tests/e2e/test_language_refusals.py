@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from language import language_folder, language_recipe, write_texts
 from makers import changed, write_recipe
 from safetensors.torch import load_file, save_file
+from tiny_lm import language_folder, language_recipe, write_texts
 from typer.testing import CliRunner, Result
 
 from compress.cli import app

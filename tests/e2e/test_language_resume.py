@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from language import language_folder, language_recipe
 from makers import bundle_bytes, write_recipe
 from safetensors.numpy import load_file
+from tiny_lm import language_folder, language_recipe
 
 SERVER = '''
 """Runs recipes in children of its own, so that what is slow to import is imported once, and kills them where told."""
