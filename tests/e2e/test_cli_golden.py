@@ -97,7 +97,7 @@ def test_apply_as_json_prints_one_document(net: Net, cache: Path, tmp_path: Path
 
 def gated(net: Net, tmp_path: Path, cache: Path, gate: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
     recipe = changed(
-        net[1], validate={"gates": [gate]}, passes=[{"kind": "rtn", "group_size": 16, "targets": ["Linear"]}]
+        net[1], validate={"gates": [gate]}, passes=[{"kind": "rtn", "group_size": 32, "targets": ["Linear"]}]
     )
     done = run("apply", write_recipe(net[0] / "gated.yaml", recipe), "--out", tmp_path / "b", "--cache", cache)
     report: dict[str, Any] = json.loads((tmp_path / "b/report.json").read_text())

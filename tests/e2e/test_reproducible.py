@@ -27,7 +27,7 @@ def test_a_second_run_does_nothing_again(
         raise AssertionError("a finished step was done again")
 
     monkeypatch.setattr(StepCache, "put", refuse)
-    monkeypatch.setattr("compress.runner.load_model", refuse)
+    monkeypatch.setattr("compress.passing.load_model", refuse)
     apply(net[1], tmp_path / "b", cache, net[0])
     assert bundle_bytes(tmp_path / "b") == bundle_bytes(bundle)
 
