@@ -80,7 +80,8 @@ def write_x(x: np.ndarray) -> None:
         ({"passes": [{"kind": "int9"}]}, "int8"),
         (
             {"passes": [{**RTN, "group_size": 96}]},
-            "rtn: fc1 has 256 inputs, which group_size 96 does not divide; use group_size: 64 or 128, set indivisible: fit, or ignore it",
+            "rtn: fc1 has 256 inputs, which group_size 96 does not divide; use group_size: 64 or 128, set indivisible: "
+            "fit, or ignore it",
         ),
         (
             {"data": {"evaluation": {"source": "npz:nowhere.npz"}}},
