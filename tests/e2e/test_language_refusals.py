@@ -85,8 +85,8 @@ def run(command: str, recipe: dict[str, Any], *more: str) -> Result:
         ({"passes": [{**GPTQ, "ignore": ["Linear"]}]}, "passes.0: gptq: no matrix product is left to round"),
         (
             {**VLLM, "passes": [{**GPTQ, "overrides": [{"targets": ["re:.*q_proj"], "group_size": 64}]}]},
-            f"passes.0: gptq: {ATTENTION}: q_proj: W4A16, group 64, k_proj: W4A16, group 32, v_proj: W4A16, group 32; "
-            "vllm makes one matrix of them, which has one scheme: give all of them the same, or ignore all",
+            f"export.0: {ATTENTION}: vLLM runs these layers as one, with one scheme (q_proj: W4A16, group 64; "
+            "k_proj, v_proj: W4A16, group 32); give them the same",
         ),
         (
             {"passes": [GPTQ, GPTQ]},
