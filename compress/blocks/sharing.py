@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,9 +37,18 @@ def share() -> Share:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+        atexit.register(_leave)
     if dist.get_world_size() != size:
         raise RuntimeError(f"{size} processes were launched, but {dist.get_world_size()} found each other")
     return Share(dist.get_rank(), size)
+
+
+def _leave() -> None:
+    """Take leave of the group before the process ends: one that is left without a word aborts the others."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from decoders import CONFIGS, Decoder, exported, kinds, make, relative, stepwise, tokens, torch_logits
+from decoder_graphs import CONFIGS, Decoder, exported, kinds, make, relative, stepwise, tokens, torch_logits
 from safetensors.numpy import load, save
 from torch import nn
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from decoders import LENGTH, VOCABULARY, exported, make
+from decoder_graphs import LENGTH, VOCABULARY, exported, make
 from graphs import one_layer
 
 from compress.errors import ExportError

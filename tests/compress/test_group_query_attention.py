@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import onnx_ir as ir
 import pytest
-from decoders import CONFIGS, LENGTH, Decoder, exported, kinds, relative, tokens
+from decoder_graphs import CONFIGS, LENGTH, Decoder, exported, kinds, relative, tokens
 
 from compress.errors import ExportError
 from compress.export.onnx import finish, save_graph
