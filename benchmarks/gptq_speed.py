@@ -4,11 +4,12 @@ A random Llama of 4 layers (hidden 1024, feed-forward 2816, 16 heads, 32,000 tok
 samples of 512 tokens, float32, two threads: ours takes at most half of llm-compressor's time, both in turns in one run
 (median of the rounds' ratios), and the mean relative error of a layer's outputs on held-out tokens is no larger.
 Timed are the pass of `compress apply`, which reads the weights from the folder and writes the rounded ones, and
-llm-compressor's oneshot on a model in memory; no imports.
+llm-compressor's oneshot on a model in memory; no imports. A round whose two loads differ much compares nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ def turn(work: Work, number: int, call: Call) -> list[Row]:
     makers = [("ours", ours)] if call.ours else [("ours", ours), ("llm-compressor", theirs)]
     rows = []
     for name, make in makers[:: -1 if number % 2 else 1]:
-        row: Row = {"model": name, "round": number}
+        row: Row = {"model": name, "round": number, "load_before": os.getloadavg()[0]}
         try:
             done: Done = make(work, f"{name}-{number}", call)
         except RunError as error:
