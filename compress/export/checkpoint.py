@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, restack
-from compress.blocks.materialise import tied_names
+from compress.blocks.materialise import plain, tied_names
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
@@ -23,7 +23,6 @@ from compress.export.shards import Entry, Unit, write_shards
 from compress.export_rules import layer_problem
 from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
-from compress.models.facts import plain_name
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
 
@@ -69,8 +68,8 @@ def write_checkpoint(folder: Path, model: StreamedModel, export: CheckpointExpor
 
 
 def _content(module: nn.Module, model: StreamedModel, export: CheckpointExport) -> Content:
-    modules = {plain_name(name): part for name, part in module.named_modules()}
-    own = {plain_name(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    modules = {plain(name): part for name, part in module.named_modules()}
+    own = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     schemes = {layer: model.schemes[layer] for layer in modules if layer in set(model.quantized_layers())}
     names, single = file_names(module, own), (export.target or CHECKPOINT_TARGET) == "vllm"
     stacks = {} if single and names.experts else float_stacks(module, schemes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import ExpertPart, Experts, stacked_parts
-from compress.models.facts import plain_name
+from compress.blocks.materialise import plain
 
 
 def float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, ExpertPart]:
@@ -21,7 +21,7 @@ def float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, Exper
     wrapped: Any = getattr(module, "wrapped", module)
     config = getattr(wrapped, "config", None)
     layers = tuple(quantized)
-    mixtures = [plain_name(name) for name, part in module.named_modules() if isinstance(part, Experts)]
+    mixtures = [plain(name) for name, part in module.named_modules() if isinstance(part, Experts)]
     mixtures = [name for name in mixtures if not any(layer.startswith(f"{name}.") for layer in layers)]
     if not mixtures or not hasattr(config, "model_type"):
         return {}

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from compress.blocks.materialise import plain
 from compress.blocks.trace import run
 from compress.errors import ExportError
 from compress.graph.layers import find_layers
@@ -85,7 +86,7 @@ def _module_outputs(loaded: LoadedModel, feeds: Feeds) -> Calls:
     assert loaded.module is not None
     calls: Calls = []
     leaves = [(name, module) for name, module in loaded.module.named_modules() if not any(module.children())]
-    hooks = [module.register_forward_hook(_keep(calls, name.removeprefix("wrapped."))) for name, module in leaves]
+    hooks = [module.register_forward_hook(_keep(calls, plain(name))) for name, module in leaves]
     try:
         _torch_outputs(loaded, feeds)
     finally:

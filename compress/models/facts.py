@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
+from compress.blocks.materialise import plain
 from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes, Structure
@@ -120,15 +121,10 @@ def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
     layers = []
     for name, layer in module.named_modules():
         if is_layer(layer):
-            weight = owners.setdefault(id(layer.weight), plain_name(f"{name}.weight"))
+            weight = owners.setdefault(id(layer.weight), plain(f"{name}.weight"))
             macs, op = traced.macs.get(name, 0), traced.ops.get(name, LAYER_OPS[layer_type(layer)])
-            layers.append(LayerFacts(plain_name(name), layer_type(layer), op, weight, weight_shape(layer), macs))
+            layers.append(LayerFacts(plain(name), layer_type(layer), op, weight, weight_shape(layer), macs))
     return tuple(layers)
-
-
-def plain_name(name: str) -> str:
-    """A module's or parameter's name without the wrapper around a Hugging Face model."""
-    return name.removeprefix("wrapped.")
 
 
 def _other_bytes(module: nn.Module, layers: tuple[LayerFacts, ...]) -> int:
@@ -145,6 +141,6 @@ def _layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:
     for layer in layers:
         names.setdefault(layer.weight, []).append(layer.name)
     notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
-    called = {plain_name(name) for name in traced.ops}
+    called = {plain(name) for name in traced.ops}
     idle = [layer.name for layer in layers if layer.name not in called]
     return [*notes, *([f"the forward pass does not call {', '.join(idle)} as a module"] if idle else [])]

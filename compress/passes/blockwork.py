@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from compress.blocks.folding import fold_scales
+from compress.blocks.materialise import plain
 from compress.blocks.sharing import gathered
 from compress.blocks.step import BlockStep
 from compress.blocks.trace import layer_type, weight_shape
@@ -93,7 +94,7 @@ def fold_into(step: BlockStep, reading: Reading, scales: Tensor) -> None:
 
 def full_name(step: BlockStep, path: str) -> str:
     """A module's name in the model, from its path in the step's block."""
-    path = path.removeprefix("wrapped.")
+    path = plain(path)
     inside = step.name not in ("", BEFORE, AFTER)
     return path if not inside else f"{step.name}.{path}" if path else step.name
 

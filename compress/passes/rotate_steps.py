@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.folding import norm_weight_offset
+from compress.blocks.materialise import plain
 from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading, Residual, Structure
@@ -76,7 +77,7 @@ def rotate_module(
 
     A head that shares the embedding's weight gets one of its own. Gives notes on sizes without a Hadamard matrix.
     """
-    held = {_plain(name): p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+    held = {plain(name): p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
     modules = modules_of(module)
     edits, notes = edits_of(structure, modules, held.__getitem__, residual, heads, randomize, seed)
     for name, todo in edits.items():
@@ -174,11 +175,7 @@ def _add(edits: Edits, name: str, edit: Edit) -> None:
 
 def modules_of(module: nn.Module) -> dict[str, nn.Module]:
     """By plain name."""
-    return {_plain(name): part for name, part in module.named_modules()}
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("wrapped.")
+    return {plain(name): part for name, part in module.named_modules()}
 
 
 def _n_columns(layer: nn.Module) -> int:

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from compress.blocks.materialise import plain
+
 OPAQUE = "opaque"
 """The operator of a tensor that was seen after its memory had been written to through another view."""
 
@@ -68,11 +70,6 @@ class Flow:
     def in_order(self) -> list[Call]:
         """All calls by the time at which they began, a module before what it calls."""
         return sorted((call for calls in self.calls.values() for call in calls), key=lambda c: (c.start, -c.stop))
-
-
-def plain(name: str) -> str:
-    """A module's or parameter's name without the wrapper around a Hugging Face model."""
-    return name.removeprefix("wrapped.")
 
 
 def within(name: str, module: str) -> bool:

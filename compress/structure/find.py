@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from compress.blocks.experts import Experts, first_expert_only, is_stacked
+from compress.blocks.materialise import plain
 from compress.facts import BlockFacts, Reading, Residual, Structure
-from compress.structure.dataflow import Call, Flow, plain, record, within
+from compress.structure.dataflow import Call, Flow, record, within
 from compress.structure.residual import find_residual
 from compress.structure.sources import Sources, is_matrix, n_inputs, n_outputs
 

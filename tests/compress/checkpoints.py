@@ -20,7 +20,7 @@ from compress.blocks.store import Packed, WeightStore, packed_tensors
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import layer_type, weight_shape
 from compress.facts import Structure
-from compress.models.facts import architecture, is_layer, plain_name
+from compress.models.facts import architecture, is_layer, plain
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import PRESETS, Scheme
 
@@ -76,7 +76,7 @@ def random_weight(shape: tuple[int, int], chosen: Scheme, rng: np.random.Generat
 
 def streamed(module: nn.Module, schemes: Mapping[str, Scheme], work: Path, **more: Any) -> StreamedModel:
     """`module` with random weights for the layers of `schemes`, which lie in a file under `work`."""
-    rng, parts = np.random.default_rng(0), {plain_name(n): part for n, part in module.named_modules()}
+    rng, parts = np.random.default_rng(0), {plain(n): part for n, part in module.named_modules()}
     held = memory_store(module)
     entries, tensors = {name: held.read(name) for name in held.names() if name not in held.tied}, {}
     for layer, chosen in schemes.items():
