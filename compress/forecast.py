@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from compress.blocks.stream_memory import StreamUse, stream_memory
-from compress.facts import ModelFacts
+from compress.blocks.stream_memory import Shapes, StreamUse, head_memory, stream_memory
+from compress.facts import LayerDecision, ModelFacts
 from compress.passes import Pass, Tune
 from compress.schema import Recipe
 
-LIBRARIES_BYTES = 700 * 2**20
-"""torch, transformers and ONNX Runtime once imported."""
+LIBRARIES_BYTES = 460 * 2**20
+"""torch and transformers once imported, and the data read."""
+ONNX_BYTES = 240 * 2**20
+"""What exporting a graph and ONNX Runtime's sessions take beside that."""
 EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
 START_SECONDS = 8.0
@@ -42,12 +44,18 @@ class Forecast:
 
 
 def forecast(
-    recipe: Recipe, before: ModelFacts, after: ModelFacts, samples: dict[str, int], batch: int, tokens: int = 0
+    recipe: Recipe,
+    before: ModelFacts,
+    after: ModelFacts,
+    samples: dict[str, int],
+    batch: int,
+    tokens: int = 0,
+    decisions: Sequence[Sequence[LayerDecision]] = (),
 ) -> Forecast:
     """Add up what each step needs.
 
     `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
-    set.
+    set. `decisions`: what each pass will do to the layers; not given, it is taken to work on all.
     """
     flops = 2 * before.macs
     per_second = matrix_rate() * EFFICIENCY
@@ -60,31 +68,38 @@ def forecast(
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
     seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
     seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
-    streams = _streams(recipe, before, tokens or calibration * _rows(before))
+    streams = _streams(recipe, before, tokens or calibration * _rows(before), decisions)
     memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
+    if before.structure is not None and not recipe.has_onnx:
+        memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _shapes(before)))
     if recipe.has_onnx:
         whole = COPIES * before.n_bytes + 2 * batch * before.peak_activation_bytes
-        memory = max(memory, LIBRARIES_BYTES + whole)
+        memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + whole)
         disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2) * before.n_bytes
     return Forecast(seconds, memory, disk)
 
 
-def _streams(recipe: Recipe, facts: ModelFacts, n_rows: int) -> list[int]:
+def _streams(recipe: Recipe, facts: ModelFacts, n_rows: int, decisions: Sequence[Sequence[LayerDecision]]) -> list[int]:
     """Bytes that each pass over blocks takes at its peak."""
     structure = facts.structure
     found = []
-    for one in recipe.passes:
+    for number, one in enumerate(recipe.passes):
         if structure is not None and one.stage_on(facts) == "blocks":
-            shapes = {f"{layer.name}.weight": layer.shape for layer in facts.layers}
-            shapes |= {layer.weight: layer.shape for layer in facts.layers}
             use = StreamUse(
                 lockstep=getattr(one, "sequential", True),
                 float_too=one.kind in FLOAT_TOO,
                 compute=getattr(one, "compute", "float32"),
+                rounded={d.layer for d in decisions[number] if d.action != "kept"} if decisions else None,
             )
             rows = n_rows if one.needs_calibration else 0
-            found.append(stream_memory(structure, shapes, rows, _width(facts), use) + _learned(one, facts))
+            found.append(stream_memory(structure, _shapes(facts), rows, _width(facts), use) + _learned(one, facts))
     return found
+
+
+def _shapes(facts: ModelFacts) -> Shapes:
+    """Of the layers' weights, under all their names."""
+    own = {f"{layer.name}.weight": layer.shape for layer in facts.layers}
+    return own | {layer.weight: layer.shape for layer in facts.layers}
 
 
 def _learned(one: Pass, facts: ModelFacts) -> int:

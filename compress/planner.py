@@ -86,7 +86,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     tokens = calibration_tokens(inputs) if recipe.model.task in GENERATION else 0
-    expected = forecast(recipe, before, after, samples, batch, tokens)
+    expected = forecast(recipe, before, after, samples, batch, tokens, [one.step.decisions for one in done])
     checkpoints = [_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word

@@ -9,13 +9,12 @@ import torch
 
 from compress.blocks.step import BlockStep
 from compress.blocks.stream import Stream
+from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
 from runtime.scoring import reduced
 
 Columns = dict[str, np.ndarray]
-ROWS = 512
-"""Tokens whose logits are held at once, unless one text has more."""
 
 
 def score_streamed(before: StreamedModel, after: StreamedModel, context: PassContext) -> tuple[Columns, Columns]:
@@ -24,7 +23,8 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
     `context.batches`: the evaluation texts, one in each. Both models pass through block by block, side by side only at
     their heads.
     """
-    steps = [_last_step(Stream(model, context, rows=ROWS)) for model in (after, before)]
+    steps = [_last_step(Stream(model, context, rows=SCORED_ROWS)) for model in (after, before)]
+    _share(*steps)
     rows = list(_scored(steps, context.batches))
     names = ("nll", "n_tokens", "kl", "agree", "reference_nll")
     found = {name: np.array([row[name] for row in rows]) for name in names}
@@ -42,6 +42,16 @@ def _last_step(stream: Stream) -> BlockStep:
     step = next(steps)
     step.keep = steps  # type: ignore[attr-defined]  # the step lives as long as the stream stands at it
     return step
+
+
+def _share(one: BlockStep, other: BlockStep) -> None:
+    """Let `other` hold the tensors of `one` that are the same in both models: embeddings, a head that stays float."""
+    held, also = one.part.holders, other.part.holders
+    for name in held.keys() & also.keys():
+        if one.part.store.same(name, other.part.store):
+            module, key = held[name][0]
+            for twin, own in also[name]:
+                twin._parameters[own] = module._parameters[key]
 
 
 def _scored(steps: Sequence[BlockStep], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:

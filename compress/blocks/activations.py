@@ -28,6 +28,12 @@ class MicroBatch:
     rows: Tensor | None
     n_rows: int
 
+    @property
+    def first(self) -> dict[str, Tensor]:
+        """The feeds of one sample; of all where they have no batch dimension in common."""
+        alike = len({len(values) for values in self.feeds.values()}) == 1
+        return {name: values[:1] if alike else values for name, values in self.feeds.items()}
+
 
 def micro_batches(
     batches: Iterable[Feeds], parameters: Mapping[str, str], rows: int | None = None

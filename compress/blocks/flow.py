@@ -38,16 +38,17 @@ class Flow:
         intern = Interned()
         with torch.no_grad():
             for batch in self.batches:
-                run = _run(module, batch)
-                self.forms = self.forms or forms_of(run, names, blocks, real)
-                found = passage(run, names, blocks, self.forms, intern)
+                self.forms = self.forms or forms_of(_run(module, batch.first), names, blocks, real)
+                found = passage(_run(module, batch.feeds), names, blocks, self.forms, intern)
                 self.templates.append(found.templates)
                 self.hidden.append(self.holder.hold(found.hidden))
 
     def enter_float(self, module: nn.Module, names: Sequence[str], blocks: Sequence[nn.Module]) -> None:
         """The float path's own way up to the first block, where what is before the blocks is not float."""
         with torch.no_grad():
-            found = [passage(_run(module, batch), names, blocks, self.forms, Interned()) for batch in self.batches]
+            found = [
+                passage(_run(module, batch.feeds), names, blocks, self.forms, Interned()) for batch in self.batches
+            ]
         self.floats = [self.holder.hold(one.hidden) for one in found]
 
     def calls(self, block: int) -> list[Call]:
@@ -86,5 +87,5 @@ def _fed(feeds: Mapping[str, Tensor]) -> Callable[[], tuple[tuple[Any, ...], dic
     return lambda: ((), dict(feeds))
 
 
-def _run(module: nn.Module, batch: MicroBatch) -> Callable[[], Any]:
-    return lambda: module(**batch.feeds)
+def _run(module: nn.Module, feeds: Mapping[str, Tensor]) -> Callable[[], Any]:
+    return lambda: module(**feeds)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks import heap
 from compress.blocks.blockfiles import Changes
 from compress.blocks.lockstep import Tap, run_in_lockstep, tapped
 from compress.blocks.skeleton import Reached
@@ -45,7 +46,7 @@ class Part:
     """What a step is made of. `run`: the forward of one micro-batch, giving the hidden state.
 
     `names`: parameter's plain name -> the modules and names under which it is held, for all that may be changed.
-    `runs_on`: outputs are wanted (not those of the whole model, which may be large).
+    `runs_on`: something reads the outputs.
     """
 
     index: int
@@ -135,7 +136,8 @@ class BlockStep:
     def collect(self, visit: Visit, readings: Sequence[Reading] | None = None) -> None:
         """Run all micro-batches as the block is now; `visit` gets a reading and rows [n, in] of it, padding left out.
 
-        A forward ends before the last of the wanted readings is computed with.
+        Rows have the type in which they are computed with: float32, or bfloat16 where the stream computes in that. A
+        forward ends before the last of the wanted readings is computed with.
         """
         wanted = self.readings if readings is None else sorted(readings, key=self.readings.index)
         taps = self._taps(wanted)
@@ -154,7 +156,9 @@ class BlockStep:
 
         def acts(reading: Reading) -> None:
             self._paused = reading
+            heap.return_all()
             act(reading)
+            heap.return_all()
 
         def advance(go: Callable[[], None]) -> None:
             with self._computing():
@@ -257,11 +261,11 @@ class BlockStep:
         return lambda: self.part.run(i)
 
     def _rows(self, x: Tensor, i: int) -> Tensor:
-        """[n, in], float32, without the rows of padding where `x` still has the samples' shape."""
+        """[n, in], without the rows of padding where `x` still has the samples' shape."""
         rows, flat = self.calls[i].rows, x.reshape(-1, x.shape[-1])
         if rows is not None and len(flat) == rows.numel():
             flat = flat[rows.reshape(-1)]
-        return flat.float()
+        return flat
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         if self.part.compute == torch.float32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,10 +17,14 @@ from torch import Tensor
 
 from compress.blocks.experts import ExpertPart, take_part
 from compress.errors import SourceError
+from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
 
 VALUES, SCALES, ZERO_POINTS = ":values", ":scales", ":zero_points"
 """Endings of a quantized layer's tensors in a file of finished work."""
+FLOAT_BYTES = 4
+PIECE_BYTES = 16 << 20
+"""Of a tensor that are read from its file at once."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,15 @@ class WeightStore:
     def same_floats(self, other: WeightStore) -> bool:
         """True if no float value differs from that store's: what was done since is rounding alone."""
         return self._floats.keys() == other._floats.keys() and all(
-            mine is other._floats[name] or (not isinstance(mine, Tensor) and mine == other._floats[name])
-            for name, mine in self._floats.items()
+            _same(mine, other._floats[name]) for name, mine in self._floats.items()
+        )
+
+    def same(self, name: str, other: WeightStore) -> bool:
+        """True if a tensor is the same one in that store."""
+        return (
+            name in self
+            and name in other
+            and _same(self._entry(name, self._entries), other._entry(name, other._entries))
         )
 
     def is_quantized(self, layer: str) -> bool:
@@ -155,17 +167,18 @@ class WeightStore:
         if isinstance(entry, Packed):
             weight = torch.from_numpy(_unpacked(entry).dequantize())
             return weight.t().contiguous() if entry.transposed else weight
-        if isinstance(entry, Sliced):
-            tensor = _expert(entry)
+        if isinstance(entry, Stored):
+            tensor = _copied(entry.path, entry.key)
         else:
-            tensor = entry if isinstance(entry, Tensor) else _tensor(entry.path, entry.key)
-        if not tensor.is_floating_point():
-            return tensor.clone()
-        tensor = tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        if not bool(torch.isfinite(tensor).all()):
+            tensor = _as_float(_expert(entry) if isinstance(entry, Sliced) else entry.detach())
+        if tensor.is_floating_point() and not finite(tensor):
             where = "" if isinstance(entry, Tensor) else f" ({entry.path})"
             raise SourceError(f"NaN or infinity in '{name}'{where}; the weights are not usable: get them again")
         return tensor
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    return one is other or (not isinstance(one, Tensor) and one == other)
 
 
 def written_entries(path: Path) -> dict[str, list[Entry]]:
@@ -200,6 +213,31 @@ def _unpacked(entry: Packed) -> QuantizedWeight:
     zero_points = _tensor(entry.path, entry.layer + ZERO_POINTS).numpy() if entry.zero_points else None
     scales = _tensor(entry.path, entry.layer + SCALES).numpy()
     return QuantizedWeight(values, scales, zero_points, entry.bits, entry.group_size)
+
+
+def _copied(path: Path, key: str) -> Tensor:
+    """A tensor of a file, floats as float32, read piece by piece: pages of a file that lie open count as memory."""
+    shape = _shape(path, key)
+    if len(shape) < 2 or math.prod(shape) * FLOAT_BYTES <= PIECE_BYTES:
+        return _as_float(_tensor(path, key))
+    rows = max(1, PIECE_BYTES // (FLOAT_BYTES * math.prod(shape[1:])))
+    found: Tensor | None = None
+    for start in range(0, shape[0], rows):
+        with _opened(path, key) as file:
+            piece: Tensor = file.get_slice(key)[start : start + rows]
+            if found is None:
+                found = torch.empty(shape, dtype=torch.float32 if piece.is_floating_point() else piece.dtype)
+            found[start : start + rows] = piece
+            del piece
+    assert found is not None
+    return found
+
+
+def _as_float(tensor: Tensor) -> Tensor:
+    """A copy; floats as float32."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _tensor(path: Path, key: str) -> Tensor:

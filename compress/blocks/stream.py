@@ -76,7 +76,7 @@ class Stream:
                 work = Work(self.model, self._batches(), holder, self.float_too, self.compute)
                 for one in self.context.progress(self._plan, "blocks"):
                     if one.index < done:
-                        work.replay(one, self._said[one.index].path, self._feeds_more(one))
+                        work.replay(one, self._said[one.index].path)
                     else:
                         yield from self._step(work, one)
         self._said = finished_steps(self._folder, len(self._plan))
@@ -91,7 +91,7 @@ class Stream:
         started = time.perf_counter()
         step = work.open(one)
         yield step
-        if self._feeds_more(one):
+        if one.feeds_more:
             work.advance(step)
         timing = {"seconds": round(time.perf_counter() - started, 3), "peak_rss_mib": peak_rss_mib()}
         path = self._write(one, step, timing)
@@ -99,10 +99,6 @@ class Stream:
         work.drop(path)
         self.timings.append({"name": one.name, **timing})
         self._check_memory(one.name)
-
-    def _feeds_more(self, one: Planned) -> bool:
-        """True if a later step reads what this one gives."""
-        return self.data and one.block is not None and one.index + 1 < len(self._plan)
 
     def _batches(self) -> list[MicroBatch] | None:
         """This process's share of the calibration data; None without data. PassError if there is none."""
@@ -165,7 +161,8 @@ def planned(model: StreamedModel, data: bool = True, readings_outside: bool = Tr
         steps.insert(0, (BEFORE, structure.before, None))
     if readings_outside and not whole and (structure.after or not data):
         steps.append((AFTER, structure.after, None))
-    return [Planned(index, *step) for index, step in enumerate(steps)]
+    last = len(steps) - 1
+    return [Planned(i, *step, feeds_more=data and step[2] is not None and i < last) for i, step in enumerate(steps)]
 
 
 def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> PassResult:

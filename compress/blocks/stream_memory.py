@@ -13,6 +13,8 @@ FLOAT = 4
 """Bytes of a float32."""
 FIXED_BYTES = 25 * 2**20
 """What libraries take at their first large product."""
+SCORED_ROWS = 512
+"""Tokens whose logits are held at once when a model is scored, unless one text has more."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -29,7 +31,7 @@ class StreamUse:
     float_too: bool = False
     compute: str = "float32"
     rounded: Collection[str] | None = None
-    squares: float = 7
+    squares: float = 4
     copies: float = 5
 
 
@@ -50,6 +52,17 @@ def stream_memory(
         steps.append(at.step(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
     held = FLOAT * n_rows * hidden_width * (2 if how.float_too else 1)
     return int(FIXED_BYTES + held + max(steps, default=0))
+
+
+def head_memory(structure: Structure, shapes: Shapes) -> int:
+    """Bytes above what the process held before, of scoring two models with logits side by side.
+
+    Their head is read for each before the second's is found to be the first's.
+    """
+    heads = {f"{layer}.weight" for reading in structure.after for layer in reading.layers}
+    known = [shapes[name] for name in heads if name in shapes]
+    logits = max((SCORED_ROWS * max(shape) for shape in known), default=0)
+    return int(FIXED_BYTES + 2 * FLOAT * (sum(map(math.prod, known)) + logits))
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class Planned:
     name: str
     readings: tuple[Reading, ...]
     block: int | None = None
+    feeds_more: bool = False
+    """A later step reads what this one gives."""
 
 
 class Work:
@@ -84,9 +86,9 @@ class Work:
         empty(self.module)
         heap.return_all()
 
-    def replay(self, one: Planned, path: Path, feeds_more: bool) -> None:
+    def replay(self, one: Planned, path: Path) -> None:
         """Pass the data through a step that is done already."""
-        if feeds_more and one.block is not None:
+        if one.feeds_more and one.block is not None:
             self._enter()
             float_store, self.store = self.store, self.store.over([path])
             self.advance(self._open_block(one, one.block, float_store))
@@ -235,7 +237,7 @@ class Work:
             calls=calls,
             store=self.store,
             float_outputs=None if floats is None else lambda i: floats[i].get(),
-            runs_on=one.name != AFTER,
+            runs_on=one.feeds_more,
             compute=self.compute,
         )
 

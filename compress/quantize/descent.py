@@ -17,17 +17,25 @@ from compress.quantize.grid import Grid
 
 BLOCK = 128
 """Columns whose residual is taken in one product."""
+NEAR = 32
+"""Columns whose changes are taken off the others' residuals in one product."""
 
 
 def descend(
-    weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, sweeps: int, compute: Compute = "float32"
+    weight: Tensor,
+    gram: Tensor,
+    added: Tensor,
+    levels: Tensor,
+    grid: Grid,
+    sweeps: int,
+    compute: Compute = "float32",
 ) -> tuple[Tensor, Grid]:
-    """Better levels [out, in] and scales for `weight` [out, in] than those given, for inputs of Gram matrix `gram`.
+    """Better levels [out, in] and scales for `weight` [out, in] than those given, for inputs of a damped Gram matrix.
 
-    `gram` float32 [in, in] has a positive diagonal (damp it). Nothing given is changed. `compute`: the type of the
-    large products; in bfloat16 a level may come out one beside the best.
+    That is `gram`, float32 [in, in], with `added` [in] on its diagonal, which makes that positive. Nothing given is
+    changed. `compute`: the type of the large products; in bfloat16 a level may come out one beside the best.
     """
-    work = _Work(weight, gram, levels, grid, getattr(torch, compute))
+    work = _Work(weight, gram, added, levels, grid, getattr(torch, compute))
     for _ in range(sweeps):
         work.sweep()
     return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
@@ -36,9 +44,13 @@ def descend(
 class _Work:
     """All transposed, [in, out], so that a column is contiguous. `left` = W - Q."""
 
-    def __init__(self, weight: Tensor, gram: Tensor, levels: Tensor, grid: Grid, dtype: torch.dtype) -> None:
-        self.gram, self.rough_gram, self.low, self.high = gram, gram.to(dtype), grid.low, grid.high
-        self.pivots = gram.diagonal().tolist()
+    def __init__(
+        self, weight: Tensor, gram: Tensor, added: Tensor, levels: Tensor, grid: Grid, dtype: torch.dtype
+    ) -> None:
+        self.gram, self.added, self.low, self.high = gram.float(), added.float(), grid.low, grid.high
+        self.rough_gram = gram.to(dtype, copy=True)  # [in, in], damped
+        self.rough_gram.diagonal().add_(added)
+        self.pivots = (gram.diagonal() + added).tolist()
         self.levels = levels.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
         self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
@@ -63,17 +75,27 @@ class _Work:
                 self._rescale(first, first, stop, self._residual(first, stop))
                 self.rough_left[first:stop] = self.left[first:stop]
 
+    def _damped(self, start: int, stop: int) -> Tensor:
+        """The Gram matrix of some columns among themselves."""
+        block = self.gram[start:stop, start:stop].clone()
+        block.diagonal().add_(self.added[start:stop])
+        return block
+
     def _residual(self, start: int, stop: int) -> Tensor:
         """Of some columns, as they are now; float32 [block, out]."""
         return (self.rough_gram[start:stop] @ self.rough_left).float()
 
     def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
         """The best levels of some columns, one after the other; the residual afterwards."""
-        block = self.gram[start:stop, start:stop]
+        block = self._damped(start, stop)
         changes = torch.empty_like(residual)
+        near = 0
         for k in range(stop - start):
             column, g = start + k, (start + k) // self.size
-            pull = torch.addmv(residual[k], changes[:k].T, block[:k, k], alpha=-1)
+            if k == near + NEAR:
+                residual.addmm_(block[:, near:k], changes[near:k], alpha=-1)
+                near = k
+            pull = torch.addmv(residual[k], changes[near:k].T, block[near:k, k], alpha=-1)
             level = self.levels[column]
             # Q + pull / G_jj, in levels, is the level itself plus what the residual asks for.
             found = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
@@ -81,7 +103,7 @@ class _Work:
             torch.mul(found - level, self.scales[g], out=changes[k])
             self.levels[column] = found
         self.left[start:stop] -= changes
-        return residual.addmm_(block, changes, alpha=-1)
+        return residual.addmm_(block[:, near:], changes[near:], alpha=-1)
 
     def _rescale(self, first: int, start: int, stop: int, residual: Tensor) -> None:
         """The best scale of the group that begins at `first`; `residual` of [start, stop) is kept up to date."""
@@ -89,7 +111,7 @@ class _Work:
         levels = self.levels[first:end]
         values = (levels if self.zeros is None else levels - self.zeros[g]) * self.scales[g]  # [group, out]
         gain = (values * residual[first - start : end - start]).sum(0)
-        energy = (values * (self.gram[first:end, first:end] @ values)).sum(0)
+        energy = (values * (self._damped(first, end) @ values)).sum(0)
         factor = torch.where(energy > 0, gain / energy.clamp_min(1e-30), 0.0).clamp_min(-0.9)
         changes = values * factor
         self.scales[g] *= 1 + factor

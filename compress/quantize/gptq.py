@@ -25,6 +25,8 @@ from compress.schemes import WeightScheme
 
 BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""
+NEAR = 32
+"""Columns whose updates are applied to the rest of their block at once."""
 MOST_DAMPING = 1.0
 SMALL = 1e-3
 JUDGED_ROWS = 128
@@ -56,13 +58,6 @@ class Hessian:
     damp_percent: float
 
     @property
-    def damped(self) -> Tensor:
-        """float32 [in, in], in the weight's own order."""
-        damped = self.gram.to(torch.float32, copy=True)
-        damped.diagonal().add_(self.added)
-        return damped
-
-    @property
     def importance(self) -> Tensor:
         """Of each input [in]: the Hessian's diagonal; inputs that were always zero still count a little."""
         diagonal = self.gram.diagonal()
@@ -83,11 +78,9 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
     damp = damp_percent
     while damp <= MOST_DAMPING:
         added = torch.where(dead, 1.0, damp * diagonal.sum() / max(int((~dead).sum()), 1))
-        damped = gram[order[:, None], order]
-        damped.diagonal().add_(added[order])
-        factor = _upper_factor(damped)
+        factor = _damped_factor(gram, order, added, gram.dtype)
         if factor is None and gram.dtype != torch.float64:
-            factor = _upper_factor(damped.double())
+            factor = _damped_factor(gram, order, added, torch.float64)
         if factor is not None:
             return Hessian(gram, order, factor.float(), dead, added, damp)
         damp *= 10
@@ -133,7 +126,7 @@ def gptq_round_together(
     plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
     levels, grid = round_columns(weight, hessian, plain, rules), plain
     if sweeps := rules.sweeps_at(scheme.bits):
-        levels, grid = descend(weight, hessian.damped, levels, grid, sweeps, rules.compute)
+        levels, grid = descend(weight, hessian.gram, hessian.added, levels, grid, sweeps, rules.compute)
     sizes = [len(one) for one in weights]
     parts = zip(weights, levels.split(sizes), _split(grid, sizes), _split(plain, sizes), strict=True)
     return [_judged(one.float(), lv, new, old, hessian.gram, scheme) for one, lv, new, old in parts]
@@ -178,9 +171,13 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = P
     for start in range(0, n, rules.block):
         stop = min(start + rules.block, n)
         errors = torch.empty(stop - start, left.shape[1])  # [block, out]
+        near = start
         for column in range(start, stop):
             k, g = column - start, group[column]
-            value = torch.addmv(left[column], errors[:k].T, factor[start:column, column], alpha=-1)
+            if column == near + NEAR:
+                left[column:stop] -= factor[near:column, column:stop].T @ errors[near - start : k]
+                near = column
+            value = torch.addmv(left[column], errors[near - start : k].T, factor[near:column, column], alpha=-1)
             level = torch.mul(value, inverse[g], out=levels[column]).round_()
             if zeros is None:
                 rest = torch.addcmul(value, level.clamp_(grid.low, grid.high), scales[g], value=-1)
@@ -199,12 +196,17 @@ def _split(grid: Grid, sizes: list[int]) -> list[Grid]:
     return [Grid(s.contiguous(), z, grid.low, grid.high) for s, z in zip(grid.scales.split(sizes), zeros, strict=True)]
 
 
-def _upper_factor(matrix: Tensor) -> Tensor | None:
-    """U, upper triangular, with U^T U = the inverse of a symmetric matrix; None unless that is positive definite."""
-    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+def _damped_factor(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """U, upper triangular, with U^T U = the inverse of `gram` damped, in `order`; None unless that has one."""
+    backward = order.flip(0)
+    matrix = gram[backward[:, None], backward].to(dtype)
+    matrix.diagonal().add_(added[backward])
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    del matrix
     if failed:
         return None
-    upper = lower.flip(0, 1)  # R with R R^T = the matrix
+    upper = lower.flip(0, 1)  # R with R R^T = the damped matrix in `order`
+    del lower
     found = _inverse(upper)
     return found if finite(found) else None
 

@@ -19,15 +19,19 @@ NARROW = 512
 
 
 class Gram:
-    """The sum of x x^T over rows x [in], float64 [in, in], of which `mean` gives the mean in float32."""
+    """The sum of x x^T over rows x [in], of which `mean` gives the mean in float32.
+
+    Products of float32 are summed in float64, so that no order of the sums is seen in the result; those of bfloat16,
+    which have 8 bits, in float32.
+    """
 
     def __init__(self, width: int, compute: Compute = "float32") -> None:
         self.dtype = getattr(torch, compute)
-        self.total = torch.zeros(width, width, dtype=torch.float64)
+        self.total = torch.zeros(width, width, dtype=torch.float64 if compute == "float32" else torch.float32)
         self.n_rows = 0
 
     def add(self, rows: Tensor) -> None:
-        """`rows` [n, in]. Their products are summed in float64, so that no order of the sums is seen in the result."""
+        """`rows` [n, in]."""
         self.n_rows += len(rows)
         rows = rows.to(self.dtype)
         for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
@@ -42,7 +46,23 @@ class Gram:
             self.total[: start + step, start : start + step] += rows[:, : start + step].T @ stripe
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
-        """(X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row."""
+        """(X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row.
+
+        The sum itself is let go of: nothing can be added afterwards.
+        """
         n_rows = int(summed(torch.tensor(self.n_rows)))
-        upper = summed(self.total).float().triu_()
-        return (upper + upper.triu(1).T) / max(n_rows, 1), n_rows
+        total = summed(self.total)
+        del self.total
+        found = total.float().div_(max(n_rows, 1))
+        _mirror(found)
+        return found, n_rows
+
+
+def _mirror(upper: Tensor) -> None:
+    """The upper triangle into the lower one, in place."""
+    n = len(upper)
+    for start in range(0, n, ROWS):
+        stop = min(start + ROWS, n)
+        corner = upper[start:stop, start:stop].triu_()
+        corner += corner.triu(1).T
+        upper[stop:, start:stop] = upper[start:stop, stop:].T

@@ -13,9 +13,8 @@ from torch import Tensor
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 from compress.schemes import WeightScheme
 
-CHUNK = 1 << 15
-"""Weights worked on at once: they stay in a core's cache through all candidates, and torch splits no operation of this
-size among threads, which would wait for each other more than they work."""
+CHUNK = 1 << 18
+"""Weights worked on at once: few enough for a cache, so many that what an operation costs to begin is not seen."""
 FITS = 2
 """Least-squares fits of a scale to its levels after the search."""
 
