@@ -17,13 +17,14 @@ from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
+from compress.models.generation import read_generation
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate, model_digest
 from compress.models.tokenizer import tokenizer_folder
 from compress.schema import Recipe
 from runtime.errors import UsageError
 from runtime.language import LanguagePreprocess, make_language_encoder
-from runtime.manifest import TensorSpec, fixed_batch
+from runtime.manifest import GENERATION, Generation, TensorSpec, fixed_batch
 from runtime.predict import encoding_views
 from runtime.preprocess import PreprocessSpec, make_preprocessor
 
@@ -87,6 +88,15 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     task, class_names = recipe.model.task, recipe.model.class_names
     samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
     return samples if task != "text-generation" else _tokens_checked(samples, name, inputs)
+
+
+def generation_of(inputs: Inputs) -> Generation | None:
+    """What generating text needs to know; None for another task, or a source without a folder of its own."""
+    if inputs.recipe.model.task not in GENERATION or inputs.folder is None:
+        return None
+    vocab_size = inputs.facts.outputs[0].shape[-1]
+    assert isinstance(vocab_size, int)
+    return read_generation(inputs.folder, vocab_size)
 
 
 def calibration_tokens(inputs: Inputs) -> int:

@@ -9,13 +9,15 @@ from pathlib import Path
 from compress.exports import OnnxExport
 from compress.facts import LOWEST_OPSET, ModelFacts
 from compress.forecast import Forecast
-from compress.inputs import Inputs
+from compress.inputs import Inputs, generation_of
 from compress.passes import Pass
 from compress.schema import Recipe
 from compress.targets import TARGETS
 from runtime.errors import UsageError
 from runtime.gates import check_gates
 from runtime.manifest import fixed_batch
+from runtime.metrics import MEASURED, SIZES
+from runtime.settings import check_room
 
 STAGES = ("model", "blocks", "graph")
 """In the order in which they run."""
@@ -30,6 +32,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *export_problems(recipe, facts),
         *opset_problems(recipe, facts),
         *gate_problems(inputs),
+        *benchmark_problems(inputs),
         *limit_problems(recipe, expected, root),
     ]
 
@@ -107,13 +110,32 @@ def opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
 
 def gate_problems(inputs: Inputs) -> list[str]:
     """Gates and metrics that could not be judged at the end are refused now."""
-    evaluation = inputs.data.get("evaluation")
+    recipe, evaluation = inputs.recipe, inputs.data.get("evaluation")
     if evaluation is None:
         return []
     try:
-        check_gates(inputs.recipe.validate_, inputs.recipe.model.task, evaluation.has_labels)
+        check_gates(recipe.validate_, recipe.model.task, evaluation.has_labels)
     except UsageError as error:
         return [f"validate: {problem}" for problem in error.problems]
+    if recipe.has_onnx:
+        return []
+    return [
+        f"validate.gates.{index}: {gate.metric} is not measured of a checkpoint, which nothing here runs; leave the "
+        "gate out, or export {kind: onnx} for onnxruntime-cpu"
+        for index, gate in enumerate(recipe.validate_.gates)
+        if gate.metric in MEASURED and gate.metric not in SIZES
+    ]
+
+
+def benchmark_problems(inputs: Inputs) -> list[str]:
+    """Requests that a decoder has no room for."""
+    recipe, generation = inputs.recipe, generation_of(inputs)
+    if generation is None or not recipe.has_onnx:
+        return []
+    try:
+        check_room(recipe.validate_.benchmark, generation.context_length)
+    except UsageError as error:
+        return [f"validate.{problem}" for problem in error.problems]
     return []
 
 

@@ -16,10 +16,9 @@ from compress.cache import StepCache, default_root
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.export.bundle import Contents, Graphs, assemble, note_rows
-from compress.inputs import Batches, load_set
+from compress.inputs import Batches, generation_of, load_set
 from compress.journal import Journal
 from compress.lock import make_lock
-from compress.models.generation import read_generation
 from compress.models.source import locate
 from compress.output import explained, publish, reserved
 from compress.passing import Ground, Passed, block_passes_alone, export, load, run_passes
@@ -28,7 +27,6 @@ from compress.recipe import recipe_to_yaml
 from compress.schema import Recipe
 from compress.stages import FloatModel, baseline_step
 from compress.targets import TARGETS
-from runtime.manifest import GENERATION, Generation
 from runtime.report import Report
 from runtime.validate import validate
 
@@ -118,7 +116,7 @@ def _build(ground: Ground, staging: Path) -> None:
                 streamed=passed.streamed,
                 candidate_outputs=candidate,
                 class_names=exported.class_names if exported else (),
-                generation=_generation(plan),
+                generation=generation_of(plan.inputs),
                 source_bytes=None if exported else _source_bytes(plan),
             ),
         )
@@ -135,14 +133,6 @@ def _graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
 def _source_bytes(plan: Plan) -> int:
     weights = locate(plan.recipe.model, plan.recipe.root).weights
     return sum(path.stat().st_size for path in weights)
-
-
-def _generation(plan: Plan) -> Generation | None:
-    if plan.recipe.model.task not in GENERATION or plan.inputs.folder is None:
-        return None
-    vocab_size = plan.before.outputs[0].shape[-1]
-    assert isinstance(vocab_size, int)
-    return read_generation(plan.inputs.folder, vocab_size)
 
 
 def _torch_outputs(ground: Ground, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

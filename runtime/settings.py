@@ -40,11 +40,17 @@ def _check_settings(settings: Benchmark, manifest: Manifest) -> None:
         raise UsageError(
             f"benchmark.sequence_length fits texts; this bundle's samples are {manifest.preprocess['kind']}s"
         )
-    length = settings.prompt_tokens + settings.new_tokens
-    if manifest.generation is not None and length > manifest.generation.context_length:
+    timed = any(artifact.kind == "onnx" for artifact in manifest.artifacts)
+    if manifest.generation is not None and timed:
+        check_room(settings, manifest.generation.context_length)
+
+
+def check_room(settings: Benchmark, context_length: int) -> None:
+    """UsageError where a request of the benchmark is longer than a decoder's context."""
+    if settings.prompt_tokens + settings.new_tokens > context_length:
         raise UsageError(
             f"benchmark.prompt_tokens {settings.prompt_tokens} and new_tokens {settings.new_tokens} are more than the "
-            f"model's context_length {manifest.generation.context_length}"
+            f"model's context_length {context_length}"
         )
 
 

@@ -18,11 +18,11 @@ from compress.errors import ExportError
 from compress.export import compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
 from compress.export.checkpoint_experts import float_stacks, stack_shape
-from compress.export.checkpoint_names import FileNames, file_names
 from compress.export.shards import Entry, Unit, write_shards
 from compress.export_rules import layer_problem
 from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
+from compress.models.checkpoint_names import FileNames, file_names
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
 

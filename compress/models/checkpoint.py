@@ -13,6 +13,7 @@ from compress.blocks.experts import ExpertPart, take_part
 from compress.blocks.materialise import plain
 from compress.blocks.store import Entry, Sliced, Stored, WeightStore
 from compress.errors import SourceError
+from compress.models.checkpoint_names import file_names
 from compress.models.weights import safetensors_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -29,13 +30,15 @@ def open_store(weights: Sequence[Path], module: nn.Module, parts: Parts | None =
     """The module's tensors in the files, none of them read.
 
     A prefix that the files have and the module lacks, or the other way round, is allowed for, and so are tied tensors
-    that are stored once. `parts`: where an expert's parameter lies, if the files hold all experts' in one. NotAsNamed
-    where the names do not fit; SourceError: a damaged or missing file, another shape.
+    that are stored once, and the names that transformers gives to tensors as it loads them. `parts`: where an expert's
+    parameter lies, if the files hold all experts' in one. NotAsNamed where the names do not fit; SourceError: a damaged
+    or missing file, another shape.
     """
     held, parts = _listed(weights), parts or {}
     wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     known = {*wanted, *(part.stacked for part in parts.values())}
     keys = _renamed(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
+    keys |= _as_written(module, [name for name in wanted if name not in keys], wanted, held, parts)
     groups: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -50,6 +53,17 @@ def open_store(weights: Sequence[Path], module: nn.Module, parts: Parts | None =
             raise NotAsNamed(f"no tensor of the files is called '{names[0]}'")
     _check_shapes(entries, held, wanted)
     return WeightStore(entries, tied)
+
+
+def _as_written(
+    module: nn.Module, names: Sequence[str], own: Collection[str], held: Held, parts: Parts
+) -> dict[str, str]:
+    """Of the module's `names`, those that the files have under the name that transformers writes, and that name."""
+    if not names:
+        return {}
+    written = file_names(module, own)
+    found = {name: written.tensor(name) for name in names if name not in parts or not parts[name].transposed}
+    return {name: key for name, key in found.items() if key in held}
 
 
 def _entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) -> Entry | None:

@@ -76,7 +76,7 @@ def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feed
     try:
         with first_expert_only():
             found = trace(module, zeros(feeds, device))
-        spread_over_experts(found.macs, module)
+        spread_over_experts(found.macs, found.ops, module)
         return found, []
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]

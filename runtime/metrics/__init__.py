@@ -18,7 +18,7 @@ from runtime.metrics.correlation import MSE, PEARSON, SPEARMAN
 from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_DB
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
-from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, MeasuredMetric
+from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -36,6 +36,7 @@ __all__ = [
     "LATENCY_PERCENTILES",
     "MEASURED",
     "METRICS",
+    "SIZES",
     "MeasuredMetric",
     "Metric",
     "NonFiniteOutputs",

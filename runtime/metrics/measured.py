@@ -66,6 +66,8 @@ _GENERATION = (
     ),
 )
 
+SIZES = ("size", "size_ratio")
+"""What is weighed, not run."""
 MEASURED: dict[str, MeasuredMetric] = {
     metric.name: metric
     for metric in (

@@ -95,6 +95,14 @@ def run(command: str, recipe: dict[str, Any], *more: str) -> Result:
         ({"passes": [GPTQ, {"kind": "rotate"}]}, f"passes.1: rotate: {ATTENTION}.q_proj is rounded already"),
         ({"limits": {"memory_gib": 0.01}}, "limits.memory_gib: about "),
         (
+            {"validate": {"benchmark": {"prompt_tokens": 100, "new_tokens": 29}}},
+            "validate.benchmark.prompt_tokens 100 and new_tokens 29 are more than the model's context_length 128",
+        ),
+        (
+            {**TRANSFORMERS, "validate": {"gates": [{"metric": "tpot", "min_speedup": 1.5}]}},
+            "validate.gates.0: tpot is not measured of a checkpoint, which nothing here runs; leave the gate out",
+        ),
+        (
             {"preprocess": {"kind": "language", "max_length": 128, "pack": 200}},
             "preprocess.pack: pack is 200: give 2 to max_length, 128",
         ),

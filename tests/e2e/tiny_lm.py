@@ -29,6 +29,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi3Config", {"num_key_value_heads": 4}),
 }
 """Name -> (transformers' configuration class, what differs from SMALL)."""
+_MIXTURE = {"num_experts_per_tok": 2, "initializer_range": 0.1}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {**_MIXTURE, "num_local_experts": 4, "sliding_window": None}),
+    "qwen-moe": ("Qwen3MoeConfig", {**_MIXTURE, "num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}),
+}
+"""As ARCHITECTURES, of mixtures of experts."""
 
 
 def language_folder(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:
@@ -36,7 +42,7 @@ def language_folder(folder: Path, architecture: str = "llama", **sizes: Any) -> 
     import torch
     import transformers
 
-    name, differs = ARCHITECTURES[architecture]
+    name, differs = {**ARCHITECTURES, **MIXTURES}[architecture]
     sizes = {**SMALL, **differs, **sizes}
     if "head_dim" in differs:
         sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
