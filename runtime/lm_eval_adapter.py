@@ -140,13 +140,28 @@ def windows(ids: Array, prefix: int, length: int) -> Iterator[tuple[Array, int]]
         yield told[max(0, stop - length) : stop + 1], n
 
 
-def evaluate(path: str | Path, tasks: Sequence[str], limit: int | None = None, threads: int = 1) -> dict[str, Any]:
-    """The harness' results of some of its tasks on the bundle in the folder `path`; tasks may need the network."""
+def evaluate(
+    path: str | Path,
+    tasks: Sequence[str],
+    limit: int | None = None,
+    threads: int = 1,
+    include_path: str | Path | None = None,
+) -> dict[str, Any]:
+    """The harness' results of some of its tasks on the bundle in the folder `path`; tasks may need the network.
+
+    `include_path`: a folder with YAML files of further tasks. UsageError for a task that neither has.
+    """
     with open_bundle(path, threads=threads) as bundle:
         model = lm_for(bundle)
         import lm_eval  # type: ignore[import-not-found, unused-ignore]
+        from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
 
-        found: dict[str, Any] = lm_eval.simple_evaluate(model=model, tasks=list(tasks), limit=limit)["results"]
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if unknown:
+            raise UsageError(f"lm-eval has no task {', '.join(unknown)}; give --include-path for one of your own")
+        asked = {"model": model, "tasks": list(tasks), "limit": limit, "task_manager": manager}
+        found: dict[str, Any] = lm_eval.simple_evaluate(**asked)["results"]
     return found
 
 
@@ -155,11 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m runtime.lm_eval_adapter", description=__doc__)
     parser.add_argument("bundle", type=Path, metavar="DIR")
     parser.add_argument("--tasks", required=True, help="names, separated by commas")
+    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with YAML files of further tasks")
     parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     try:
-        found = evaluate(options.bundle, options.tasks.split(","), options.limit, options.threads)
+        found = evaluate(options.bundle, options.tasks.split(","), options.limit, options.threads, options.include_path)
     except RuntimeFailure as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -27,15 +27,24 @@ def bundle(make_decoder_bundle: MakeBundle) -> Iterator[Bundle]:
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`lm_eval` with as much as the adapter uses."""
-    package, api, model = (ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"))
+    names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks")
+    package, api, model, tasks = (ModuleType(name) for name in names)
     model.LM = type("LM", (), {})  # type: ignore[attr-defined]
 
-    def simple_evaluate(model: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
+    class TaskManager:
+        def __init__(self, include_path: str | None) -> None:
+            self.names = ["one", "two", *([] if include_path is None else [Path(include_path).name])]
+
+        def match_tasks(self, names: list[str]) -> list[str]:
+            return [name for name in names if name in self.names]
+
+    def simple_evaluate(model: Any, tasks: list[str], limit: int | None, task_manager: TaskManager) -> dict[str, Any]:
         scores = model.loglikelihood([SimpleNamespace(args=("the cat", " sat"))])
         return {"results": {task: {"score": scores[0][0], "limit": limit} for task in tasks}}
 
     package.simple_evaluate = simple_evaluate  # type: ignore[attr-defined]
-    for name, module in (("lm_eval", package), ("lm_eval.api", api), ("lm_eval.api.model", model)):
+    tasks.TaskManager = TaskManager  # type: ignore[attr-defined]
+    for name, module in zip(names, (package, api, model, tasks), strict=True):
         monkeypatch.setitem(sys.modules, name, module)
     return package
 
@@ -99,6 +108,9 @@ def test_the_harness_model_passes_the_questions_on(bundle: Bundle, harness: Modu
     found = evaluate(bundle.root, ["one"], limit=3)
     assert found == {"one": {"score": scorer.continuations([("the cat", " sat")])[0][0], "limit": 3}}
     assert main([str(bundle.root), "--tasks", "one,two"]) == 0
+    assert main([str(bundle.root), "--tasks", "own", "--include-path", "a/folder/own"]) == 0
+    with pytest.raises(UsageError, match="lm-eval has no task three; give --include-path"):
+        evaluate(bundle.root, ["one", "three"])
 
 
 def test_what_is_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
