@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from makers import REPOSITORY
-from tiny_lm import ARCHITECTURES, language_folder, write_texts
+from tiny_lm import ARCHITECTURES, QUICK_DECODING, language_folder, write_texts
 
 RECIPES = sorted((REPOSITORY / "recipes/llm").glob("*.yaml"))
 
@@ -31,6 +31,7 @@ def overrides(models: Path, path: Path) -> list[str]:
         f"data.calibration={{source: '{texts}', samples: 12}}",
         f"data.evaluation={{source: '{texts}', skip: 12, samples: 12}}",
         "validate={gates: [{metric: nll, max: 20}, {metric: size_ratio, min: 1}]}",
+        *(f"validate.benchmark.{name}={value}" for name, value in QUICK_DECODING.items()),
     ]
 
 
@@ -54,8 +55,7 @@ def test_a_recipe_runs_on_a_tiny_model(name: str, models: Path, tmp_path: Path, 
     from compress.runner import apply_recipe
 
     path = REPOSITORY / f"recipes/llm/{name}.yaml"
-    more = ["validate.benchmark={warmup: 1, iterations: 3, prompt_tokens: 8, new_tokens: 4}"]
-    report = apply_recipe(load_recipe(path, [*overrides(models, path), *more]), tmp_path / "out", tmp_path / "c", True)
+    report = apply_recipe(load_recipe(path, overrides(models, path)), tmp_path / "out", tmp_path / "c", True)
     assert report is not None and report.verdict == "pass", [gate.why for gate in report.gates]
     checkpoint = next(iter((tmp_path / "out").glob("*/*.safetensors"))).parent
     assert "quantization_config" in json.loads((checkpoint / "config.json").read_text())
