@@ -135,6 +135,8 @@ def _checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str]
     return [f"export.{index}: {problem}" for problem in checkpoint_problems(*about)], checkpoint_notes(*about)
 
 
+EXPERTS = ".experts."
+"""In the name of every expert's layers, once they are single."""
 _BY_TORCH = "torch measures its quality as it is built, and nothing measures its speed"
 
 
@@ -149,4 +151,9 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
         texts.append(f"{recipe.target} does not run here: {how}")
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be pass whatever is measured")
-    return tuple(Note("warning", text) for text in texts)
+    notes = [Note("warning", text) for text in texts]
+    if recipe.has_onnx and any(EXPERTS in layer.name for layer in inputs.facts.layers):
+        notes.append(
+            Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
+        )
+    return tuple(notes)

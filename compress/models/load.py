@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from compress.blocks.experts import unstack_experts
 from compress.blocks.trace import run
 from compress.errors import SourceError
 from compress.facts import SampleShapes
@@ -64,6 +65,7 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
         return _load_onnx(spec, source, source.onnx)
     module = _trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
+    unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
     outputs = run(module, zeros({names[name]: feeds_shapes[name] for name in names}, "cpu"))

@@ -288,3 +288,12 @@ def test_a_mixture_is_compressed_from_its_own_files(
     assert reported(tmp_path / "b")["nll"] == pytest.approx(
         torch_nll(load_checkpoint(tmp_path / "b/model"), tmp_path), rel=EXACT
     )
+
+
+def test_a_mixture_has_a_graph_of_all_its_experts(cache: Path, tmp_path: Path) -> None:
+    language_folder(tmp_path / "lm", "mixtral")
+    report = apply(language_recipe(tmp_path, [{"kind": "rtn", **W4}], export=BOTH), tmp_path / "b", cache, tmp_path)
+    assert report.verdict == "pass"
+    assert "an ONNX graph computes all experts for every token" in (tmp_path / "b/compress.log").read_text()
+    expected = torch_nll(load_checkpoint(tmp_path / "b/checkpoint"), tmp_path)
+    assert reported(tmp_path / "b")["nll"] == pytest.approx(expected, rel=INT8_INPUTS)
