@@ -48,8 +48,6 @@ class _Work:
         self, weight: Tensor, gram: Tensor, added: Tensor, levels: Tensor, grid: Grid, dtype: torch.dtype
     ) -> None:
         self.gram, self.added, self.low, self.high = gram.float(), added.float(), grid.low, grid.high
-        self.rough_gram = gram.to(dtype, copy=True)  # [in, in], damped
-        self.rough_gram.diagonal().add_(added)
         self.pivots = (gram.diagonal() + added).tolist()
         self.levels = levels.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
@@ -83,7 +81,9 @@ class _Work:
 
     def _residual(self, start: int, stop: int) -> Tensor:
         """Of some columns, as they are now; float32 [block, out]."""
-        return (self.rough_gram[start:stop] @ self.rough_left).float()
+        rows = self.gram[start:stop].to(self.rough_left.dtype, copy=True)
+        rows[:, start:stop].diagonal().add_(self.added[start:stop])
+        return (rows @ self.rough_left).float()
 
     def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
         """The best levels of some columns, one after the other; the residual afterwards."""

@@ -167,7 +167,7 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = P
     zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
     levels = torch.empty_like(left)
     pivots = factor.diagonal().tolist()
-    rough = factor.to(getattr(torch, rules.compute))
+    rough = getattr(torch, rules.compute)
     for start in range(0, n, rules.block):
         stop = min(start + rules.block, n)
         errors = torch.empty(stop - start, left.shape[1])  # [block, out]
@@ -185,7 +185,7 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = P
                 level.add_(zeros[g]).clamp_(grid.low, grid.high)
                 rest = torch.addcmul(value, level - zeros[g], scales[g], value=-1)
             torch.div(rest, pivots[column], out=errors[k])
-        left[stop:] -= rough[start:stop, stop:].T @ errors.to(rough.dtype)
+        left[stop:] -= factor[start:stop, stop:].to(rough).T @ errors.to(rough)
     placed = torch.empty_like(levels)
     placed[order] = levels
     return placed.T.contiguous()
