@@ -75,7 +75,6 @@ def _in_memory(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> tuple
     """The module without its weights, and those."""
     module = load_model(spec, root, feeds_shapes).module
     assert module is not None
-    unstack_experts(module)
     return emptied(module), memory_store(module)
 
 
