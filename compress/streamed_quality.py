@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
     `context.batches`: the evaluation texts, one in each. Both models pass through block by block, side by side only at
     their heads.
     """
-    steps = [_last_step(Stream(model, context, rows=SCORED_ROWS)) for model in (after, before)]
-    _share(*steps)
-    rows = list(_scored(steps, context.batches))
+    with ExitStack() as held:
+        steps = [held.enter_context(_last_step(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)]
+        _share(*steps)
+        rows = list(_scored(steps, context.batches))
     names = ("nll", "n_tokens", "kl", "agree", "reference_nll")
     found = {name: np.array([row[name] for row in rows]) for name in names}
     baseline = {"nll": found["reference_nll"], "n_tokens": found["n_tokens"].astype(np.int64)}
@@ -34,14 +36,15 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
     return baseline, candidate
 
 
-def _last_step(stream: Stream) -> BlockStep:
-    """The step that gives logits, with all blocks before it passed."""
-    steps = iter(stream)
-    for _ in range(len(stream) - 1):
-        next(steps)
-    step = next(steps)
-    step.keep = steps  # type: ignore[attr-defined]  # the step lives as long as the stream stands at it
-    return step
+@contextmanager
+def _last_step(stream: Stream) -> Iterator[BlockStep]:
+    """The step that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
+    with closing(iter(stream)) as steps:
+        for _ in range(len(stream) - 1):
+            next(steps)
+        step = next(steps)
+        yield step
+        step.close()
 
 
 def _share(one: BlockStep, other: BlockStep) -> None:

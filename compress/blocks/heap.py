@@ -12,7 +12,8 @@ LARGE = 4 * 2**20
 """Bytes from which a tensor gets pages of its own, which go back to the system when it is freed.
 
 Left alone, glibc raises this to 32 MiB as tensors come and go, and a hole between two small tensors is kept: a third
-more memory on a model of width 1024, against a tenth more time in its forward passes.
+more memory on a model of width 1024, against a tenth more time in its forward passes. To be set before a model is
+built: the parameters that come and go there would leave a heap of holes that every later tensor spreads over.
 """
 
 

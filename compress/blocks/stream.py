@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,7 @@ class Stream:
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __iter__(self) -> Iterator[BlockStep]:
+    def __iter__(self) -> Generator[BlockStep, None, None]:
         self._said = self._finished()
         done = len(self._said)
         if done:

@@ -52,7 +52,6 @@ class Work:
         float_too: bool,
         compute: torch.dtype,
     ) -> None:
-        heap.return_large()
         self.store, self.compute, self.float_too = model.store, compute, float_too
         self.build = model.build
         self.module = model.build()

@@ -23,6 +23,7 @@ from compress.export_rules import layer_problem
 from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
 from compress.models.checkpoint_names import FileNames, file_names
+from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
 
@@ -127,7 +128,7 @@ def _float_unit(content: Content, name: str) -> Unit:
 
     def make() -> dict[str, Tensor]:
         tensor = store.read(name).to(dtype)
-        if dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+        if dtype.is_floating_point and not finite(tensor):
             raise ExportError(f"'{name}' does not fit into {_short(dtype)}; set export.dtype: bfloat16 or float32")
         return {written: tensor}
 
@@ -193,7 +194,7 @@ def _change(layer: str, scales: np.ndarray, dtype: torch.dtype) -> float:
     """The largest relative change that storing makes to a scale. ExportError where one becomes infinite."""
     exact = torch.from_numpy(np.ascontiguousarray(scales)).to(torch.float32)
     stored = exact.to(dtype).to(torch.float32)
-    if not bool(torch.isfinite(stored).all()):
+    if not finite(stored):
         raise ExportError(f"{layer} has scales that do not fit into {_short(dtype)}; set export.dtype: bfloat16")
     return float(((stored - exact).abs() / exact.abs().clamp_min(1e-30)).max())
 

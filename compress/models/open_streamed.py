@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compress.blocks import heap
 from compress.blocks.experts import ExpertPart, is_stacked, stacked_parts, unstack_experts
 from compress.blocks.materialise import emptied, empty_weights, memory_store, plain
 from compress.blocks.store import WeightStore
@@ -32,6 +33,7 @@ def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, stru
     Otherwise the weights are read at once and held in memory, and `notes` say so. Stacked experts become layers.
     Attention is torch's fused one where the model has it. Raises SourceError.
     """
+    heap.return_large()
     source = locate(spec, root)
     if source.kind == "onnx":
         raise SourceError(f"{spec.source}: an ONNX file cannot be worked on block by block; give the torch model")
@@ -55,6 +57,7 @@ def streamed_module(
     module: nn.Module, structure: Structure, names: Mapping[str, str], folder: Path | None = None
 ) -> StreamedModel:
     """A module (changed in place: stacked experts become layers) that holds its weights. `names`: as `parameters`."""
+    heap.return_large()
     unstack_experts(module)
     template, store = emptied(module), memory_store(module)
     _fuse_attention(template)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
 from compress.errors import SourceError
+from compress.quantize.grid import finite
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -79,13 +80,9 @@ def load_state(module: nn.Module, path: Path) -> None:
 def check_finite(module: nn.Module, where: str) -> None:
     """SourceError naming every weight or buffer that holds NaN or infinity."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    bad = [plain(name) for name, tensor in tensors if tensor.is_floating_point() and not _all_finite(tensor)]
+    bad = [plain(name) for name, tensor in tensors if tensor.is_floating_point() and not finite(tensor.detach())]
     if bad:
         raise SourceError(f"{where}: NaN or infinity in {_listed(bad)}; the weights are not usable")
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.detach()).all())
 
 
 def _unpickled(path: Path, device: str) -> dict[str, Tensor]:
