@@ -38,7 +38,10 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
         _write_static(model, integer, state, flavour)
     for name in state.weight_only:
         layer, weight = layers[name], state.weights[name]
-        _write_weight(model, layer, weight if layer.op == "Gather" else in_kernel_blocks(weight, flavour))
+        weight = weight if layer.op == "Gather" else in_kernel_blocks(weight, flavour)
+        _write_weight(model, layer, weight)
+        if weight.group_size > 0:
+            _keep_from_gemm(model, layer)
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)
@@ -108,8 +111,7 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
         return _write_embedding(model, layer, weight)
     axis, values, scales, zeros = layer.axis, weight.values, weight.scales, _zeros(weight)
     if weight.group_size > 0 and layer.op == "Gemm":
-        layer.node.attributes["transB"] = ir.AttrInt64("transB", 0)
-        axis = 1  # ONNX Runtime fuses block-wise weights in this layout only
+        axis = 1  # it becomes a MatMul, see `_keep_from_gemm`
     if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
         values, scales, zeros = values.T, scales.T, zeros.T
     if weight.group_size > 0:
@@ -125,6 +127,26 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
     layer.node.replace_input_with(layer.weight_input, dequantized)
     return None
+
+
+def _keep_from_gemm(model: ir.Model, layer: GraphLayer) -> None:
+    """Gemm, or MatMul and Add -> MatMul and Sum. Of a Gemm ONNX Runtime unpacks the blocks on every call, ten times
+    slower than floats; and where x is a matrix, it makes a Gemm of a MatMul and an Add before it looks at blocks.
+    """
+    if layer.op == "Gemm":
+        x, weight, *bias = layer.node.inputs
+        result = append(model, "MatMul", [x, weight], f"{layer.name}/product")
+        if bias and bias[0] is not None:
+            result.type, result.shape = layer.node.outputs[0].type, layer.node.outputs[0].shape
+            result = append(model, "Sum", [result, bias[0]], f"{layer.name}/biased")
+        take_over(model, layer.node.outputs[0], result)
+    elif layer.bias_add is not None and _is_matrix(layer.data_input):
+        result = append(model, "Sum", layer.bias_add.inputs, f"{layer.name}/biased")
+        take_over(model, layer.bias_add.outputs[0], result)
+
+
+def _is_matrix(value: ir.Value) -> bool:
+    return value.shape is not None and len(value.shape) == 2
 
 
 def _stored(model: ir.Model, layer: GraphLayer, suffix: str, tensor: ir.TensorProtocol) -> ir.Value:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import graphs
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from graphs import context, makers, node_of, operators, written
 
@@ -362,3 +365,19 @@ def test_sums_away_from_layers_stay_float() -> None:
     model = write_state(int8_state(identity_shortcut(), graphs.images()), "u8s8")
     assert makers(model, "plain_sum") == ["Add"]
     assert makers(model, "nothing") == ["Neg"]
+
+
+@pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transB"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_are_multiplied_as_they_lie(op: str, bits: int, tmp_path: Path) -> None:
+    """Whatever form a layer had: ONNX Runtime does not unpack its weight on every call, which is slower than floats."""
+    model = graphs.one_layer(op=op)
+    (layer,) = find_layers(model)
+    weight = Rtn(scheme=f"W{bits}A16", group_size=32).apply(GraphState(model), context(graphs.vectors())).model
+    written_model = write_state(weight, "u8s8")
+    ir.save(written_model, tmp_path / "written.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(tmp_path / "written.onnx", options, providers=["CPUExecutionProvider"])
+    kinds = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+    assert "MatMulNBits" in kinds and not kinds & {"Gemm", "DequantizeLinear"}, layer.name
