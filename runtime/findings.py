@@ -71,6 +71,11 @@ class Report:
         """0 if every gate holds, 3 if one does not."""
         return 3 if self.verdict in ("fail", "undecided") else 0
 
+    def _repr_html_(self) -> str:
+        from runtime.report_html import report_html  # it shows the tables of `report`, which imports this
+
+        return report_html(self)
+
 
 MEASURED_FIELDS = {
     "throughput": "throughput_per_s",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -142,6 +143,53 @@ def test_markdown_keeps_its_tables_whole(report: Report) -> None:
     assert "broken \\| outputs" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in tables} == {5, 4, 8}
+
+
+class Elements(HTMLParser):
+    """The elements and texts of a fragment; fails on one that is not closed in its turn."""
+
+    def __init__(self, fragment: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[tuple[str, ...], str]] = []
+        self.feed(fragment)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.found.append((tuple(self.open), data))
+
+    def texts(self, inside: str, outside: str = "") -> list[str]:
+        return [text for path, text in self.found if inside in path and outside not in path]
+
+
+def test_in_a_notebook_what_gates_are_about_is_open_and_the_rest_folded(report: Report) -> None:
+    drawn = Elements(report._repr_html_())
+    assert drawn.texts("p")[:2] == ["FAIL", " tiny on onnxruntime-cpu: 2 of 4 gates fell short"]
+    assert "The candidate is SLOWER." in drawn.texts("p")
+    cells = drawn.texts("td", outside="details")
+    assert {"size", "top1", "kl", "latency p50", "3.90x"} < set(cells)
+    assert "latency p95" not in cells
+    assert "latency p95" in drawn.texts("details")
+    assert drawn.texts("summary") == ["5 more measurements"]
+    for gate in GATES:
+        assert f"{gate.metric} {gate.rule}" in cells
+        assert gate.why in cells, "a text is lost or not escaped"
+    assert [text for text in cells if text in ("holds", "fail", "undecided")] == ["holds", "fail", "undecided", "fail"]
+
+
+def test_in_a_notebook_a_report_without_gates_shows_its_first_metric(report: Report) -> None:
+    drawn = Elements(replace(report, verdict="unjudged", gates=(), advice=())._repr_html_())
+    assert drawn.texts("b") == ["MEASURED"]
+    cells = drawn.texts("td", outside="details")
+    assert "top1" in cells
+    assert "kl" not in cells
 
 
 def test_reports_are_written_whole_and_removed(report: Report, tmp_path: Path) -> None:

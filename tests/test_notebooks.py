@@ -1,0 +1,70 @@
+"""Every notebook runs from end to end in an empty folder, and what is kept of it is fit to be read on a web page."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from notebooks.execute import NOTEBOOKS, cleaned, execute, notebooks
+
+MOST_PNG_BYTES = 60_000
+PATHS = ("/tmp/", "/home/", "/root/", "/Users/", "site-packages", "C:\\")
+"""Signs of the machine that a notebook ran on."""
+
+every_notebook = pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
+
+
+def outputs(notebook: Any) -> Iterator[tuple[str, Any]]:
+    """(id of the cell, output) of all code cells."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            yield cell.id, output
+
+
+def drawn(output: Any, kind: str) -> str:
+    """What an output holds of a MIME type; "" for nothing."""
+    return str(output.get("data", {}).get(kind, ""))
+
+
+def test_there_are_notebooks_and_the_readme_lists_each() -> None:
+    readme = (NOTEBOOKS / "README.md").read_text()
+    assert len(notebooks()) >= 3
+    assert [path.name for path in notebooks() if f"]({path.name})" not in readme] == []
+
+
+@every_notebook
+def test_it_runs_and_draws_what_is_kept_of_it(path: Path, tmp_path: Path) -> None:
+    done = cleaned(execute(path, tmp_path))  # raises where a cell fails
+    assert [cell for cell, output in outputs(done) if output.get("name") == "stderr"] == [], "it warns"
+    shape = [(cell, output.output_type, sorted(output.get("data", ()))) for cell, output in outputs(done)]
+    kept = nbformat.read(path, as_version=4)
+    assert shape == [(cell, o.output_type, sorted(o.get("data", ()))) for cell, o in outputs(kept)], (
+        f"the outputs that are kept are of another notebook: run `python -m notebooks.execute {path.stem}`"
+    )
+
+
+@pytest.mark.skipif(not os.environ.get("COMPRESS_BENCH"), reason="needs COMPRESS_BENCH, the folder of benchmark data")
+def test_inside_gptq_runs_on_a_language_model(tmp_path: Path) -> None:
+    done = execute(NOTEBOOKS / "03_inside_gptq.ipynb", tmp_path, os.environ["COMPRESS_BENCH"])
+    assert any("mlp.down_proj" in output.get("text", "") for _, output in outputs(done))
+
+
+@every_notebook
+def test_what_is_kept_is_small_complete_and_of_no_machine(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "not executed from the top"
+    assert all(not cell.metadata for cell in notebook.cells), "times of execution are kept"
+    pictures = [(cell, len(base64.b64decode(drawn(o, "image/png")))) for cell, o in outputs(notebook)]
+    assert any(size for _, size in pictures), "no plot"
+    assert [(cell, size) for cell, size in pictures if size > MOST_PNG_BYTES] == []
+    texts = [
+        (cell, str(o.get("text", "")) + drawn(o, "text/html") + drawn(o, "text/plain")) for cell, o in outputs(notebook)
+    ]
+    assert [(cell, sign) for cell, text in texts for sign in PATHS if sign in text] == []
