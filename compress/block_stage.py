@@ -34,7 +34,7 @@ def open_streamed(inputs: Inputs, loaded: LoadedModel | None) -> StreamedModel:
     if loaded is None:
         return streamed_model(inputs.recipe.model, inputs.recipe.root, inputs.feeds, structure)
     assert loaded.module is not None and loaded.parameters is not None
-    return streamed_module(loaded.module, structure, loaded.parameters, loaded.folder)
+    return streamed_module(loaded.module, structure, loaded.parameters, loaded.folder, loaded.shapes)
 
 
 def block_pass_step(
@@ -47,7 +47,7 @@ def block_pass_step(
     """
     step = _shared(cache, key)
     if step is None:
-        with _work(cache, key, label) as work:
+        with shared_work(cache, key, label) as work:
             result = one.apply(model, replace(context, work=work))
             record = {**said(result), "kv_cache": result.model.kv_cache}
             if share().rank == 0:
@@ -59,7 +59,7 @@ def block_pass_step(
 
 
 @contextmanager
-def _work(cache: StepCache, key: str, label: str) -> Iterator[Path]:
+def shared_work(cache: StepCache, key: str, label: str) -> Iterator[Path]:
     """The folder for unfinished work, one for all processes; the first one holds it until all have left."""
     if share().rank > 0:
         yield from_main(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,24 @@ from compress.targets import Target
 Feeds = dict[str, np.ndarray]
 
 
+class TrainSet(Protocol):
+    """Samples to learn from, encoded when they are asked for."""
+
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """int64 [n] classes or float64 [n] scores; None where the set has none."""
+        ...
+
+    def feeds(self, rows: np.ndarray) -> Feeds:
+        """The model's inputs for these rows (int64), [len(rows), ...] each; texts are padded to the longest of them."""
+        ...
+
+
 @dataclass(frozen=True)
 class PassContext:
     """The surroundings of one step.
@@ -22,8 +40,13 @@ class PassContext:
     `batches`: the calibration data, encoded, in a fixed order (empty when the recipe has none); may be iterated again.
     `shortfalls`: given an ONNX graph, the quality gates of the recipe that it does not hold, as sentences (empty: all
     hold); None when the recipe has no quality gate to hold. `progress`: wraps an iterable in a progress bar. `log`: one
-    line for the log. `work`: a folder that outlives a killed run, for what a pass over blocks has finished; None: a
-    temporary one. `memory_mib`: what the process may hold between two blocks; None: anything.
+    line for the log. `work`: a folder that outlives a killed run, for what a pass over blocks or one that trains has
+    finished; None: a temporary one. `memory_mib`: what the process may hold between two blocks; None: anything.
+    `train`: the training set; None when the recipe has none. `teacher`: loads the model as it came, before all passes
+    (a `LoadedModel`); None where there is no torch model. `time_modules`: exports torch modules that take the model's
+    inputs and times them against each other on the target: milliseconds of each (median, one sample); None where the
+    target does not run here. `threads`: of what is timed. `measurements`: the file, there or not, that keeps what was
+    measured on this machine for a key of JSON values; None: nothing is kept.
     """
 
     batches: Sequence[Feeds]
@@ -34,6 +57,11 @@ class PassContext:
     shortfalls: Callable[[Any], list[str]] | None = None
     work: Path | None = None
     memory_mib: float | None = None
+    train: TrainSet | None = None
+    teacher: Callable[[], Any] | None = None
+    time_modules: Callable[[Sequence[Any]], Sequence[float]] | None = None
+    threads: int = 1
+    measurements: Callable[[Any], Path] | None = None
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,20 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Prunable:
+    """A coupled dimension (see `compress.prune.dimension`): `n_units` units, each removable with all that carries it.
+
+    `writers` and `readers`: layer -> how many of its outputs, or inputs, one unit is.
+    """
+
+    name: str
+    kind: Literal["channels", "neurons", "heads", "width"]
+    n_units: int
+    writers: Mapping[str, int]
+    readers: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """A model as the plan sees it. `other_bytes` is everything outside `layers` (norms, biases, buffers)."""
 
@@ -129,6 +143,10 @@ class ModelFacts:
     """Of an ONNX file; a torch model gets that of its export."""
     structure: Structure | None = None
     """Of a torch model."""
+    prunable: tuple[Prunable, ...] | None = None
+    """Of a torch model, where a pass asks for it (`Pass.uses_coupling`)."""
+    unprunable: Mapping[str, str] = field(default_factory=dict)
+    """Layer -> why its outputs, or some of them, have to stay."""
 
     @property
     def n_bytes(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from compress.blocks.stream_memory import Shapes, StreamUse, head_memory, stream_memory
 from compress.facts import LayerDecision, ModelFacts
 from compress.passes import Pass, Tune
+from compress.passes.training import TrainingPass
 from compress.schema import Recipe
 
 LIBRARIES_BYTES = 460 * 2**20
@@ -32,6 +33,11 @@ FLOAT_TOO = ("autoround", "tune")
 """Passes that also keep what the float model's blocks give."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
+
+TRAINED_COPIES = 9
+"""Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
+STATE_COPIES = 4
+"""In a training run's saved state: the weights, two moments, the best."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,16 @@ def forecast(
     seconds = START_SECONDS + before.n_bytes / EXPORT_BYTES_PER_S
     seconds += sum(one.calibration_runs for one in recipe.passes) * calibration * forward
     seconds += EVALUATION_RUNS * evaluation * forward
+    trained = [one for one in recipe.passes if isinstance(one, TrainingPass)]
+    seconds += sum(_training_seconds(one, samples.get("train", 0), forward) for one in trained)
     speed = recipe.validate_.benchmark
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
     seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
     seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
     streams = _streams(recipe, before, tokens or calibration * _rows(before), decisions)
     memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
+    memory = max([memory, *(LIBRARIES_BYTES + _training_bytes(one, before) for one in trained)])
+    disk += STATE_COPIES * before.n_bytes * bool(trained)
     if before.structure is not None and not recipe.has_onnx:
         memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _shapes(before)))
     if recipe.has_onnx:
@@ -77,6 +87,17 @@ def forecast(
         memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + whole)
         disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2) * before.n_bytes
     return Forecast(seconds, memory, disk)
+
+
+def _training_seconds(one: TrainingPass, n_samples: int, forward: float) -> float:
+    """`forward`: seconds of one sample through the model."""
+    wanted = one.train_runs(n_samples) * forward
+    return wanted if one.max_seconds is None else min(wanted, one.max_seconds)
+
+
+def _training_bytes(one: TrainingPass, facts: ModelFacts) -> int:
+    """Weights with what belongs to them, and every layer's activations: half the peak of a forward pass each."""
+    return TRAINED_COPIES * facts.n_bytes + one.batch_size * facts.peak_activation_bytes * len(facts.layers) // 2
 
 
 def _streams(recipe: Recipe, facts: ModelFacts, n_rows: int, decisions: Sequence[Sequence[LayerDecision]]) -> list[int]:

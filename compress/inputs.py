@@ -74,7 +74,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(spec, root, preprocess, shapes)
-    facts = model_facts(spec, root, feeds)
+    facts = model_facts(spec, root, feeds, any(one.uses_coupling for one in recipe.passes))
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
     facts = replace(facts, notes=(*facts.notes, *notes))

@@ -44,6 +44,13 @@ def data_problems(inputs: Inputs) -> list[str]:
         problems.append(f"data: {calibrated[0]} needs a calibration set; add data.calibration")
     if recipe.data.evaluation is None:
         problems.append("data: there is no evaluation set to judge the result on; add data.evaluation")
+    train = inputs.data.get("train")
+    for index, one in enumerate(recipe.passes):
+        if one.needs_train and recipe.data.train is None:
+            problems.append(f"passes.{index}: {one.kind} learns from a training set; add data.train")
+        elif one.needs_train and train is not None:
+            found = one.train_problems(recipe.model.task, train.n_samples, train.has_labels)
+            problems += [f"passes.{index}: {problem}" for problem in found]
     fixed, calibration = fixed_batch(inputs.facts.inputs), inputs.data.get("calibration")
     if fixed is not None and calibration is not None and calibration.n_samples < fixed:
         problems.append(

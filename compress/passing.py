@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from compress.block_stage import block_pass_step, open_streamed
+from compress.block_stage import block_pass_step, open_streamed, shared_work
+from compress.blocks.sharing import from_main, share
 from compress.blocks.streamed import StreamedModel
-from compress.cache import StepCache
+from compress.cache import StepCache, step_key
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples
+from compress.data.training import EncodedSet, encoded_set
 from compress.export.integers import with_integers
 from compress.export.onnx import save_graph
 from compress.exports import CheckpointExport
@@ -26,6 +28,9 @@ from compress.quality import shortfall_finder
 from compress.quantize.state import GraphState
 from compress.stages import FloatModel, float_model, model_pass_step, pass_step
 from compress.targets import TARGETS
+from compress.timing import module_timer
+from runtime.preprocess import make_preprocessor
+from runtime.records import to_json
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,51 @@ def _context(ground: Ground, specs: Any, **more: Any) -> PassContext:
 
 def _model_passes(ground: Ground) -> tuple[LoadedModel | None, list[PassResult]]:
     loaded, results = None, []
-    for _, one, key in _staged(ground, "model"):
+    for index, one, key in _staged(ground, "model"):
         loaded = loaded or load(ground.plan)
+        train = _train_set(ground, loaded)
+        context = _context(
+            ground, loaded.inputs, train=train, teacher=lambda: load(ground.plan), **_timing(ground, loaded)
+        )
         with ground.journal.step(one.kind):
-            results.append(model_pass_step(ground.cache, key, one, loaded, _context(ground, loaded.inputs)))
+            label = f"{ground.plan.recipe.name}: passes.{index}"
+            results.append(_model_pass(ground.cache, key, label, one, loaded, context))
         loaded = results[-1].model
     return loaded, results
+
+
+def _model_pass(
+    cache: StepCache, key: str, label: str, one: Pass, loaded: LoadedModel, context: PassContext
+) -> PassResult:
+    """The pass's result. What a killed run had done of it lies under `key`, and is gone on from.
+
+    Several processes do the same work together; what the first one finds in the cache counts for all.
+    """
+    if from_main(cache.get(key) is not None if share().rank == 0 else None):
+        return model_pass_step(cache, key, one, loaded, context)
+    with shared_work(cache, key, label) as work:
+        return model_pass_step(cache, key, one, loaded, replace(context, work=work))
+
+
+def _timing(ground: Ground, loaded: LoadedModel) -> dict[str, Any]:
+    """What a pass measures with."""
+    recipe = ground.plan.recipe
+    samples = ground.sets.get("calibration", ground.sets["evaluation"])
+    folder = ground.cache.root / "measured"
+    return {
+        "time_modules": module_timer(recipe, loaded, Batches(samples, ground.plan.inputs, loaded.inputs)),
+        "threads": recipe.validate_.benchmark.threads,
+        "measurements": lambda key: folder / f"{step_key('measured', to_json(key))}.json",
+    }
+
+
+def _train_set(ground: Ground, loaded: LoadedModel) -> EncodedSet | None:
+    """The recipe's training set, encoded for the model."""
+    samples, inputs = ground.sets.get("train"), ground.plan.inputs
+    if samples is None:
+        return None
+    preprocessor = make_preprocessor(inputs.preprocess, loaded.inputs, inputs.tokenizer)
+    return encoded_set(samples, preprocessor, inputs.recipe.model.task)
 
 
 def _block_passes(

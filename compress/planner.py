@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.cache import StepCache, default_root
+from compress.data.training import n_rows
 from compress.errors import PlanError
 from compress.export_rules import checkpoint_notes, checkpoint_problems
 from compress.exports import CheckpointExport
@@ -15,7 +16,7 @@ from compress.forecast import Forecast, forecast
 from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs
 from compress.legality import objections
 from compress.network import restrict_network
-from compress.passes import KvCache
+from compress.passes import KvCache, Pass
 from compress.schema import Recipe
 from compress.schemes import Scheme
 from compress.steps import StepKeys, step_keys
@@ -119,10 +120,19 @@ def _planned_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[l
         plan = one.check(facts, TARGETS[recipe.target])
         problems += [f"passes.{index}: {problem}" for problem in plan.problems]
         sizes = facts.n_bytes, plan.facts.n_bytes
-        done.append(_Done(PlannedStep(one.kind, key, store.has(key), *sizes, plan.decisions, plan.notes), plan.facts))
+        notes = (*plan.notes, *_train_notes(one, inputs))
+        done.append(_Done(PlannedStep(one.kind, key, store.has(key), *sizes, plan.decisions, notes), plan.facts))
         facts = plan.facts
         schemes |= plan.schemes
     return done, problems, schemes
+
+
+def _train_notes(one: Pass, inputs: Inputs) -> list[Note]:
+    """What the plan says of learning, once the training set is known."""
+    train = inputs.data.get("train") if one.needs_train else None
+    if train is None:
+        return []
+    return one.train_notes(inputs.facts, n_rows(inputs.recipe.model.task, train.n_samples, train.columns))
 
 
 def _checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str], list[Note]]:

@@ -172,4 +172,10 @@ def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict
                 row |= {"action": decision.action, "pass": kind, "reason": decision.reason}
             row.setdefault("history", []).append(f"{kind}: {decision.action} {decision.reason}".strip())
             row |= result.measured.get(decision.layer, {})
+    for result in results:
+        rows |= {
+            name: {"layer": name, "type": "measured", "action": "measured", **numbers}
+            for name, numbers in result.measured.items()
+            if name not in rows
+        }
     return [*rows.values(), *note_rows([note for result in results for note in result.notes])]

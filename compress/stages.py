@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_model
 
+from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.cache import Step, StepCache
 from compress.context import PassContext, PassResult
 from compress.errors import ExportError, OutputError
@@ -89,7 +90,7 @@ Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float
 
 def _export_plain(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
     sample = batches(loaded.inputs)
-    example = _example(sample, loaded.inputs)
+    example = example_batch(sample, loaded.inputs)
     graph = export_float(loaded, example, opset)
     parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
     return graph, loaded.inputs, loaded.outputs, parity
@@ -106,17 +107,24 @@ def _export_decoder(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Ex
 
 
 def model_pass_step(cache: StepCache, key: str, one: Pass, loaded: LoadedModel, context: PassContext) -> PassResult:
-    """The result of one pass over a torch model; the module keeps its parameters' names and shapes."""
+    """The result of one pass over a torch model, whose module is changed in place: its values, or its sizes, too."""
+    module = loaded.module
+    assert module is not None
+    before = shapes_of(module)
 
     def write(folder: Path) -> dict[str, Any]:
         result = one.apply(loaded, context)
-        save_model(result.model.module, str(folder / WEIGHTS))
-        return said(result)
+        save_model(module, str(folder / WEIGHTS))
+        shapes = json.loads(json.dumps(asdict(shapes_of(module).since(before))))
+        return {**said(result), "shapes": shapes}
 
-    step = cache.get(key) or cache.put(key, write)
-    assert loaded.module is not None
-    load_state(loaded.module, step.folder / WEIGHTS)
-    return heard(step, loaded)
+    step = cache.get(key)
+    if step is None:
+        step = cache.put(key, write)
+    else:
+        fit(module, shapes_from(step.record["shapes"]))
+    load_state(module, step.folder / WEIGHTS)
+    return heard(step, replace(loaded, shapes=loaded.shapes.then(shapes_from(step.record["shapes"]))))
 
 
 def pass_step(cache: StepCache, key: str, one: Pass, state: GraphState, context: PassContext) -> PassResult:
@@ -151,7 +159,7 @@ def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
         raise ExportError(f"the float model's outputs on the evaluation set are broken: {error}") from error
 
 
-def _example(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+def example_batch(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """A batch of two samples, where the batch is free, so that the exporter takes no size of one for a constant."""
     feeds: dict[str, np.ndarray] = batches[0]
     if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:

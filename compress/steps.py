@@ -63,6 +63,8 @@ def _uses(one: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]
     uses: list[Any] = [one.model_dump(mode="json"), recipe.target, recipe.seed]
     if one.needs_calibration:
         uses.append(data.get("calibration"))
+    if one.needs_train:
+        uses.append(data.get("train"))
     if one.uses_gates:
         uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation")]
     return uses

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from compress.blocks.materialise import fill
+from compress.blocks.sizes import AS_BUILT, Shapes
 from compress.blocks.store import WeightStore
 from compress.facts import Structure
 from compress.schemes import KvScheme, Scheme
@@ -22,6 +23,7 @@ class StreamedModel:
     parameter name (`parameters`: input name -> that parameter). `schemes`, `activation_scales` (static, of a layer's
     inputs) and `kv_scales` (attention module -> scale of keys, of values) are what passes decided; a quantized layer's
     integers are in the store. `tied`: parameter -> the one that holds its values. `notes`: what the user should know.
+    `shapes`: how sizes differ from those that the model's code, or its config.json, builds.
     """
 
     build: Callable[[], nn.Module]
@@ -35,6 +37,7 @@ class StreamedModel:
     kv_cache: KvScheme | None = None
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    shapes: Shapes = AS_BUILT
 
     @property
     def tied(self) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, restack
 from compress.blocks.materialise import plain, tied_names
+from compress.blocks.sizes import write_shapes
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
@@ -23,6 +24,7 @@ from compress.export_rules import layer_problem
 from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
 from compress.models.checkpoint_names import FileNames, file_names
+from compress.models.source import SHAPES
 from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
 from compress.schemes import Scheme
@@ -61,7 +63,9 @@ def write_checkpoint(folder: Path, model: StreamedModel, export: CheckpointExpor
     files = write_shards(folder, list(_units(content)), int(export.max_shard_gib * 2**30))
     quantization = _quantization(content)
     untied = [name for name in tied_names(module) if name not in model.tied]
-    write_config(folder, model.folder, module, quantization, content.types.usual, untie=bool(untied))
+    write_config(folder, model.folder, module, quantization, content.types.usual, bool(untied), model.shapes.config)
+    if model.shapes:
+        write_shapes(model.shapes, folder / SHAPES)
     if quantization is not None and export.format == "gptq":
         write_json(folder / "quantize_config.json", quantization)
     (folder / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")

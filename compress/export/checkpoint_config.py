@@ -64,18 +64,25 @@ def float_types(folder: Path | None, wanted: str | None) -> FloatTypes:
 
 
 def write_config(
-    folder: Path, source: Path | None, module: nn.Module, quantization: Any, dtype: torch.dtype, untie: bool
+    folder: Path,
+    source: Path | None,
+    module: nn.Module,
+    quantization: Any,
+    dtype: torch.dtype,
+    untie: bool,
+    sizes: Mapping[str, int],
 ) -> None:
     """config.json, from the source's or the module's own, and the source's tokenizer and generation files.
 
-    `untie`: the output layer has values of its own now. A module that is none of transformers' gets a config.json with
-    nothing but `quantization_config`.
+    `untie`: the output layer has values of its own now. `sizes`: what pruning has changed in the source's. A module
+    that is none of transformers' gets a config.json with nothing but `quantization_config`.
     """
     wrapped: Any = getattr(module, "wrapped", module)
     config = _source_config(source)
     if not config and hasattr(getattr(wrapped, "config", None), "to_dict"):
         config = json.loads(wrapped.config.to_json_string(use_diff=False))
     if config:
+        config |= sizes
         config = _typed(config, str(dtype).removeprefix("torch."), untie)
         config["architectures"] = [type(wrapped).__name__]
     config.pop("quantization_config", None)

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from compress.blocks.sizes import fit, read_shapes_record
 from compress.errors import SourceError
-from compress.models.source import factory_file
+from compress.models.source import Source, factory_file
 from compress.schema import ModelSpec
 
 USER_ERRORS = (
@@ -32,8 +33,13 @@ USER_ERRORS = (
 """What a user's code may raise when it is wrong; all but memory, interrupts and assertions."""
 
 
-def build(spec: ModelSpec, code: tuple[str, str], root: Path) -> nn.Module:
-    """Call the factory with the recipe's `args`. SourceError if it cannot be found, called, or gives no module."""
+def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+    """Call the factory with the recipe's `args`, and make what it gives as small as a pruned model's record says.
+
+    SourceError if it cannot be found, called, or gives no module.
+    """
+    code = source.code
+    assert code is not None
     factory = load_factory(code, root)
     try:
         inspect.signature(factory).bind(**spec.args)
@@ -47,6 +53,8 @@ def build(spec: ModelSpec, code: tuple[str, str], root: Path) -> nn.Module:
         raise SourceError(f"{spec.source}: the factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise SourceError(f"{spec.source}: the factory gave {type(module).__name__}, not a torch.nn.Module")
+    if source.shapes is not None:
+        fit(module, read_shapes_record(source.shapes))
     return module.eval()
 
 

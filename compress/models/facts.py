@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from compress.models.feeds import check_feeds, input_specs, output_specs, parame
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_facts
 from compress.models.source import Source, locate
+from compress.prune.coupling import Coupling, find_coupling
 from compress.schema import ModelSpec
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from runtime.manifest import TEXT_TASKS
@@ -24,8 +26,8 @@ from runtime.manifest import TEXT_TASKS
 Traced = tuple[Trace, list[str]]
 
 
-def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> ModelFacts:
-    """Layers, shapes, work and memory for one sample. `feeds_shapes`: by input name.
+def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, coupling: bool = False) -> ModelFacts:
+    """Layers, shapes, work and memory for one sample, and with `coupling` what can be pruned. `feeds_shapes`: by input.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
@@ -43,6 +45,7 @@ def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Mode
     traced, more = _traced(spec, source, root, module, feeds)
     layers = _layers(module, traced)
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
+    found = _coupling(spec, source, root, module, feeds) if coupling else None
     return ModelFacts(
         source="torch",
         architecture=architecture(module),
@@ -55,6 +58,8 @@ def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Mode
         operators=traced.operators,
         notes=(*notes, *more, *_layer_notes(layers, traced)),
         structure=_structure(spec, source, root, module, feeds),
+        prunable=found.facts if found else None,
+        unprunable=found.kept if found else {},
     )
 
 
@@ -92,8 +97,7 @@ def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feed
 
 def _structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:
     """How the module is made; one block and a note where no run shows it."""
-    if spec.task in TEXT_TASKS:
-        feeds = {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
+    feeds = _short(spec, feeds)
     try:
         return find_structure(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS as error:
@@ -104,13 +108,39 @@ def _structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, f
         return one_block(module, f"no blocks were found: a run without values fails ({first})")
 
 
+def _coupling(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Coupling:
+    """What can be pruned. SourceError where no run shows it."""
+    feeds = _short(spec, feeds)
+    try:
+        return find_coupling(module, zeros(feeds, "cpu"))
+    except factory.USER_ERRORS:
+        pass  # its forward looks at values: it gets some
+    try:
+        return find_coupling(_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+    except factory.USER_ERRORS as error:
+        raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
+
+
+def _short(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
+    """Texts of a few tokens show as much."""
+    if spec.task not in TEXT_TASKS:
+        return feeds
+    return {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
+
+
+def last_line(error: BaseException) -> str:
+    """What went wrong, and the line of the user's code at which it did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{where}; prune before that line, or change it"
+
+
 def _untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     if source.kind == "huggingface":
         module = huggingface.build_untrained(spec, source)
     else:
-        assert source.code is not None
         with torch.random.fork_rng(devices=[]):
-            module = factory.build(spec, source.code, root)
+            module = factory.build(spec, source, root)
     unstack_experts(module)
     return module
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
+from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.trace import run
 from compress.errors import SourceError
 from compress.facts import SampleShapes
@@ -31,7 +32,8 @@ class LoadedModel:
     """A model to compress: `module` (eval mode, float32, CPU) for torch, `onnx_path` for ONNX.
 
     `inputs` and `outputs` name dynamic dimensions "batch" and "sequence". `parameters`: input name -> the parameter of
-    `module.forward` that takes it. `folder` holds the config and tokenizer files that travel into the bundle.
+    `module.forward` that takes it. `folder` holds the config and tokenizer files that travel into the bundle. `shapes`:
+    how the module's sizes differ from those that its code, or config.json, builds.
     """
 
     kind: Literal["torch", "onnx"]
@@ -44,6 +46,7 @@ class LoadedModel:
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
     task: str = "generic"
+    shapes: Shapes = AS_BUILT
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -80,15 +83,15 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
         folder=source.folder,
         class_names=spec.class_names or _class_names(spec, source),
         task=spec.task,
+        shapes=read_shapes_record(source.shapes) if source.shapes is not None else AS_BUILT,
     )
 
 
 def _trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     if source.kind == "huggingface":
         return huggingface.load_trained(spec, source)
-    assert source.code is not None
     with torch.random.fork_rng(devices=[]):
-        module = factory.build(spec, source.code, root)
+        module = factory.build(spec, source, root)
     if source.weights:
         load_state(module, source.weights[0])
     return module

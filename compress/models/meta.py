@@ -31,12 +31,11 @@ def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Modu
 
 
 def _from_factory(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
-    assert source.code is not None
     try:
         with torch.device("meta"):
-            return factory.build(spec, source.code, root), []
+            return factory.build(spec, source, root), []
     except SourceError as error:
         first = error
     with torch.random.fork_rng(devices=[]):
-        module = factory.build(spec, source.code, root)  # a factory that is simply wrong fails here again
+        module = factory.build(spec, source, root)  # a factory that is simply wrong fails here again
     return module, [f"the factory cannot build on the meta device ({first}); it was built on the CPU to look at it"]

@@ -14,6 +14,7 @@ from torch import nn
 from compress.blocks import heap
 from compress.blocks.experts import ExpertPart, is_stacked, stacked_parts, unstack_experts
 from compress.blocks.materialise import emptied, empty_weights, memory_store, plain
+from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
@@ -50,11 +51,18 @@ def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, stru
     names = parameters(spec, source, template)
     check_feeds(spec, names, feeds_shapes)
     build = functools.partial(copy.deepcopy, template)
-    return StreamedModel(build, store, structure, names, architecture(template), source.folder, notes=notes)
+    shapes = read_shapes_record(source.shapes) if source.shapes is not None else AS_BUILT
+    return StreamedModel(
+        build, store, structure, names, architecture(template), source.folder, notes=notes, shapes=shapes
+    )
 
 
 def streamed_module(
-    module: nn.Module, structure: Structure, names: Mapping[str, str], folder: Path | None = None
+    module: nn.Module,
+    structure: Structure,
+    names: Mapping[str, str],
+    folder: Path | None = None,
+    shapes: Shapes = AS_BUILT,
 ) -> StreamedModel:
     """A module (changed in place: stacked experts become layers) that holds its weights. `names`: as `parameters`."""
     heap.return_large()
@@ -62,7 +70,7 @@ def streamed_module(
     template, store = emptied(module), memory_store(module)
     _fuse_attention(template)
     build = functools.partial(copy.deepcopy, template)
-    return StreamedModel(build, store, structure, names, architecture(template), folder)
+    return StreamedModel(build, store, structure, names, architecture(template), folder, shapes=shapes)
 
 
 def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
@@ -86,14 +94,13 @@ def _empty(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     if source.kind == "huggingface":
         with empty_weights():
             return huggingface.build_untrained(spec, source).requires_grad_(False)
-    assert source.code is not None
     if not source.weights:
         raise NotAsNamed("the factory itself gives the trained model")
     if source.weights[0].suffix != ".safetensors":
         raise NotAsNamed(f"{source.weights[0].name} is no safetensors file")
     try:
         with empty_weights(), torch.random.fork_rng(devices=[]):
-            module = factory.build(spec, source.code, root).float().requires_grad_(False)
+            module = factory.build(spec, source, root).float().requires_grad_(False)
     except SourceError as error:
         raise NotAsNamed(f"the factory cannot build without weights ({error})") from error
     hollow = [name for name, buffer in module.named_buffers() if buffer.device.type == "meta"]

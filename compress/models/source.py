@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "1_Pooling/*")
 """Files of a hub repository that hold no weights and may be needed."""
 PICKLES = (".pt", ".pth", ".bin")
+SHAPES = "shapes.json"
+"""The record of a pruned model's sizes, beside its weights."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A located model. `folder`: where its config and tokenizer files lie, if it has any. `weights`: its weight files.
 
-    `code`: (module or file.py, factory) of a python: source. `onnx`: the graph of an onnx: source.
+    `code`: (module or file.py, factory) of a python: source, `shapes`: how sizes differ from those that it builds (of a
+    pruned model, beside its weights). `onnx`: the graph of an onnx: source.
     """
 
     kind: Literal["huggingface", "python", "onnx"]
@@ -35,6 +38,7 @@ class Source:
     weights: tuple[Path, ...]
     code: tuple[str, str] | None = None
     onnx: Path | None = None
+    shapes: Path | None = None
 
 
 def locate(spec: ModelSpec, root: Path) -> Source:
@@ -113,7 +117,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
 
 
 def _deciding_files(source: Source, root: Path) -> list[Path]:
-    files = [*source.weights]
+    files = [*source.weights, *([] if source.shapes is None else [source.shapes])]
     if source.kind == "huggingface" and source.folder is not None:
         files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
     if source.onnx is not None:
@@ -172,7 +176,10 @@ def _python(spec: ModelSpec, rest: str, root: Path) -> Source:
             )
         weights = (path,)
     folder = _with_processor_files(weights[0].parent) if weights else None
-    return Source("python", folder, weights, code=(module, factory))
+    shapes = weights[0].with_name(SHAPES) if weights else None
+    return Source(
+        "python", folder, weights, code=(module, factory), shapes=shapes if shapes and shapes.is_file() else None
+    )
 
 
 def _with_processor_files(folder: Path) -> Path | None:

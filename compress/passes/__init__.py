@@ -4,30 +4,36 @@ from compress.passes.autocast import Autocast
 from compress.passes.autoround import AutoRound
 from compress.passes.awq import Awq
 from compress.passes.base import Pass, Record
+from compress.passes.distill import Distill
 from compress.passes.equalize import Equalize
 from compress.passes.fold_batchnorm import FoldBatchNorm
 from compress.passes.gptq import Gptq
 from compress.passes.hqq import Hqq
 from compress.passes.int8 import Int8
 from compress.passes.kv_cache import KvCache
+from compress.passes.prune_channels import PruneChannels
 from compress.passes.rotate import Rotate
 from compress.passes.rtn import Rtn
 from compress.passes.smoothquant import SmoothQuant
+from compress.passes.sparsify import Sparsify
 from compress.passes.tune import Tune
 
 PASSES: tuple[type[Pass], ...] = (
     Autocast,
     AutoRound,
     Awq,
+    Distill,
     Equalize,
     FoldBatchNorm,
     Gptq,
     Hqq,
     Int8,
     KvCache,
+    PruneChannels,
     Rotate,
     Rtn,
     SmoothQuant,
+    Sparsify,
     Tune,
 )
 
@@ -36,6 +42,7 @@ __all__ = [
     "AutoRound",
     "Autocast",
     "Awq",
+    "Distill",
     "Equalize",
     "FoldBatchNorm",
     "Gptq",
@@ -43,9 +50,11 @@ __all__ = [
     "Int8",
     "KvCache",
     "Pass",
+    "PruneChannels",
     "Record",
     "Rotate",
     "Rtn",
     "SmoothQuant",
+    "Sparsify",
     "Tune",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from compress.facts import ModelFacts, PassPlan
+from compress.facts import ModelFacts, Note, PassPlan
 from compress.targets import Target
 
 if TYPE_CHECKING:
@@ -46,10 +46,13 @@ class Pass(Record):
 
     stage: ClassVar[Stage] = "graph"
     needs_calibration: ClassVar[bool] = False
+    needs_train: ClassVar[bool] = False
     calibration_runs: ClassVar[float] = 0.0
     """Forward passes over the calibration data that `apply` costs, its own arithmetic counted in: for the forecast."""
     uses_gates: ClassVar[bool] = False
     """True if `apply` asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
+    uses_coupling: ClassVar[bool] = False
+    """True if `check` asks for `ModelFacts.prunable`."""
     lowest_opset: ClassVar[int] = 17
     """Of a graph that can hold what the pass leaves."""
     kind: str
@@ -61,6 +64,14 @@ class Pass(Record):
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         """What the pass would do to such a model. Raises nothing: what is wrong goes into `problems`, naming layers."""
         raise NotImplementedError
+
+    def train_problems(self, task: str, n_samples: int, has_labels: bool) -> list[str]:
+        """What is wrong with the training set, of a pass that needs one."""
+        return []
+
+    def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
+        """What the plan should say of learning from so many samples."""
+        return []
 
     def refused_by(self, target: Target) -> str | None:
         """Why a further target cannot hold what this pass leaves, or None."""

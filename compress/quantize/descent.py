@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid
+from compress.quantize.sparse import keep_zeros
 
 BLOCK = 128
 """Columns whose residual is taken in one product."""
@@ -29,13 +30,15 @@ def descend(
     grid: Grid,
     sweeps: int,
     compute: Compute = "float32",
+    gone: Tensor | None = None,
 ) -> tuple[Tensor, Grid]:
     """Better levels [out, in] and scales for `weight` [out, in] than those given, for inputs of a damped Gram matrix.
 
     That is `gram`, float32 [in, in], with `added` [in] on its diagonal, which makes that positive. Nothing given is
     changed. `compute`: the type of the large products; in bfloat16 a level may come out one beside the best.
+    `gone` [out, in]: True where the level stays that of zero, which it is in `levels`.
     """
-    work = _Work(weight, gram, added, levels, grid, getattr(torch, compute))
+    work = _Work(weight, gram, added, levels, grid, getattr(torch, compute), gone)
     for _ in range(sweeps):
         work.sweep()
     return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
@@ -45,13 +48,21 @@ class _Work:
     """All transposed, [in, out], so that a column is contiguous. `left` = W - Q."""
 
     def __init__(
-        self, weight: Tensor, gram: Tensor, added: Tensor, levels: Tensor, grid: Grid, dtype: torch.dtype
+        self,
+        weight: Tensor,
+        gram: Tensor,
+        added: Tensor,
+        levels: Tensor,
+        grid: Grid,
+        dtype: torch.dtype,
+        gone: Tensor | None,
     ) -> None:
         self.gram, self.added, self.low, self.high = gram.float(), added.float(), grid.low, grid.high
         self.pivots = (gram.diagonal() + added).tolist()
         self.levels = levels.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
         self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
+        self.gone = None if gone is None else gone.T.contiguous()
         self.size = weight.shape[1] // len(self.scales)
         self.left = (weight - grid.values(levels)).T.contiguous()
         self.rough_left = self.left.to(dtype)
@@ -100,6 +111,8 @@ class _Work:
             # Q + pull / G_jj, in levels, is the level itself plus what the residual asks for.
             found = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
             found.round_().clamp_(self.low, self.high)
+            if self.gone is not None:
+                keep_zeros(found, self.gone[column], None if self.zeros is None else self.zeros[g])
             torch.mul(found - level, self.scales[g], out=changes[k])
             self.levels[column] = found
         self.left[start:stop] -= changes

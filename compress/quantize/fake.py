@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.sparse import zeros_to_keep
 
 REACH = 0.45
 """How far from its integer, in levels, a float weight may pull the place where learning starts; below a half."""
@@ -25,10 +26,11 @@ class FakeWeight(nn.Module):
 
     What is kept of the start: integers as float32 levels [out, groups, group], scales [out, groups], zero points the
     same or None. The levels stay in the range of the bits; a symmetric start that never uses the lowest one and has no
-    negative scale stays without it (kernels may have to negate it). ValueError: the start is not made of integers.
+    negative scale stays without it (kernels may have to negate it). `weight`: the values before rounding; where a pass
+    set them to zero, they stay zero. ValueError: the start is not made of integers.
     """
 
-    def __init__(self, start: QuantizedWeight) -> None:
+    def __init__(self, start: QuantizedWeight, weight: Tensor | None = None) -> None:
         super().__init__()
         if start.values.dtype not in (np.int8, np.uint8):
             raise ValueError(
@@ -41,6 +43,8 @@ class FakeWeight(nn.Module):
         values = torch.from_numpy(start.values.astype(np.float32))
         self.levels = values.reshape(len(values), self.scales.shape[1], -1)  # [out, groups, group]
         self.low, self.high = level_range(start)
+        gone = None if weight is None else zeros_to_keep(weight.detach())
+        self.gone = None if gone is None else gone.reshape(self.levels.shape)
 
     def rounding(self) -> list[nn.Parameter]:
         """What decides the integers."""
@@ -74,6 +78,12 @@ class FakeWeight(nn.Module):
             points = zeros.numpy().astype(points.dtype)
         return QuantizedWeight(values, scales.numpy().copy(), points, self.start.bits, self.start.group_size)
 
+    def kept(self, levels: Tensor, zeros: Tensor | None) -> Tensor:
+        """The same levels, but where a weight is to stay zero the one that stands for it; no gradient reaches that."""
+        if self.gone is None:
+            return levels
+        return torch.where(self.gone, torch.zeros(()) if zeros is None else zeros[:, :, None], levels)
+
     def places(self, weight: Tensor | None) -> Tensor:
         """Positions in levels [out, groups, group], each rounded to the start's integer.
 
@@ -96,7 +106,7 @@ class LearnedWeight(FakeWeight):
     """
 
     def __init__(self, start: QuantizedWeight, weight: Tensor | None = None, learn_rounding: bool = True) -> None:
-        super().__init__(start)
+        super().__init__(start, weight)
         self.learn_rounding = learn_rounding
         places = self.places(weight) if learn_rounding else self.levels
         self.position = nn.Parameter(places, requires_grad=learn_rounding)
@@ -116,7 +126,7 @@ class LearnedWeight(FakeWeight):
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
         levels = to_level(self.position, self.low, self.high)
-        return levels, self.scales * (1 + self.growth), self.zeros
+        return self.kept(levels, self.zeros), self.scales * (1 + self.growth), self.zeros
 
 
 class ShiftedWeight(FakeWeight):
@@ -127,7 +137,7 @@ class ShiftedWeight(FakeWeight):
     """
 
     def __init__(self, start: QuantizedWeight, weight: Tensor | None = None) -> None:
-        super().__init__(start)
+        super().__init__(start, weight)
         offset = 0.0 if self.zeros is None else self.zeros[:, :, None]
         self.weight = (self.places(weight) - offset) * self.scales[:, :, None]
         self.shift = nn.Parameter(torch.zeros_like(self.levels))
@@ -151,7 +161,7 @@ class ShiftedWeight(FakeWeight):
         position = self.weight / scales[:, :, None] + self.shift
         if zeros is not None:
             position = position + zeros[:, :, None]
-        return straight_round(position).clamp(self.low, self.high), scales, zeros
+        return self.kept(straight_round(position).clamp(self.low, self.high), zeros), scales, zeros
 
     def _ends(self) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points of the range between the learned ends; exactly the start's where nothing changed."""

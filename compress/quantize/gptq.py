@@ -3,9 +3,10 @@
 Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (2022), algorithm 1,
 with static groups and activation order as its authors' code has them. Deviations: each group's scale is not the one of
 its range but the one of least error weighted with the Hessian's diagonal, because that is the error that counts; inputs
-that were always zero are rounded to the nearest rather than set to zero, because serving may use them; and after the
-loop sweeps of coordinate descent over levels and scales (as QuantEase, Behdin et al. 2023, arXiv:2309.01885) lower the
-same error further.
+that were always zero are rounded to the nearest rather than set to zero, because serving may use them; weights that a
+pass set to zero stay zero, and their errors are made up for like those of rounding (as SparseGPT does both at once);
+and after the loop sweeps of coordinate descent over levels and scales (as QuantEase, Behdin et al. 2023,
+arXiv:2309.01885) lower the same error further.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from compress.quantize.descent import descend
 from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid, finite, fit_grid
 from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.sparse import keep_zeros, zeros_to_keep
 from compress.schemes import WeightScheme
 
 BLOCK = 128
@@ -124,12 +126,26 @@ def gptq_round_together(
     """
     weight = torch.cat([one.float() for one in weights])
     plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
-    levels, grid = round_columns(weight, hessian, plain, rules), plain
+    gone = _zeros_together(weights)
+    levels, grid = round_columns(weight, hessian, plain, rules, gone), plain
     if sweeps := rules.sweeps_at(scheme.bits):
-        levels, grid = descend(weight, hessian.gram, hessian.added, levels, grid, sweeps, rules.compute)
+        levels, grid = descend(weight, hessian.gram, hessian.added, levels, grid, sweeps, rules.compute, gone)
     sizes = [len(one) for one in weights]
     parts = zip(weights, levels.split(sizes), _split(grid, sizes), _split(plain, sizes), strict=True)
     return [_judged(one.float(), lv, new, old, hessian.gram, scheme) for one, lv, new, old in parts]
+
+
+def _zeros_together(weights: Sequence[Tensor]) -> Tensor | None:
+    """True where a weight of the rows of all is to stay zero; None if all are dense."""
+    found = [zeros_to_keep(one) for one in weights]
+    if all(one is None for one in found):
+        return None
+    return torch.cat(
+        [
+            torch.zeros_like(weight, dtype=torch.bool) if one is None else one
+            for weight, one in zip(weights, found, strict=True)
+        ]
+    )
 
 
 def _judged(weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme) -> Rounded:
@@ -156,8 +172,13 @@ def _energies(matrices: Sequence[Tensor], gram: Tensor) -> list[float]:
     return [float(((one @ gram) * one).sum(dtype=torch.float64)) for one in matrices]
 
 
-def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = PUBLISHED) -> Tensor:
-    """Algorithm 1: levels [out, in] of `weight` [out, in] on `grid`, each column's error spread over the later ones."""
+def round_columns(
+    weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = PUBLISHED, gone: Tensor | None = None
+) -> Tensor:
+    """Algorithm 1: levels [out, in] of `weight` [out, in] on `grid`, each column's error spread over the later ones.
+
+    `gone` [out, in]: True where the level stays that of zero, whatever came to the weight from earlier columns.
+    """
     order, factor = hessian.order, hessian.factor
     n, size = weight.shape[1], weight.shape[1] // grid.scales.shape[1]
     group = (order // size).tolist()
@@ -165,6 +186,7 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = P
     scales = grid.scales.T.contiguous()  # [groups, out]
     inverse = 1 / scales
     zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
+    gone = None if gone is None else gone.T[order].contiguous()
     levels = torch.empty_like(left)
     pivots = factor.diagonal().tolist()
     rough = getattr(torch, rules.compute)
@@ -179,11 +201,12 @@ def round_columns(weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = P
                 near = column
             value = torch.addmv(left[column], errors[near - start : k].T, factor[near:column, column], alpha=-1)
             level = torch.mul(value, inverse[g], out=levels[column]).round_()
-            if zeros is None:
-                rest = torch.addcmul(value, level.clamp_(grid.low, grid.high), scales[g], value=-1)
-            else:
-                level.add_(zeros[g]).clamp_(grid.low, grid.high)
-                rest = torch.addcmul(value, level - zeros[g], scales[g], value=-1)
+            if zeros is not None:
+                level.add_(zeros[g])
+            level.clamp_(grid.low, grid.high)
+            if gone is not None:
+                keep_zeros(level, gone[column], None if zeros is None else zeros[g])
+            rest = torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1)
             torch.div(rest, pivots[column], out=errors[k])
         left[stop:] -= factor[start:stop, stop:].to(rough).T @ errors.to(rough)
     placed = torch.empty_like(levels)

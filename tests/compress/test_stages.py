@@ -19,7 +19,7 @@ from compress.inputs import fixed_batch
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState, Range
 from compress.runner import layer_rows
-from compress.stages import _example, _refuse_broken, _save_arrays, pass_step
+from compress.stages import _refuse_broken, _save_arrays, example_batch, pass_step
 from runtime.bundle import TensorSpec
 
 
@@ -78,7 +78,7 @@ def test_arrays_that_cannot_be_written(tmp_path: Path) -> None:
 def test_the_example_has_two_samples_where_the_batch_is_free(batch: int | str, n: int, expected: int) -> None:
     specs = (TensorSpec("x", "float32", (batch, 2)),)
     feeds: Any = [{"x": np.ones((n, 2), np.float32)}]
-    assert len(_example(feeds, specs)["x"]) == expected
+    assert len(example_batch(feeds, specs)["x"]) == expected
     assert fixed_batch(specs) == (batch if batch == 1 else None)
 
 

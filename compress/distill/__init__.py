@@ -1,0 +1,1 @@
+"""Distillation: losses, lessons and the loop that teaches a student. Functions on modules and tensors."""

@@ -1,0 +1,80 @@
+"""One micro-batch of training samples, and the part of it that one of several processes takes. Torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Samples blended with others (mixup): `labels` of the others; `share`: how much of each sample is its own."""
+
+    labels: Tensor | None
+    share: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as a model reads them.
+
+    `rows`: int64 [b], their numbers in the training set. `feeds`: [b, ...] by parameter of forward. `weights`: float32
+    [b], what each sample counts in a mean. `labels`: int64 [b] classes or float32 [b] scores. `augmented`: the feeds
+    are not those of the rows as they are.
+    """
+
+    rows: np.ndarray
+    feeds: dict[str, Tensor]
+    weights: Tensor
+    labels: Tensor | None = None
+    mixed: Mixed | None = None
+    augmented: bool = False
+
+    @property
+    def mask(self) -> Tensor | None:
+        """[b, T], nonzero at tokens; None where the samples are no texts."""
+        return self.feeds.get(MASK)
+
+    @property
+    def weight(self) -> float:
+        return float(self.weights.sum())
+
+
+def part(batch: Batch, rank: int, size: int) -> Batch:
+    """Every `size`-th sample, from `rank` on."""
+    if size == 1:
+        return batch
+    mine = slice(rank, None, size)
+    mixed = batch.mixed and replace(batch.mixed, labels=_sliced(batch.mixed.labels, mine))
+    feeds = {name: tensor[mine] for name, tensor in batch.feeds.items()}
+    return replace(
+        batch,
+        rows=batch.rows[mine],
+        feeds=feeds,
+        weights=batch.weights[mine],
+        labels=_sliced(batch.labels, mine),
+        mixed=mixed,
+    )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same on a device."""
+    if device.type == "cpu":
+        return batch
+    mixed = batch.mixed and replace(batch.mixed, labels=_moved(batch.mixed.labels, device))
+    feeds = {name: tensor.to(device) for name, tensor in batch.feeds.items()}
+    weights, labels = batch.weights.to(device), _moved(batch.labels, device)
+    return replace(batch, feeds=feeds, weights=weights, labels=labels, mixed=mixed)
+
+
+def _sliced(tensor: Tensor | None, mine: slice) -> Tensor | None:
+    return None if tensor is None else tensor[mine]
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)

@@ -1,0 +1,101 @@
+"""How long and how fast a model is trained: plain numbers, and the learning rate and the rows of every step. No torch.
+
+All of it is a function of the seed and the step's number, so that a run taken up again needs no replay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+Optimizer = Literal["adamw", "sgd"]
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["float32", "bfloat16"]
+Rows = np.ndarray
+"""int64 [n]."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How to train. Every step takes `accumulate` micro-batches of `batch_size` samples.
+
+    `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`:
+    steps between two looks at the samples held out. `patience`: looks without a better one after which training ends;
+    None: never. `max_seconds`: rates fall to zero by then, too, and what a run gives depends on the machine.
+    `save_seconds`: what a killed run may lose.
+    """
+
+    steps: int
+    batch_size: int
+    accumulate: int = 1
+    learning_rate: float = 5e-4
+    weight_decay: float = 0.0
+    optimizer: Optimizer = "adamw"
+    momentum: float = 0.9
+    schedule: Schedule = "cosine"
+    warmup: int = 0
+    clip: float = 1.0
+    precision: Precision = "float32"
+    held_out: float = 0.05
+    evaluate_every: int = 100
+    patience: int | None = None
+    max_seconds: float | None = None
+    dropout: bool = False
+    freeze_batchnorm: bool = False
+    save_seconds: float = 10.0
+    seed: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Of one step."""
+        return self.batch_size * self.accumulate
+
+
+def progress_made(course: Course, step: int, seconds: float) -> float:
+    """0 at the start, 1 at the end: by steps or by time, whichever is nearer to its end."""
+    spent = 0.0 if course.max_seconds is None else seconds / course.max_seconds
+    return min(max(step / max(course.steps, 1), spent), 1.0)
+
+
+def learning_rate(course: Course, step: int, seconds: float) -> float:
+    """Of the step of that number, from 0 on: a linear rise, then the schedule."""
+    done = progress_made(course, step, seconds)
+    rise = min((step + 1) / course.warmup, 1.0) if course.warmup else 1.0
+    falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    return course.learning_rate * rise * falls[course.schedule]
+
+
+def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
+    """(rows to learn from, rows held out) of `n`, the second drawn by the seed; in rising order."""
+    n_held = round(held_out * n)
+    order = np.random.default_rng([seed, 0]).permutation(n)
+    return np.sort(order[n_held:]), np.sort(order[:n_held])
+
+
+def step_rows(rows: Rows, course: Course, step: int) -> list[Rows]:
+    """The step's micro-batches. Samples come in an endless row of permutations, one for each epoch."""
+    first = step * course.samples
+    numbers = np.arange(first, first + course.samples)
+    epochs, places = numbers // len(rows), numbers % len(rows)
+    orders = {epoch: _order(len(rows), course.seed, epoch) for epoch in np.unique(epochs).tolist()}
+    drawn = np.array([orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)])
+    return np.split(rows[drawn], course.accumulate)
+
+
+def step_random(course: Course, step: int, micro: int) -> np.random.Generator:
+    """What augments one micro-batch."""
+    return np.random.default_rng([course.seed, 2, step, micro])
+
+
+def step_seed(course: Course, step: int, micro: int, rank: int) -> int:
+    """Of what torch draws in one micro-batch (dropout)."""
+    return int(np.random.default_rng([course.seed, 3, step, micro, rank]).integers(2**62))
+
+
+@lru_cache(maxsize=2)
+def _order(n: int, seed: int, epoch: int) -> Rows:
+    return np.random.default_rng([seed, 1, epoch]).permutation(n)

@@ -1,0 +1,98 @@
+"""How far a student's tensors are from a teacher's: one number for each sample, 0 for equal ones. Torch.
+
+Every function takes [b, ...] and gives [b], so that a batch may be cut into parts and weighed together again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Divergence = Literal["forward", "reverse", "symmetric"]
+Distance = Literal["mse", "cosine"]
+Pooling = Literal["none", "mean", "cls", "max"]
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, kind: Divergence = "forward") -> Tensor:
+    """KL divergence of softmax(logits / T) times T^2, in nats, over the last dimension: [..., C] -> [...].
+
+    forward: KL(teacher || student), reverse: KL(student || teacher), symmetric: the mean of both. T^2 keeps the size
+    of the gradient as T grows (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    """
+    s, t = student.float() / temperature, teacher.float() / temperature
+    # In this form loss and gradient of equal logits are 0 to the last bit: Adam would make steps of any rounding error.
+    own, other = s.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
+    gap = (own - other).squeeze(-1)
+    total = torch.zeros_like(gap)
+    if kind != "reverse":
+        total = total + gap + ((t - other).exp() * (t - s)).sum(-1)
+    if kind != "forward":
+        total = total - gap + ((s - own).exp() * (s - t)).sum(-1)
+    return total * temperature**2 * (0.5 if kind == "symmetric" else 1.0)
+
+
+def label_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy for classes (int64 [b]), squared error for scores (float [b], outputs [b] or [b, 1])."""
+    if labels.dtype == torch.int64:
+        return F.cross_entropy(outputs.float(), labels, reduction="none")
+    return (outputs.float().reshape(len(labels)) - labels.float()).square()
+
+
+def relative_error(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean squared error over the teacher's mean square, so that layers of any size weigh the same. [b, ...] -> [b].
+
+    TinyBERT (Jiao et al. 2020, arXiv:1909.10351, eq. 8) has the plain mean; `mask` [b, T]: tokens of [b, T, D] that
+    count.
+    """
+    kept = _keep(teacher, mask)
+    error = ((student.float() - teacher.float()) * kept).square().flatten(1).mean(1)
+    return error / (teacher.float() * kept).square().flatten(1).mean(1).clamp_min(1e-12)
+
+
+def cosine_error(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+    """1 - cosine over the last dimension, mean over tokens (DistilBERT, Sanh et al. 2019, arXiv:1910.01108).
+
+    Taken as half the squared distance of the unit vectors, which is exactly 0 for equal ones, and so is its gradient.
+    """
+    apart = F.normalize(student.float(), dim=-1) - F.normalize(teacher.float(), dim=-1)
+    return masked_mean(apart.square().sum(-1) / 2, mask)  # [b] or [b, ...] -> [b]
+
+
+def attention_error(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
+    """KL(teacher || student) of attention maps [b, heads, T, T], mean over heads and tokens (MiniLM, arXiv:2002.10957).
+
+    Where the numbers of heads differ, the mean maps are compared. `mask` [b, T]: tokens, padding left out.
+    """
+    if student.shape[1] != teacher.shape[1]:
+        student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
+    s, t = student.float().clamp_min(1e-9), teacher.float().clamp_min(1e-9)
+    gap = (t * (t.log() - s.log()) + s - t).sum(-1).mean(1)  # [b, T]; s - t adds up to 0 and makes the gradient exact
+    return masked_mean(gap, mask)
+
+
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """[b, T] -> [b], over the tokens of the mask; [b, ...] -> [b] without one."""
+    if mask is None or values.dim() < 2 or values.shape[:2] != mask.shape:
+        return values.flatten(1).mean(1) if values.dim() > 1 else values
+    kept = mask.to(values.dtype)
+    return (values.flatten(2).mean(2) if values.dim() > 2 else values).mul(kept).sum(1) / kept.sum(1).clamp_min(1)
+
+
+def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """One embedding a text: [b, T, D] and the mask [b, T] -> [b, D], as the runtime pools; not normalised."""
+    kept = mask[..., None].to(hidden.dtype)
+    if pooling == "mean":
+        return (hidden * kept).sum(1) / kept.sum(1).clamp_min(1e-9)
+    if pooling == "max":
+        return hidden.masked_fill(kept == 0, torch.finfo(hidden.dtype).min).amax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), mask.bool().int().argmax(1)]  # cls: the first token
+
+
+def _keep(teacher: Tensor, mask: Tensor | None) -> Tensor | float:
+    """What zeroes padding in [b, T, D]; 1.0 for anything else."""
+    if mask is None or teacher.dim() != 3 or teacher.shape[:2] != mask.shape:
+        return 1.0
+    return mask[..., None].float()

@@ -1,0 +1,249 @@
+"""The training loop, on accelerate: steps, looks at samples held out, the best state so far, resume after a kill.
+
+It knows nothing of what is learned from: `Lessons` make batches and say how far off the module is. With several
+processes of one launch each takes its part of every micro-batch, and the gradients are summed, so that the losses are
+those of one process to rounding (but for dropout, which each draws for its own part).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+from compress.blocks.sharing import share, wait
+from compress.distill.batch import Batch, part, to_device
+from compress.distill.batchnorm import set_mode, shared_statistics
+from compress.distill.course import Course, Rows, learning_rate, split_rows, step_random, step_rows, step_seed
+from compress.distill.optimizer import check_sizes, make_optimizer, reduce_gradients
+from compress.distill.state import (
+    module_state,
+    optimizer_state,
+    prefixed,
+    read_state,
+    restore_module,
+    restore_optimizer,
+    unprefixed,
+    write_state,
+)
+from compress.distill.training_log import TrainLog, diverged, line, log_of
+from compress.errors import PassError
+
+FILE = "training.safetensors"
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What is learned from: `n` samples.
+
+    `batch`: the samples of these rows on the CPU, changed at random by the generator, or as they are without one.
+    `loss`: mean over a batch's samples, each counted by its weight; a scalar with gradients.
+    """
+
+    n: int
+    batch: Callable[[Rows, np.random.Generator | None], Batch]
+    loss: Callable[[Batch], Tensor]
+
+
+def _nothing(step: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Around:
+    """What training may use beside its lessons. `name`: what bar, log and errors call it.
+
+    `work`: a folder that outlives a killed run; None: nothing is saved. `rates`: parameter -> a factor on the learning
+    rate. `before_step`, `after_step`: called with each step's number; what they do must follow from that number and the
+    module alone, for a resumed run calls them from its first step on.
+    """
+
+    name: str
+    log: Callable[[str], None]
+    progress: Callable[[Sequence[Any], str], Iterable[Any]]
+    work: Path | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
+    before_step: Callable[[int], None] = _nothing
+    after_step: Callable[[int], None] = _nothing
+
+
+def _accelerator() -> Accelerator:
+    """Of this process among those of a launch; RuntimeError where accelerate knows of other ones."""
+    size = share().size  # joins the group before accelerate would, which sees processes on CPUs only if it is told so
+    found = Accelerator(cpu=not torch.cuda.is_available())
+    if found.num_processes != size:
+        raise RuntimeError(f"{size} processes work together, but accelerate was set up for {found.num_processes}")
+    return found
+
+
+def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -> TrainLog:
+    """Train every parameter of `module` that wants a gradient; it is left with the best state, in eval mode, on CPU.
+
+    The best is that with the least loss on the samples held out, the start included; without any, the last.
+    Raises PassError: a loss that is NaN or infinite before anything better than the start was found; too few samples.
+    """
+    training = _Training(module, lessons, course, around)
+    training.resume()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(shared_statistics(module, training.sum, training.size))
+        training.run()
+    restore_module(module, training.best)
+    module.cpu().eval()
+    if training.log.end == "diverged" and (training.log.best_loss is None or not training.log.best_step):
+        raise PassError(diverged(around.name, training.log, course))
+    return training.log
+
+
+class _Training:
+    """One run. What changes is the module, the optimizer, `log` and `best`; these are what is saved."""
+
+    def __init__(self, module: nn.Module, lessons: Lessons, course: Course, around: Around) -> None:
+        self.accelerator = _accelerator()
+        self.device = self.accelerator.device
+        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        self.module, self.lessons, self.course, self.around = module.to(self.device), lessons, course, around
+        self.rows, self.held = split_rows(lessons.n, course.held_out, course.seed)
+        check_sizes(len(self.rows), course, self.size, around.name)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(module, course, around.rates)
+        self.log, self.best = TrainLog(), module_state(module)
+        self.file = None if around.work is None else around.work / FILE
+        self.begun = self.saved = time.monotonic()
+
+    def run(self) -> None:
+        """All steps that are left."""
+        if not self.log.looks:
+            self._look()
+        steps = range(self.log.step, 0 if self.log.end else self.course.steps)
+        for step in self.around.progress(steps, self.around.name):
+            loss = self._step(step)
+            if not math.isfinite(loss):
+                self.log.end = "diverged"
+                break
+            self.log.add(loss, self.course.steps)
+            self._judge()
+            if self.log.end:
+                break
+        if not self.log.end:
+            self.log.end = "steps"
+        self._save()
+
+    def _step(self, step: int) -> float:
+        """One step of the optimizer; its loss, or NaN where loss or gradient are not finite and nothing was done."""
+        self.around.before_step(step)
+        set_mode(self.module, self.course.dropout, self.course.freeze_batchnorm)
+        self.optimizer.zero_grad(set_to_none=True)
+        drawn = enumerate(step_rows(self.rows, self.course, step))
+        batches = [self.lessons.batch(rows, step_random(self.course, step, k)) for k, rows in drawn]
+        whole = sum(batch.weight for batch in batches)
+        total = torch.zeros((), device=self.device)
+        for k, batch in enumerate(batches):
+            torch.manual_seed(step_seed(self.course, step, k, self.rank))
+            mine = part(batch, self.rank, self.size)
+            loss = self._loss(mine) * (mine.weight / whole)
+            self.accelerator.backward(loss)
+            total += loss.detach()
+        found = float(self.sum(total))
+        if not math.isfinite(found) or not self._clip():
+            return math.nan
+        self._apply(step)
+        return found
+
+    def _loss(self, batch: Batch) -> Tensor:
+        reduced = self.course.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=reduced):
+            return self.lessons.loss(to_device(batch, self.device))
+
+    def _clip(self) -> bool:
+        """Gradients of all processes summed, and clipped; False if they are not finite."""
+        if self.size > 1:
+            reduce_gradients(self.parameters, self.sum)
+        limit = self.course.clip or math.inf
+        return bool(torch.isfinite(self.accelerator.clip_grad_norm_(self.parameters, limit)))
+
+    def _apply(self, step: int) -> None:
+        rate = learning_rate(self.course, step, self._agreed_seconds())
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        self.optimizer.step()
+        self.around.after_step(step)
+
+    def _judge(self) -> None:
+        """After a step: look where it is time, end where it is time, save where it is time."""
+        course, log = self.course, self.log
+        late = course.max_seconds is not None and self._agreed_seconds() >= course.max_seconds
+        last = late or log.step == course.steps
+        if last or log.step % course.evaluate_every == 0:
+            self._look()
+        if course.patience is not None and log.stale >= course.patience and not last:
+            log.end = "patience"
+        elif last:
+            log.end = "time" if late else "steps"
+        if time.monotonic() - self.saved >= course.save_seconds:
+            self._save()
+
+    def _look(self) -> None:
+        """The loss on what is held out; the best state is kept. Where nothing is held out, the last state is."""
+        if not len(self.held):
+            self.best, self.log.best_step = module_state(self.module), self.log.step
+            return
+        if self.log.look(self._held_out_loss()):
+            self.best = module_state(self.module)
+        self.around.log(line(self.around.name, self.log, self.course, self._seconds()))
+
+    def _held_out_loss(self) -> float:
+        """In eval mode, on the samples as they are. Processes take batches in turn."""
+        self.module.eval()
+        size = self.course.batch_size
+        pieces = [self.held[start : start + size] for start in range(0, len(self.held), size)]
+        sums = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for rows in pieces[self.rank :: self.size]:
+                batch = self.lessons.batch(rows, None)
+                sums += torch.tensor([float(self._loss(batch)) * batch.weight, batch.weight], dtype=torch.float64)
+        found = self.sum(sums)
+        return float(found[0] / found[1])
+
+    def _save(self) -> None:
+        self.log.seconds = self._seconds()
+        self.begun = self.saved = time.monotonic()
+        if self.file is None or self.rank > 0:
+            return
+        tensors = prefixed("now", module_state(self.module)) | prefixed("best", self.best)
+        tensors |= prefixed("optimizer", optimizer_state(self.optimizer))
+        write_state(self.file, tensors, asdict(self.log))
+
+    def resume(self) -> None:
+        """Go on where an earlier run stood, if it left anything."""
+        found = None if self.file is None else read_state(self.file)
+        wait()  # until all have read, nobody writes
+        if found is None:
+            return
+        tensors, record = found
+        restore_module(self.module, unprefixed("now", tensors))
+        restore_optimizer(self.optimizer, unprefixed("optimizer", tensors))
+        self.best, self.log = unprefixed("best", tensors), log_of(record)
+        self.around.log(f"{self.around.name}: goes on from step {self.log.step} of {self.course.steps}")
+
+    def _seconds(self) -> float:
+        return self.log.seconds + time.monotonic() - self.begun
+
+    def _agreed_seconds(self) -> float:
+        """The mean over processes, so that all do the same; 0 where time does not count."""
+        if self.course.max_seconds is None:
+            return 0.0
+        return float(self.sum(torch.tensor(self._seconds(), dtype=torch.float64))) / self.size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all processes."""
+        return self.accelerator.reduce(tensor, "sum") if self.size > 1 else tensor

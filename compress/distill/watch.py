@@ -1,0 +1,111 @@
+"""What modules inside a model give while it runs: hidden states and attention maps, by the module's name. Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compress.blocks.materialise import plain
+from compress.blocks.trace import named_outputs
+from compress.errors import PassError
+
+Feeds = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One forward pass: the model's outputs by name, and by module what it gave and its attention map [b, h, T, T]."""
+
+    outputs: dict[str, Tensor]
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    maps: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Tensor:
+        """The first output: logits where there are any."""
+        return next(iter(self.outputs.values()))
+
+
+class Watched(AbstractContextManager["Watched"]):
+    """A module that tells what the named parts of it gave at each call. Inside `with` only."""
+
+    def __init__(self, module: nn.Module, hidden: Sequence[str] = (), maps: Sequence[str] = ()) -> None:
+        self.module, self.hidden, self.maps = module, tuple(hidden), tuple(maps)
+        self.handles: list[RemovableHandle] = []
+        self.given: dict[str, Any] = {}
+
+    def __enter__(self) -> Watched:
+        parts = module_names(self.module)
+        wanted = dict.fromkeys((*self.hidden, *self.maps))
+        self.handles = [parts[name].register_forward_hook(self._keeper(name)) for name in wanted]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.given.clear()
+
+    def __call__(self, feeds: Feeds) -> Seen:
+        """PassError where a module that is watched was not called."""
+        self.given.clear()
+        outputs = named_outputs(self.module(**feeds))
+        silent = [name for name in (*self.hidden, *self.maps) if name not in self.given]
+        if silent:
+            raise PassError(f"distill: the model runs without calling {silent[0]}; map another module")
+        hidden = {name: _first_tensor(self.given[name], name) for name in self.hidden}
+        seen = Seen(outputs, hidden, {name: self.given[name][1] for name in self.maps})
+        self.given.clear()
+        return seen
+
+    def _keeper(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            self.given[name] = out
+
+        return keep
+
+
+def module_names(module: nn.Module) -> dict[str, nn.Module]:
+    """By plain name, in the module's order."""
+    return {plain(name): part for name, part in module.named_modules()}
+
+
+def attention_modules(module: nn.Module, feeds: Feeds) -> list[str]:
+    """The modules that give (output, attention map) when run on these feeds, the innermost of each; in their order."""
+    found: list[str] = []
+
+    def keeper(name: str) -> Callable[..., None]:
+        def keep(part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            if _has_map(out):
+                found.append(name)
+
+        return keep
+
+    handles = [part.register_forward_hook(keeper(name)) for name, part in module_names(module).items()]
+    try:
+        with torch.no_grad():
+            module(**feeds)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+
+
+def _has_map(out: Any) -> bool:
+    """True for a tuple whose second item holds probabilities [b, h, T, T]."""
+    if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], Tensor) or out[1].dim() != 4:
+        return False
+    sums = out[1].sum(-1)
+    return out[1].shape[2] == out[1].shape[3] and bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-2))
+
+
+def _first_tensor(out: Any, name: str) -> Tensor:
+    item = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(item, Tensor):
+        raise PassError(f"distill: {name} gives {type(out).__name__}, not a tensor; map another module")
+    return item

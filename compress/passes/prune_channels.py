@@ -1,0 +1,176 @@
+"""`prune_channels`: channels, neurons, heads and widths that matter least are removed, and the rest is fitted anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, Prunable, matches
+from compress.passes.base import LayerPattern, Pass, Stage
+from compress.passes.widths import kept_units, least_ratio, shrunk
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.context import PassContext, PassResult
+
+Kind = Literal["channels", "neurons", "heads", "width"]
+BUDGETS = ("ratio", "max_params", "max_flops", "speedup")
+Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
+
+
+class PruneChannels(Pass):
+    """Remove what is coupled, as a whole: the model that is left is a smaller one of the same kind, without masks.
+
+    Exactly one of `ratio`, `max_params`, `max_flops` and `speedup` says how much goes.
+    """
+
+    stage: ClassVar[Stage] = "model"
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 30.0
+    uses_coupling: ClassVar[bool] = True
+
+    kind: Literal["prune_channels"] = "prune_channels"
+    ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the units of every dimension that goes."""
+    max_params: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the weights that may be left."""
+    max_flops: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the multiply-accumulates that may be left."""
+    speedup: Annotated[float, Field(gt=1)] | None = None
+    """How many times faster the float model is to be, on the target; widths are chosen by measured layer times."""
+    dimensions: tuple[Kind, ...] = ("channels", "neurons", "heads")
+    """What may go: channels of convolutions, neurons of feed-forward layers, attention heads (of grouped queries, a
+    key-value head with its queries), and the width of what blocks add to."""
+    targets: tuple[LayerPattern, ...] = ()
+    """Layers whose outputs may go, by name, `re:` pattern or type; empty: all that can."""
+    ignore: tuple[LayerPattern, ...] = ()
+    """Layers whose outputs stay."""
+    importance: Importance = "obs"
+    """By what the least is told: obs: the error that is left where a unit was read, once the readers are fitted to the
+    rest (grouped Optimal Brain Surgeon), obd: without that fit; the others score a unit by its activation, its weights
+    (l1, l2), its batch norm's scale (bn_scale), its gradient (taylor, fisher), or by chance."""
+    compensate: bool = True
+    """Fit the layers that are left to what the whole model gives on the calibration data, by least squares."""
+    alike: Literal["auto"] | bool = "auto"
+    """Equally wide dimensions of a kind get one width, under `max_params`, `max_flops` and `speedup`: a configuration
+    can then say it. auto: for transformers models, which are to load again from their config.json."""
+    round_to: Annotated[int, Field(ge=1)] = 8
+    """Channels, neurons and widths that are left are a multiple of it, which kernels are fast at."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> PruneChannels:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) != 1:
+            have = f"{' and '.join(given)} are given" if given else "none is given"
+            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}; {have}")
+        return self
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        if facts.prunable is None:
+            return PassPlan(facts, problems=(f"{self.kind}: works on torch models; an ONNX file cannot be pruned",))
+        types = {layer.name: layer.type for layer in facts.layers}
+        taken = [one for one in facts.prunable if self.takes(one, types)]
+        problems = self._pattern_problems(facts)
+        if not taken:
+            found = ", ".join(sorted({one.kind for one in facts.prunable})) or "nothing"
+            problems.append(f"{self.kind}: nothing is left to prune (of this model {found} could be; see dimensions)")
+        if problems:
+            return PassPlan(facts, problems=tuple(problems))
+        ratio = self.ratio if self.ratio is not None else self._ratio_of_budget(facts, taken)
+        if ratio is None:
+            return PassPlan(facts, problems=(self._out_of_reach(facts, taken),))
+        units = {one.name: kept_units(one.n_units, one.kind, ratio, self.round_to) for one in taken}
+        problems = [
+            f"{self.kind}: ratio {ratio:g} would leave nothing of the {one.n_units} {one.kind} of {one.name}; "
+            f"use at most {1 - 1 / one.n_units:.3g}, or ignore it"
+            for one in taken
+            if not units[one.name]
+        ]
+        if problems:
+            return PassPlan(facts, problems=tuple(problems))
+        after = shrunk(facts, taken, units)
+        return PassPlan(after, self._decisions(facts, taken, units), self._notes(facts, after))
+
+    def takes(self, one: Prunable, types: Mapping[str, str]) -> bool:
+        """True if the dimension may be cut. `types`: layer -> its type."""
+        among = any(matches(p, name, types[name]) for p in self.targets for name in one.writers)
+        ignored = any(matches(p, name, types[name]) for p in self.ignore for name in one.writers)
+        return one.kind in self.dimensions and not ignored and (among or not self.targets)
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a LoadedModel, whose module gets smaller in place. Raises PassError: a budget out of reach."""
+        from compress.passes.prune_steps import prune_channels  # torch
+
+        return prune_channels(self, model, context)
+
+    def _pattern_problems(self, facts: ModelFacts) -> list[str]:
+        writers = {name for one in facts.prunable or () for name in one.writers}
+        types = {layer.name: layer.type for layer in facts.layers}
+        problems = []
+        for field, patterns in (("targets", self.targets), ("ignore", self.ignore)):
+            for pattern in patterns:
+                if not any(matches(pattern, name, types[name]) for name in writers):
+                    why = next(
+                        (f": {facts.unprunable[n]}" for n in facts.unprunable if matches(pattern, n, types[n])), ""
+                    )
+                    some = ", ".join(sorted(writers)[:3])
+                    problems.append(
+                        f"{self.kind}: {field}: {pattern!r} selects nothing that could go{why} (e.g. {some} could)"
+                    )
+        return problems
+
+    def cost(self, facts: ModelFacts) -> float:
+        """What the budget is about; multiply-accumulates stand for time until it is measured."""
+        return sum(la.n_weights for la in facts.distinct_layers()) if self.max_params is not None else facts.macs
+
+    @property
+    def share(self) -> float:
+        """Of the cost, what may be left."""
+        return next(b for b in (self.max_params, self.max_flops, self.speedup and 1 / self.speedup) if b is not None)
+
+    def _ratio_of_budget(self, facts: ModelFacts, taken: list[Prunable]) -> float | None:
+        """The least ratio that meets it, alike for all: for the forecast; the widths are chosen when it runs."""
+
+        def holds(ratio: float) -> bool:
+            units = {one.name: max(1, kept_units(one.n_units, one.kind, ratio, self.round_to)) for one in taken}
+            return self.cost(shrunk(facts, taken, units)) <= self.share * self.cost(facts)
+
+        return least_ratio(holds)
+
+    def _out_of_reach(self, facts: ModelFacts, taken: list[Prunable]) -> str:
+        least = {one.name: 1 if one.kind == "heads" else min(self.round_to, one.n_units) for one in taken}
+        best = self.cost(shrunk(facts, taken, least)) / self.cost(facts)
+        field = next(name for name in BUDGETS if getattr(self, name) is not None)
+        reach = f"speedup: {1 / best:.2f} by multiply-accumulates" if field == "speedup" else f"{field}: {best:.3g}"
+        return (
+            f"{self.kind}: {field} {getattr(self, field):g} is out of reach: the best, with the least of every "
+            f"dimension left, is {reach}; ask for less, or allow more dimensions"
+        )
+
+    def _decisions(self, facts: ModelFacts, taken: list[Prunable], units: dict[str, int]) -> tuple[LayerDecision, ...]:
+        about = "expected: " if self.ratio is None else ""
+        said = {
+            name: (one, f"{about}{units[one.name]} of {one.n_units} {one.kind} stay")
+            for one in taken
+            for name in one.writers
+        }
+        found = []
+        for layer in facts.layers:
+            if layer.name in said and units[said[layer.name][0].name] < said[layer.name][0].n_units:
+                found.append(LayerDecision(layer.name, layer.type, "pruned", said[layer.name][1]))
+            else:
+                reason = facts.unprunable.get(
+                    layer.name, "not selected" if layer.name not in said else "as wide as it was"
+                )
+                found.append(LayerDecision(layer.name, layer.type, "kept", reason))
+        return tuple(found)
+
+    def _notes(self, facts: ModelFacts, after: ModelFacts) -> tuple[Note, ...]:
+        how = "" if self.ratio is not None else "about "
+        text = (
+            f"{self.kind}: {how}{after.n_bytes / facts.n_bytes:.0%} of the weights and "
+            f"{after.macs / max(facts.macs, 1):.0%} of the multiply-accumulates stay"
+        )
+        return (Note("info", text),)

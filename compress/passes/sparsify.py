@@ -1,0 +1,221 @@
+"""`sparsify`: weights set to zero one by one, or N of each M kept: by magnitude, Wanda or SparseGPT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, matches
+from compress.passes.base import LayerPattern, Pass, Record, Stage
+from compress.passes.choosing import choose_layers, pattern_problems
+from compress.passes.weight_rules import uncalled
+from compress.prune.sparsity import Sparsity
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.context import PassContext, PassResult
+
+HALF = Sparsity(0.5)
+PRODUCTS = ("Linear", "Conv1D")
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+"""Types of layers that are taken."""
+SPARSE_CORES = ("tensorrt",)
+"""Targets that run 2:4 on sparse tensor cores (TensorRT 11.1, Data Formats and Tensors)."""
+
+
+def _pattern(text: str) -> str:
+    """Raises ValueError on a text that is not N:M."""
+    Sparsity.of(text)
+    return text
+
+
+NmPattern = Annotated[
+    str, AfterValidator(_pattern), WithJsonSchema({"type": "string", "pattern": "^[0-9]+:[0-9]+$", "examples": ["2:4"]})
+]
+
+
+class _Amount(Record):
+    """How many weights become zero: one of the two."""
+
+    sparsity: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    """Share of a layer's weights that become zero. With neither key: 0.5."""
+    pattern: NmPattern | None = None
+    """"N:M": of each M inputs that stand side by side (of a convolution: channels) N stay."""
+
+    @model_validator(mode="after")
+    def _one(self) -> _Amount:
+        if self.sparsity is not None and self.pattern is not None:
+            raise ValueError(f"pattern {self.pattern} says how many weights stay; leave sparsity or pattern out")
+        return self
+
+    @property
+    def amount(self) -> Sparsity | None:
+        if self.pattern is not None:
+            return Sparsity.of(self.pattern)
+        return None if self.sparsity is None else Sparsity(self.sparsity)
+
+
+class SparsityOverride(_Amount):
+    """Another amount for the layers that `targets` selects."""
+
+    targets: tuple[LayerPattern, ...]
+    """Layer names, `re:` patterns or types."""
+
+
+class Sparsify(_Amount, Pass):
+    """Zeros in the weights of matrix products and convolutions; their shapes stay."""
+
+    stage: ClassVar[Stage] = "blocks"
+
+    kind: Literal["sparsify"] = "sparsify"
+    method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
+    """What decides: the weight alone, also its input's norm, or the error that the other weights cannot make up for.
+    SparseGPT alone changes the weights that stay; magnitude needs no data."""
+    scope: Literal["row", "layer", "global"] | None = None
+    """Within what `sparsity` is the share: each output, each layer, or (magnitude) all layers without an override. Not
+    given: as published, "row" for wanda, "layer" for the others. SparseGPT chooses among each `block_size` inputs."""
+    damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """SparseGPT: of the mean of the Hessian's diagonal, added to it. Raised tenfold, and said so, where it does not
+    suffice."""
+    block_size: Annotated[int, Field(ge=1)] = 128
+    """SparseGPT: inputs among which the zeros of `sparsity` are chosen."""
+    refit: Annotated[int, Field(ge=0)] = 10
+    """SparseGPT: steps of conjugate gradients over the weights that stay, which lower the same error; 0: SparseGPT as
+    published."""
+    targets: tuple[LayerPattern, ...] = ()
+    """Layers to make sparse, by name, `re:` pattern or type; empty: every matrix product and convolution."""
+    ignore: tuple[LayerPattern, ...] = ("lm_head",)
+    """Layers that keep their weights."""
+    overrides: tuple[SparsityOverride, ...] = ()
+    """Other amounts for some of the layers; of several that select a layer the last one wins."""
+    strict: bool = False
+    """An error, not a note, where a layer is not seen by the calibration data or damping is raised."""
+
+    @model_validator(mode="after")
+    def _scoped(self) -> Sparsify:
+        if self.scope == "global" and self.method != "magnitude":
+            raise ValueError(f"scope global is for magnitude; {self.method} has row or layer")
+        if self.scope is not None and self.pattern is not None:
+            raise ValueError(f"pattern {self.pattern} chooses among each {self.base.group} inputs; leave scope out")
+        return self
+
+    @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]
+        """Magnitude needs no data."""
+        return self.method != "magnitude"
+
+    @property
+    def calibration_runs(self) -> float:  # type: ignore[override]
+        return {"magnitude": 0.0, "wanda": 4.0, "sparsegpt": 8.0}[self.method]
+
+    @property
+    def base(self) -> Sparsity:
+        """That of a layer without an override."""
+        return self.amount or HALF
+
+    def override(self, layer: LayerFacts) -> Sparsity | None:
+        """What the last override that selects the layer says."""
+        found = [o.amount or HALF for o in self.overrides if _selects(o.targets, layer)]
+        return found[-1] if found else None
+
+    def setting(self, layer: LayerFacts) -> Sparsity:
+        """What one layer gets; with scope global what it gets is found from the weights."""
+        return self.override(layer) or self.base
+
+    def unfit(self, layer: LayerFacts) -> str | None:
+        """Why this layer cannot be taken, or None."""
+        return None if layer.type in (*PRODUCTS, *CONVOLUTIONS) else "not a matrix product or convolution"
+
+    def taken(
+        self, layers: Sequence[LayerFacts], structure: Structure | None
+    ) -> tuple[list[LayerFacts], list[LayerDecision]]:
+        """The layers to make sparse, and a decision for each of the others."""
+        taken, kept = choose_layers(layers, self.targets, self.ignore, self.unfit)
+        if not self.needs_calibration or structure is None:
+            return taken, kept
+        idle = uncalled(taken, structure)
+        outside = dict.fromkeys(CONVOLUTIONS, "outside the blocks, where no inputs are gathered; magnitude takes it")
+        kept += [
+            LayerDecision(la.name, la.type, "kept", outside.get(la.type, "no forward pass calls it")) for la in idle
+        ]
+        return [layer for layer in taken if layer not in idle], kept
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        taken, kept = self.taken(facts.layers, facts.structure)
+        problems = pattern_problems(facts.layers, self.kind, self._patterns())
+        if not taken:
+            rounded = next((la for la in facts.layers if la.bits < 16), None)
+            more = f"; {rounded.name} is rounded already: put sparsify before that" if rounded is not None else ""
+            problems.append(f"sparsify: no layer is left to make sparse{more}")
+        problems += [text for layer in taken if (text := self._problem(layer))]
+        problems += _tied_problems(facts.layers, taken)
+        notes = [gain(name, target) for name in sorted({_name(self.setting(layer)) for layer in taken})]
+        return PassPlan(facts, (*map(self.decision, taken), *kept), tuple(notes), tuple(problems))
+
+    def decision(self, layer: LayerFacts) -> LayerDecision:
+        amount, how = self.setting(layer), self.method
+        if self.scope == "global" and self.override(layer) is None:
+            return LayerDecision(layer.name, layer.type, "sparse", f"its part of {amount} of all layers, by {how}")
+        return LayerDecision(layer.name, layer.type, "sparse", f"{amount} by {how}")
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a StreamedModel. Raises PassError naming the layer."""
+        from compress.passes.sparsify_blocks import apply_sparsify  # torch
+
+        return apply_sparsify(self, model, context)
+
+    def _problem(self, layer: LayerFacts) -> str | None:
+        """Why this layer's amount cannot work, with the way out."""
+        amount, inputs = self.setting(layer), layer.shape[1]
+        what = "input channels" if layer.type in CONVOLUTIONS else "inputs"
+        if amount.group and inputs % amount.group:
+            return (
+                f"sparsify: {layer.name} has {inputs} {what}, which {amount} does not divide into groups of "
+                f"{amount.group}; ignore it, or give it a sparsity under overrides"
+            )
+        n = math.prod(layer.shape[1:]) if self.within == "row" else layer.n_weights
+        if not amount.group and amount.count(n) == n:
+            place = "each output" if self.within == "row" else "the layer"
+            return f"sparsify: {layer.name}: sparsity {amount} leaves none of the {n} weights of {place}; take less"
+        return None
+
+    @property
+    def within(self) -> str:
+        return self.scope or ("row" if self.method == "wanda" else "layer")
+
+    def _patterns(self) -> dict[str, Sequence[str]]:
+        """Those that must select something: all that the recipe gives."""
+        ignore = self.ignore if "ignore" in self.model_fields_set else ()
+        overrides = {f"overrides.{i}.targets": o.targets for i, o in enumerate(self.overrides)}
+        return {"targets": self.targets, "ignore": [p for p in ignore if p != "lm_head"], **overrides}
+
+
+def gain(name: str, target: Target) -> Note:
+    """What the target makes of such zeros."""
+    if name == "2:4" and target.name in SPARSE_CORES:
+        text = "runs on sparse tensor cores (Ampere and later) where the engine is built with sparse weights"
+    else:
+        text = "zeros are stored and multiplied like other weights: no faster and no smaller than dense"
+    return Note("info", f"{target.name}: {name} sparsity: {text}")
+
+
+def _name(amount: Sparsity) -> str:
+    return str(amount) if amount.group else "unstructured"
+
+
+def _selects(patterns: Sequence[str], layer: LayerFacts) -> bool:
+    return any(matches(pattern, layer.name, layer.type, layer.op) for pattern in patterns)
+
+
+def _tied_problems(layers: Sequence[LayerFacts], taken: Sequence[LayerFacts]) -> list[str]:
+    """A weight is made sparse for all who share it, or for none."""
+    names = {layer.name for layer in taken}
+    others = {layer.weight: layer.name for layer in layers if layer.name not in names}
+    return [
+        f"sparsify: {la.name} shares its weight with {others[la.weight]}, which keeps its own; ignore {la.name}"
+        for la in taken
+        if la.weight in others
+    ]

@@ -1,0 +1,1 @@
+"""Structured pruning: what is coupled, what matters least, what makes up for it. Functions on modules and tensors."""

@@ -1,0 +1,153 @@
+"""Which width each dimension gets, so that a cost is met and the damage, summed over dimensions, is least.
+
+A knapsack whose prices may depend on each other. A price for the cost turns it into one sum to make small, dimension by
+dimension (Everett 1963, "Generalized Lagrange Multiplier Method"; Shoham and Gersho 1988); the price is bisected. What
+that leaves of the budget is then used up by exchanges of one or two dimensions, exactly checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compress.errors import PassError
+from compress.prune.costs import Cost
+
+BISECTIONS = 50
+EXCHANGES = 400
+"""At most; each makes the damage less."""
+TRIED = 64
+"""Exchanges that are checked against the true cost, the best first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The widths that one dimension may get, rising int64, and the damage each does, float64; the last is all units."""
+
+    widths: np.ndarray
+    damage: np.ndarray
+
+
+def allowed_widths(name: str, n_units: int, round_to: int, min_units: int) -> np.ndarray:
+    """Multiples of `round_to` that keep at least `min_units`, and the full width; rising int64.
+
+    PassError where `min_units` is below 1 or above the full width.
+    """
+    if not 1 <= min_units <= n_units:
+        raise PassError(f"{name}: min_units is {min_units}, but the dimension has {n_units} units; give 1 to {n_units}")
+    widths = np.arange(round_to, n_units, round_to)
+    return np.append(widths[widths >= min_units], n_units).astype(np.int64)
+
+
+def ratio_widths(options: Sequence[Options], n_units: Sequence[int], ratio: float) -> tuple[int, ...]:
+    """The same share `ratio` of units removed everywhere: of the allowed widths the nearest to the rest, rather more.
+
+    PassError for a ratio outside 0..1, 1 not included.
+    """
+    if not 0 <= ratio < 1:
+        raise PassError(f"a pruning ratio of {ratio} leaves nothing; give 0 or more, below 1")
+    return tuple(
+        int(max(one.widths, key=lambda width, goal=(1 - ratio) * n: (-abs(width - goal), width)))  # type: ignore[misc]
+        for one, n in zip(options, n_units, strict=True)
+    )
+
+
+def choose_widths(options: Sequence[Options], cost: Cost, budget: float) -> tuple[int, ...]:
+    """A width for each dimension, so that `cost` is at most `budget`.
+
+    PassError where even the least cost that the options reach is above it.
+    """
+    full = [len(one.widths) - 1 for one in options]
+    if cost.at(_widths(options, full)) <= budget:
+        return _widths(options, full)
+    cheapest = _descend(options, cost, full, np.inf)
+    least = cost.at(_widths(options, cheapest))
+    if least > budget:
+        whole = cost.at(_widths(options, full))
+        raise PassError(
+            f"the budget of {budget:.6g} {cost.unit} cannot be met: the least that these widths reach is {least:.6g} "
+            f"of {whole:.6g} ({whole / least:.2f} times fewer); ask for less, allow fewer units (min_units), or prune "
+            "more dimensions"
+        )
+    starts = (_bisect(options, cost, cheapest, budget), cheapest)
+    ends = [_exchange(options, cost, start, budget) for start in starts]
+    return _widths(options, min(ends, key=lambda choice: _harm(options, choice)))
+
+
+def _widths(options: Sequence[Options], choice: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(one.widths[j]) for one, j in zip(options, choice, strict=True))
+
+
+def _harm(options: Sequence[Options], choice: Sequence[int]) -> float:
+    """The damage of a choice."""
+    return sum(float(one.damage[j]) for one, j in zip(options, choice, strict=True))
+
+
+def _bisect(options: Sequence[Options], cost: Cost, cheapest: list[int], budget: float) -> list[int]:
+    """The choice of the lowest price of cost that still meets the budget."""
+    low, high, best = -30.0, 30.0, cheapest  # of the price's logarithm, in damage over cost
+    scale = sum(float(one.damage[0]) for one in options) / max(cost.at(_widths(options, cheapest)), 1e-300)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        tried = _descend(options, cost, best, max(scale, 1e-300) * float(np.exp(middle)))
+        if cost.at(_widths(options, tried)) <= budget:
+            high, best = middle, tried
+        else:
+            low = middle
+    return best
+
+
+def _descend(options: Sequence[Options], cost: Cost, start: Sequence[int], price: float) -> list[int]:
+    """The choice where no single dimension makes damage + price * cost less; an infinite price: cost alone."""
+    choice = [*start]
+    for _ in range(20):
+        before = [*choice]
+        for d, one in enumerate(options):
+            changes = _changes(options, cost, choice, d)
+            worth = changes if np.isinf(price) else one.damage + price * changes
+            choice[d] = int(len(worth) - 1 - np.argmin(worth[::-1]))  # of equals the widest
+        if choice == before:
+            break
+    return choice
+
+
+def _changes(options: Sequence[Options], cost: Cost, choice: Sequence[int], d: int) -> np.ndarray:
+    """What the cost changes by for every option of a dimension."""
+    widths = _widths(options, choice)
+    return np.array([cost.change(widths, d, int(width)) for width in options[d].widths])
+
+
+def _exchange(options: Sequence[Options], cost: Cost, choice: list[int], budget: float) -> list[int]:
+    """Change one dimension or two at a time, the damage falling most, as long as the budget holds."""
+    for _ in range(EXCHANGES):
+        better = _better(options, cost, choice, budget)
+        if better is None:
+            break
+        choice = better
+    return choice
+
+
+def _better(options: Sequence[Options], cost: Cost, choice: list[int], budget: float) -> list[int] | None:
+    """The exchange that lowers the damage most; None where there is none."""
+    room = budget - cost.at(_widths(options, choice))
+    owner = np.concatenate([np.full(len(one.widths), d) for d, one in enumerate(options)])
+    place = np.concatenate([np.arange(len(one.widths)) for one in options])
+    harm = np.concatenate([one.damage - one.damage[choice[d]] for d, one in enumerate(options)])
+    more = np.concatenate([_changes(options, cost, choice, d) for d in range(len(options))])
+    pairs = np.where(owner[:, None] == owner, np.inf, harm[:, None] + harm)
+    pairs[np.diag_indices(len(harm))] = harm
+    spent = more[:, None] + more
+    spent[np.diag_indices(len(harm))] = more
+    pairs[spent > room + 1e-9 * abs(budget)] = np.inf
+    first = np.argpartition(pairs, min(TRIED, pairs.size - 1), axis=None)[:TRIED]
+    for flat in first[np.argsort(pairs.flat[first], kind="stable")]:
+        a, b = np.unravel_index(flat, pairs.shape)
+        if not pairs[a, b] < -1e-12 * (1 + np.abs(harm).max()):
+            return None
+        tried = [*choice]
+        tried[owner[a]], tried[owner[b]] = int(place[a]), int(place[b])
+        if cost.at(_widths(options, tried)) <= budget:  # prices may depend on each other
+            return tried
+    return None

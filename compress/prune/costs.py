@@ -1,0 +1,112 @@
+"""What a model costs as a function of the widths of its dimensions: parameters, multiply-accumulates, milliseconds.
+
+A layer's cost depends on its input and its output width together, and either may belong to a dimension that is pruned;
+so a cost is a sum of terms, each of which looks up the sizes of a few axes. Nothing is taken to be independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor, nn
+
+from compress.blocks.materialise import plain
+from compress.blocks.trace import is_layer, trace
+from compress.prune.dimension import Dimension
+
+
+@dataclass(frozen=True)
+class Size:
+    """An axis of `full` indices; of each unit that dimension d loses, `per_unit[d]` of them go."""
+
+    full: int
+    per_unit: Mapping[int, int]
+
+    def at(self, lost: Sequence[int]) -> int:
+        """What is left when each dimension has lost so many units."""
+        return self.full - sum(k * lost[d] for d, k in self.per_unit.items())
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of the cost: `price` of the sizes of some axes."""
+
+    sizes: tuple[Size, ...]
+    price: Callable[[tuple[int, ...]], float]
+
+    def at(self, lost: Sequence[int]) -> float:
+        return self.price(tuple(size.at(lost) for size in self.sizes))
+
+    @cached_property
+    def dimensions(self) -> frozenset[int]:
+        """Those that it depends on."""
+        return frozenset(d for size in self.sizes for d in size.per_unit)
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """The sum of the terms, in `unit`; `n_units` of each dimension."""
+
+    unit: str
+    n_units: tuple[int, ...]
+    terms: tuple[Term, ...]
+    _touching: dict[int, list[Term]] = field(default_factory=dict)
+
+    def at(self, widths: Sequence[int]) -> float:
+        """The cost of the model whose dimensions are so wide."""
+        lost = self._lost(widths)
+        return sum(term.at(lost) for term in self.terms)
+
+    def change(self, widths: Sequence[int], dimension: int, width: int) -> float:
+        """What the cost rises by when one dimension's width becomes another."""
+        before = self._lost(widths)
+        after = [*before]
+        after[dimension] = self.n_units[dimension] - width
+        return sum(term.at(after) - term.at(before) for term in self.touching(dimension))
+
+    def touching(self, dimension: int) -> list[Term]:
+        """The terms that depend on a dimension."""
+        if dimension not in self._touching:
+            self._touching[dimension] = [term for term in self.terms if dimension in term.dimensions]
+        return self._touching[dimension]
+
+    def _lost(self, widths: Sequence[int]) -> list[int]:
+        return [n - width for n, width in zip(self.n_units, widths, strict=True)]
+
+
+def sizes_of(parameter: str, shape: Sequence[int], dimensions: Sequence[Dimension]) -> tuple[Size, ...]:
+    """The axes of a parameter, by its plain name."""
+    found = []
+    for axis, full in enumerate(shape):
+        members = {d: one.members.get((parameter, axis)) for d, one in enumerate(dimensions)}
+        found.append(Size(full, {d: int(m.shape[1]) for d, m in members.items() if m is not None}))
+    return tuple(found)
+
+
+def parameters_cost(module: nn.Module, dimensions: Sequence[Dimension]) -> Cost:
+    """How many numbers the parameters hold, shared ones once."""
+    terms = [_scaled(name, tensor.shape, dimensions, 1.0) for name, tensor in module.named_parameters()]
+    return Cost("parameters", tuple(one.n_units for one in dimensions), tuple(terms))
+
+
+def macs_cost(module: nn.Module, dimensions: Sequence[Dimension], sample: Mapping[str, Tensor]) -> Cost:
+    """Multiply-accumulates of all layers for one sample ([1, ...] by parameter of forward).
+
+    Products of two activations (attention scores) are not counted.
+    """
+    macs = trace(module, sample).macs
+    terms = []
+    for name, layer in module.named_modules():
+        if is_layer(layer) and macs.get(name):
+            weight: Tensor = layer.weight
+            full_name = f"{plain(name)}.weight"
+            terms.append(_scaled(full_name, weight.shape, dimensions, macs[name] / weight.numel()))
+    return Cost("MACs", tuple(one.n_units for one in dimensions), tuple(terms))
+
+
+def _scaled(name: str, shape: Sequence[int], dimensions: Sequence[Dimension], factor: float) -> Term:
+    """A parameter's numbers, times a factor."""
+    return Term(sizes_of(plain(name), shape, dimensions), lambda sizes: factor * float(np.prod(sizes)))

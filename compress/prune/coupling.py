@@ -1,0 +1,149 @@
+"""Which parts of a model can be removed together: found by running it once without values, on any architecture.
+
+As DepGraph (Fang et al. 2023, arXiv:2301.12900) groups parameters, but index by index: every index of every parameter
+axis carries a label, operators carry labels from tensor to tensor, and where two meet they are one. Concatenation,
+flattening, padding, shared heads and split projections then need no special cases, and part of an axis may be removable
+while the rest is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor, nn
+
+from compress.blocks.materialise import plain
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, is_layer
+from compress.facts import Prunable
+from compress.prune.dimension import Axis, Dimension, DimensionKind
+from compress.prune.labels import Book
+from compress.prune.rules import walk
+from compress.structure.dataflow import Flow, record
+
+Counts = dict[Axis, int]
+"""Axis -> how many indices of it belong to one unit."""
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """What can be removed, in the order in which it is first written (`facts`: the same, for a plan), and what cannot.
+
+    `kept`: layer -> why its outputs, or some of them, stay.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    facts: tuple[Prunable, ...]
+    kept: Mapping[str, str]
+
+
+def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Coupling:
+    """The dimensions of `module`. `feeds`: by parameter of forward; values do not matter unless `compute`.
+
+    As `record`: a forward that looks at values raises RuntimeError unless `compute`.
+    """
+    return coupling_of(record(module, feeds, compute))
+
+
+def coupling_of(flow: Flow) -> Coupling:
+    """As `find_coupling`, of a recorded run."""
+    book = Book()
+    axes = {
+        value: tuple(book.fresh(size) for size in flow.shapes[value])
+        for value, name in flow.parameters.items()
+        if not name.endswith("num_batches_tracked")
+    }
+    state = walk(flow, book, axes)
+    roots = book.roots()
+    places = {(flow.parameters[v], i): roots[labels] for v, found in axes.items() for i, labels in enumerate(found)}
+    pinned = {int(root): why for why, pins in book.pins.items() for labels in pins for root in np.unique(roots[labels])}
+    summed = {int(root) for labels in state.sums for root in np.unique(roots[labels])}
+    layers = _layers(flow)
+    units = _by_signature(places, pinned)
+    found = [_dimension(counts, roots, places, layers, summed) for counts, roots in units]
+    ordered = sorted((one for one in found if one is not None), key=lambda one: list(layers).index(one[0].name))
+    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), _kept(layers, places, pinned))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer: its weight's name, and the axes along which its outputs and inputs lie; a table reads nothing."""
+
+    module: nn.Module
+    output: Axis
+    input: Axis | None
+
+
+def _layers(flow: Flow) -> dict[str, _Layer]:
+    """Name -> layer, in the order in which they first run."""
+    names = {id(parameter): plain(name) for name, parameter in flow.module.named_parameters()}
+    found: dict[str, _Layer] = {}
+    for call in flow.in_order():
+        module = flow.modules[call.module]
+        if is_layer(module) and call.module not in found:
+            weight, into = names[id(module.weight)], in_axis(module)
+            table = isinstance(module, nn.Embedding)
+            output = (weight, 1 if table else 1 - into)
+            found[call.module] = _Layer(module, output, None if table else (weight, into))
+    return found
+
+
+def in_axis(layer: nn.Module) -> int:
+    """The axis of a layer's weight along which its inputs lie."""
+    return 0 if is_hf_conv1d(layer) or isinstance(layer, TRANSPOSED) else 1
+
+
+def _by_signature(places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]) -> Iterator[tuple[Counts, list[int]]]:
+    """(axis -> how often a unit lies there, the removable units that lie so)."""
+    lies: dict[int, dict[Axis, int]] = {}
+    for axis, roots in places.items():
+        for root, count in zip(*np.unique(roots, return_counts=True), strict=True):
+            lies.setdefault(int(root), {})[axis] = int(count)
+    signed: dict[tuple[tuple[Axis, int], ...], list[int]] = {}
+    for root in sorted(lies):
+        if root not in pinned:
+            signed.setdefault(tuple(lies[root].items()), []).append(root)
+    return ((dict(signature), roots) for signature, roots in signed.items())
+
+
+def _dimension(
+    counts: Counts,
+    roots: list[int],
+    places: Mapping[Axis, np.ndarray],
+    layers: Mapping[str, _Layer],
+    summed: set[int],
+) -> tuple[Dimension, Prunable] | None:
+    """None where nothing writes it, nothing reads it, or there is but one unit."""
+    writers = {name: counts[layer.output] for name, layer in layers.items() if layer.output in counts}
+    readers = {name: counts[layer.input] for name, layer in layers.items() if layer.input in counts}
+    if len(roots) < 2 or not writers or not readers:
+        return None
+    name = next(iter(writers))
+    first = layers[name]
+    kind: DimensionKind = "heads" if counts[first.output] > 1 else "neurons"
+    if isinstance(first.module, (*CONVOLUTIONS, *TRANSPOSED)):
+        kind = "channels"
+    if summed & set(roots):
+        kind = "width"
+    members = {axis: _members(places[axis], roots, count) for axis, count in counts.items()}
+    found = Dimension(name, kind, members, tuple(writers), tuple(readers))
+    return found, Prunable(name, kind, len(roots), writers, readers)
+
+
+def _members(found: np.ndarray, roots: list[int], count: int) -> np.ndarray:
+    """int64 [units, count]: where each unit lies along an axis whose indices have these roots."""
+    order = np.argsort(found, kind="stable")
+    starts = np.searchsorted(found[order], roots)
+    return order[starts[:, None] + np.arange(count)]
+
+
+def _kept(layers: Mapping[str, _Layer], places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]) -> dict[str, str]:
+    """Layer -> why all or some of its outputs stay."""
+    found = {}
+    for name, layer in layers.items():
+        roots = places[layer.output]
+        why = [pinned[int(root)] for root in roots if int(root) in pinned]
+        if why:
+            found[name] = f"{why[0]}" if len(why) == len(roots) else f"{len(why)} of {len(roots)} outputs: {why[0]}"
+    return found

@@ -1,0 +1,38 @@
+"""A coupled dimension: the units of a model that can only be removed together, and where each of them lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Axis = tuple[str, int]
+"""(a parameter's or buffer's plain name, which of its axes)."""
+DimensionKind = Literal["channels", "neurons", "heads", "width"]
+
+
+@dataclass(frozen=True, eq=False)
+class Dimension:
+    """Units 0 .. n_units - 1, each removable on its own. Removing unit u removes indices `members[axis][u]` everywhere.
+
+    `members`: axis -> int64 [n_units, k]. `writers`: layers whose outputs the units are; `readers`: layers that read
+    them along their input axis, in the order in which they run. `name`: that of the first writer. `kind`: "channels"
+    of convolutions, "neurons" of a feed-forward layer, "heads" of attention (of grouped queries: a key-value head with
+    its queries), "width" of what several layers write to (a residual stream).
+    """
+
+    name: str
+    kind: DimensionKind
+    members: Mapping[Axis, np.ndarray]
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+
+    @property
+    def n_units(self) -> int:
+        return len(next(iter(self.members.values())))
+
+    def indices(self, axis: Axis, units: np.ndarray) -> np.ndarray:
+        """Those of some units along an axis, in rising order; int64."""
+        return np.sort(self.members[axis][units].reshape(-1))

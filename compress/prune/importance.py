@@ -1,0 +1,225 @@
+"""How much each unit of a dimension matters: scores float64 [n_units], higher is dearer.
+
+Magnitude (Li et al. 2017, arXiv:1608.08710), batch norm scale (Liu et al. 2017, arXiv:1708.06519), Taylor and Fisher
+(Molchanov et al. 2019, arXiv:1906.10771, equations 7 and 8; Theis et al. 2018, arXiv:1801.05787), activations, and
+Optimal Brain Damage (LeCun et al. 1990) on the squared error of the readers' outputs. OBS has a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from compress.blocks.materialise import plain
+from compress.errors import PassError
+from compress.prune.dimension import Dimension
+from compress.prune.obs import Elimination, Reading
+from compress.prune.statistics import Batch
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+"""What a module's outputs on a batch are worth, summed over the batch's samples; a scalar with a gradient."""
+Comparison = Literal["local", "global"]
+
+
+def magnitude(module: nn.Module, dimension: Dimension, power: int) -> np.ndarray:
+    """The L1 (`power` 1) or L2 norm of all weights of a unit, of those that write it and those that read it."""
+    weights = {name: tensor for name, tensor in _parameters(module).items() if tensor.dim() > 1}
+    summed = _over_units(dimension, {name: tensor.detach().double().abs() ** power for name, tensor in weights.items()})
+    found: np.ndarray = summed ** (1 / power)
+    return found
+
+
+def batch_norm_scale(module: nn.Module, dimension: Dimension) -> np.ndarray:
+    """|gamma| of the batch norms on a unit, summed. PassError where there is none."""
+    scales = {
+        f"{plain(name)}.weight": part.weight.detach().double().abs()
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.weight is not None
+    }
+    if not any(name in scales for name, _ in dimension.members):
+        raise PassError(f"{dimension.name}: no batch norm with a scale lies on its units; choose another importance")
+    return _over_units(dimension, scales)
+
+
+def gradient_scores(
+    module: nn.Module,
+    dimensions: Sequence[Dimension],
+    batches: Sequence[Batch],
+    loss: Loss,
+    kind: Literal["taylor", "fisher"],
+) -> list[np.ndarray]:
+    """For each dimension: taylor, the sum over a unit of |weight * gradient|; fisher, of weight^2 * gradient^2 / 2.
+
+    Gradients are those of `loss` per sample, the mean over the samples for taylor; for fisher the squares of each
+    batch's mean gradient are averaged, times the batch's size. No gradient is left behind in the module.
+    """
+    parameters = {name: p for name, p in _parameters(module).items() if p.is_floating_point()}
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    n_samples = 0
+    for size, gradients in _gradients(module, parameters, batches, loss):
+        n_samples += size
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                sums[name] += gradient.double() if kind == "taylor" else gradient.double().square() / size
+    worth = {
+        name: (p.detach().double() * sums[name] / n_samples).abs()
+        if kind == "taylor"
+        else p.detach().double().square() * sums[name] / n_samples / 2
+        for name, p in parameters.items()
+    }
+    return [_over_units(one, worth) for one in dimensions]
+
+
+def activation_norm(readings: Sequence[Reading]) -> np.ndarray:
+    """The root mean square of what the readers get from a unit, from second moments about zero."""
+    total = sum(reading.gram.diagonal().numpy()[reading.features].sum(1) for reading in readings)
+    found: np.ndarray = np.sqrt(np.asarray(total))
+    return found
+
+
+def damage(readings: Sequence[Reading]) -> np.ndarray:
+    """Optimal Brain Damage by unit: the squared error of the readers' outputs without it, nothing making up for it."""
+    total = np.zeros(len(readings[0].features))
+    for one in readings:
+        features = torch.from_numpy(one.features)
+        blocks = one.gram.double()[features[:, :, None], features[:, None, :]]  # [n_units, k, k]
+        columns = one.weight.double()[:, features].movedim(1, 0)  # [n_units, out, k]
+        total += ((columns @ blocks) * columns).sum((1, 2)).numpy()
+    return total
+
+
+def random_scores(n_units: int, seed: int) -> np.ndarray:
+    """A baseline."""
+    return np.random.default_rng(seed).random(n_units)
+
+
+def ranked(scores: np.ndarray, comparison: Comparison = "global") -> Elimination:
+    """Units by rising score; the damage of the first j is the sum of their scores.
+
+    "local": scores are divided by the dimension's mean first, so that each dimension loses alike.
+    """
+    scale = float(scores.mean()) if comparison == "local" else 1.0
+    order = np.argsort(scores, kind="stable")
+    return Elimination(order[:-1], np.cumsum(scores[order] / (scale or 1.0))[:-1])
+
+
+def output_fisher(module: nn.Module, names: Sequence[str], batches: Sequence[Batch], loss: Loss) -> dict[str, Tensor]:
+    """For each module named: the squared gradient of `loss` with respect to its output, float64 [channels or features].
+
+    Summed over a sample's pixels or tokens, the mean over samples: an error e in the output raises a loss that is at
+    its least by about (fisher * e^2).sum() / 2. Of convolutions and batch norms channels lie on axis 1, else last.
+    """
+    parts = {plain(name): part for name, part in module.named_modules()}
+    found: dict[str, Tensor] = {}
+    n_samples = 0
+    for batch in batches:
+        outputs: dict[str, Tensor] = {}
+        handles = [parts[name].register_forward_hook(_wanting(outputs, name)) for name in names]
+        try:
+            with torch.enable_grad():
+                gradients = torch.autograd.grad(
+                    loss(module, batch), [outputs[name] for name in names], allow_unused=True
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        n_samples += n_in(batch)
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                by_output = gradient.movedim(1 if _channels_first(parts[name]) else -1, 0).flatten(1)
+                found[name] = found.get(name, 0.0) + by_output.double().square().sum(1)
+    return {name: squares / max(n_samples, 1) for name, squares in found.items()}
+
+
+def n_in(batch: Batch) -> int:
+    """Samples."""
+    return len(next(iter(batch.values())))
+
+
+def sampled_label_loss(seed: int = 0) -> Loss:
+    """For logits [batch, classes] or [batch, tokens, classes]: the cross entropy of labels drawn from the model itself.
+
+    Its squared gradients are the Fisher information: the curvature of the KL divergence from the model as it is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        logits = _first(module(**batch)).float()
+        drawn = torch.multinomial(logits.detach().softmax(-1).flatten(0, -2), 1, generator=generator)[:, 0]
+        per_row = nn.functional.cross_entropy(logits.flatten(0, -2), drawn, reduction="none").reshape(logits.shape[:-1])
+        mask = batch.get("attention_mask")
+        return (per_row if mask is None or mask.shape != per_row.shape else per_row * mask).sum()
+
+    return loss
+
+
+def random_projection_loss(seed: int = 0) -> Loss:
+    """For any output: its product with random signs, whose squared gradients are the curvature of |outputs|^2 / 2."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        out = _first(module(**batch)).float()
+        signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
+        return (out * signs).sum()
+
+    return loss
+
+
+def _wanting(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    """A hook that makes the output one whose gradient can be asked for."""
+
+    def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if not out.requires_grad:
+            out.requires_grad_(True)
+        outputs[name] = out
+
+    return hook
+
+
+def _channels_first(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) or hasattr(part, "kernel_size")
+
+
+def _first(out: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
+    """The tensor that a model gives, or the first of several."""
+    if isinstance(out, Tensor):
+        return out
+    found: Tensor = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
+    return found
+
+
+def _gradients(
+    module: nn.Module, parameters: Mapping[str, Tensor], batches: Sequence[Batch], loss: Loss
+) -> Iterator[tuple[int, tuple[Tensor | None, ...]]]:
+    """(samples, the gradient of the loss summed over them) for every batch."""
+    before = {name: p.requires_grad for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.requires_grad_(True)
+        for batch in batches:
+            with torch.enable_grad():
+                found = torch.autograd.grad(loss(module, batch), [*parameters.values()], allow_unused=True)
+            yield n_in(batch), found
+    finally:
+        for name, p in parameters.items():
+            p.requires_grad_(before[name])
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {plain(name): p for name, p in module.named_parameters()}
+
+
+def _over_units(dimension: Dimension, worth: Mapping[str, Tensor]) -> np.ndarray:
+    """Sum what each number of the parameters is worth over the units that it belongs to."""
+    total = np.zeros(dimension.n_units)
+    for (name, axis), members in dimension.members.items():
+        if name in worth:
+            tensor = worth[name]
+            by_index = tensor.movedim(axis, 0).flatten(1).sum(1) if tensor.dim() > 1 else tensor
+            total += by_index.numpy()[members].sum(1)
+    return total

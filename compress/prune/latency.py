@@ -1,0 +1,267 @@
+"""How long each layer takes by its widths, measured on the runtime that will run the model.
+
+A layer is not timed alone: at its borders a runtime may reorder what it keeps in blocks of channels, which it does not
+do in the middle of a network. It is timed inside a chain of itself and its mirror (outputs to inputs), repeated, of
+which it gets half a link's time: what writes a dimension and what reads it are often just such a pair. A strided layer
+is timed as one of stride 1 that gives as many places, which multiplies as much.
+
+The model's time is that of the whole float model plus the differences of its layers, so that all that no width changes
+cancels out. Products of two activations (attention scores) are in that rest.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from compress.blocks.trace import is_hf_conv1d
+from compress.prune.costs import Cost, Size, Term, sizes_of
+from compress.prune.dimension import Dimension
+from compress.prune.layers import channel_axis, layers_of, n_groups
+from runtime.backends import Session, find_backend
+from runtime.timing import time_rounds
+
+OPSET = 20
+CHAIN_BYTES = 2**23
+"""A chain has as many links as this holds weights of, at least one and at most LINKS."""
+LINKS = 4
+GRID = 8
+"""Sizes of an axis that are measured where both axes vary, or several dimensions lie on it; others lie between."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer multiplies, but for its widths. `kernel` (): a matrix. `places`: of its output, tokens or pixels."""
+
+    kernel: tuple[int, ...]
+    dilation: tuple[int, ...]
+    places: tuple[int, ...]
+    per_group: int
+    """Outputs of each group where the number of groups follows the outputs; 0 where there is one group, or it stays."""
+    groups: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A layer to know the times of: `sizes`, of its weight's output and input axis; and which of them to measure."""
+
+    layer: str
+    shape: LayerShape
+    sizes: tuple[Size, Size]
+    outs: tuple[int, ...]
+    ins: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Milliseconds of a layer, float [outs, ins]; sizes rise, the last of each is the full one."""
+
+    shape: LayerShape
+    outs: tuple[int, ...]
+    ins: tuple[int, ...]
+    ms: tuple[tuple[float, ...], ...]
+
+    def at(self, sizes: tuple[int, ...]) -> float:
+        """Between measured sizes along a straight line."""
+        by_out = [float(np.interp(sizes[1], self.ins, row)) for row in self.ms]
+        return float(np.interp(sizes[0], self.outs, by_out))
+
+
+def grid(size: Size, widths: Sequence[Sequence[int]], n_units: Sequence[int], both: bool) -> tuple[int, ...]:
+    """The sizes of an axis to measure: all that the allowed `widths` of its dimensions give, or GRID of them.
+
+    `both`: the layer's other axis varies too.
+    """
+    found = np.array([size.full])
+    for d, k in size.per_unit.items():
+        lost = k * (n_units[d] - np.asarray(widths[d]))
+        found = np.unique(found[:, None] - lost)
+    if len(found) > GRID and (both or len(size.per_unit) > 1):
+        found = found[np.unique(np.linspace(0, len(found) - 1, GRID).round().astype(int))]
+    return tuple(int(one) for one in found)
+
+
+def wanted_layers(
+    module: nn.Module, dimensions: Sequence[Dimension], widths: Sequence[Sequence[int]], sample: Mapping[str, Tensor]
+) -> list[Wanted]:
+    """The layers whose time some width changes, in the order of their first call. `widths`: allowed, by dimension;
+    `sample`: what the model is timed on, by parameter of forward.
+    """
+    layers = layers_of(module)
+    places: dict[str, tuple[int, ...]] = {}
+    n_units = [one.n_units for one in dimensions]
+
+    def heard(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        def hook(layer: nn.Module, args: object, out: Tensor) -> None:
+            places[name] = tuple(out.shape[2:] if channel_axis(layer) == 1 else out.shape[1:-1])
+
+        return hook
+
+    handles = [layer.register_forward_hook(heard(name)) for name, layer in layers.items()]
+    with torch.no_grad():
+        module(**sample)
+    for handle in handles:
+        handle.remove()
+    found = []
+    for name, where in places.items():
+        layer = layers[name]
+        axes = sizes_of(f"{name}.weight", layer.weight.shape, dimensions)  # type: ignore[arg-type]
+        out, into = (axes[1], axes[0]) if is_hf_conv1d(layer) else (axes[0], axes[1])
+        if out.per_unit or into.per_unit:
+            both = bool(out.per_unit and into.per_unit)
+            grids = (grid(size, widths, n_units, both) for size in (out, into))
+            found.append(Wanted(name, _shape(layer, where, into), (out, into), *grids))
+    return found
+
+
+def _shape(layer: Any, places: tuple[int, ...], into: Size) -> LayerShape:
+    groups = n_groups(layer)
+    follows = groups > 1 and not into.per_unit
+    per_group = layer.out_channels // groups if follows else 0
+    return LayerShape(
+        tuple(getattr(layer, "kernel_size", ())), tuple(getattr(layer, "dilation", ())), places, per_group, groups
+    )
+
+
+def measure(
+    wanted: Sequence[Wanted], backend: str, threads: int, rounds: int = 60, budget_s: float = 20.0, seed: int = 0
+) -> list[LatencyTable]:
+    """One table for each different layer; its sizes are timed in turn with each other, and the medians kept.
+
+    `budget_s`: seconds for each layer, at most. Raises what the backend raises.
+    """
+    distinct = dict.fromkeys((one.shape, one.outs, one.ins) for one in wanted)
+    return [_measured(*one, backend, threads, rounds, budget_s, seed) for one in distinct]
+
+
+def latency_cost(
+    whole_ms: float,
+    wanted: Sequence[Wanted],
+    tables: Sequence[LatencyTable],
+    n_units: Sequence[int],
+    scale: float = 1.0,
+) -> Cost:
+    """Milliseconds of the model: what the whole float model takes, and `scale` times what each layer takes less.
+
+    In a model a layer also fills what is fused into it and finds colder caches, so that it saves somewhat more than in
+    the table: once a model of some widths has been measured, `measured_scale` tells how much.
+    """
+    known = {(table.shape, table.outs, table.ins): table for table in tables}
+    terms = [Term((), lambda sizes: whole_ms)]
+    for one in wanted:
+        table = known[one.shape, one.outs, one.ins]
+        terms.append(Term(one.sizes, _saving(table, scale)))
+    return Cost("ms", tuple(n_units), tuple(terms))
+
+
+def measured_scale(whole_ms: float, predicted_ms: float, measured_ms: float) -> float:
+    """The `scale` with which a prediction made with scale 1 would have been what was measured.
+
+    Between a half and two: beyond that a measurement went wrong, or the time is not in the layers.
+    """
+    saved = whole_ms - predicted_ms
+    return float(np.clip((whole_ms - measured_ms) / saved, 0.5, 2.0)) if saved > 0 else 1.0
+
+
+def to_json(tables: Sequence[LatencyTable]) -> str:
+    """For a cache."""
+    return json.dumps([asdict(table) for table in tables])
+
+
+def from_json(text: str) -> list[LatencyTable]:
+    """What `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+    found = []
+    for one in json.loads(text):
+        shape: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in one["shape"].items()
+        }
+        rows = tuple(tuple(row) for row in one["ms"])
+        found.append(LatencyTable(LayerShape(**shape), tuple(one["outs"]), tuple(one["ins"]), rows))
+    return found
+
+
+def _saving(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]], float]:
+    full = table.at((table.outs[-1], table.ins[-1]))
+    return lambda sizes: scale * (table.at(sizes) - full)
+
+
+def _measured(
+    shape: LayerShape,
+    outs: tuple[int, ...],
+    ins: tuple[int, ...],
+    backend: str,
+    threads: int,
+    rounds: int,
+    budget_s: float,
+    seed: int,
+) -> LatencyTable:
+    sessions: list[Session] = []
+    feeds, links = [], []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for number, (n_out, n_in) in enumerate((o, i) for o in outs for i in ins):
+            model, n_links = chain(shape, n_out, n_in)
+            path = Path(folder) / f"{number}.onnx"
+            onnx.save(model, path)
+            session = find_backend(backend).open(path, threads, {})
+            stack.callback(session.close)
+            sessions.append(session)
+            size = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim]
+            feeds.append([{"x": np.random.default_rng(seed).standard_normal(size).astype(np.float32)}])
+            links.append(n_links)
+        seconds = np.median(time_rounds(sessions, feeds, rounds, 3, seed, budget_s), axis=1)
+    ms = (1000 * seconds / (2 * np.array(links))).reshape(len(outs), len(ins))
+    return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in ms))
+
+
+def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, int]:
+    """A model of one input "x", and its number of links: twice as many layers of weights [n_out, n_in, *kernel].
+
+    `n_in`: inputs of one group.
+    """
+    groups = n_out // shape.per_group if shape.per_group else shape.groups
+    width = n_in * groups
+    weight_bytes = 8 * n_out * n_in * int(np.prod(shape.kernel))
+    links = int(np.clip(CHAIN_BYTES // weight_bytes, 1, LINKS))
+    rng = np.random.default_rng(0)
+    nodes, weights, current = [], [], "x"
+    for number, (into, out) in enumerate([(width, n_out), (n_out, width)] * links):
+        size = (out, into // groups, *shape.kernel) if shape.kernel else (into, out)
+        value = rng.standard_normal(size).astype(np.float32) / np.float32(np.sqrt(np.prod(size) / out))
+        weights.append(numpy_helper.from_array(value, f"w{number}"))
+        nodes.append(_node(shape, groups, current, number))
+        nodes.append(helper.make_node("Relu", [f"y{number}"], [f"r{number}"]))
+        current = f"r{number}"
+    io = [1, width, *shape.places] if shape.kernel else [1, *shape.places, width]
+    graph = helper.make_graph(
+        nodes,
+        "chain",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, io)],
+        [helper.make_tensor_value_info(current, TensorProto.FLOAT, io)],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
+    model.ir_version = 10
+    return model, links
+
+
+def _node(shape: LayerShape, groups: int, current: str, number: int) -> onnx.NodeProto:
+    """One layer, padded so that it gives as many places as it takes."""
+    names = [current, f"w{number}"]
+    if not shape.kernel:
+        return helper.make_node("MatMul", names, [f"y{number}"])
+    reach = [d * (k - 1) for d, k in zip(shape.dilation, shape.kernel, strict=True)]
+    pads = [r // 2 for r in reach] + [r - r // 2 for r in reach]
+    return helper.make_node(
+        "Conv", names, [f"y{number}"], kernel_shape=shape.kernel, dilations=shape.dilation, pads=pads, group=groups
+    )

@@ -1,0 +1,76 @@
+"""Which weights become zero, by a score for each: the lowest of each row, of a layer, or of each M inputs. Torch.
+
+Magnitude: |w| (Han et al. 2015, arXiv:1506.02626). Wanda: |w| times the norm of the input that it multiplies (Sun et
+al. 2023, arXiv:2306.11695, equation 1). Weights are [groups, out, in], as `compress.prune.matrix` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.prune.sparsity import Sparsity
+
+Scope = Literal["row", "layer"]
+"""Within what the share is taken: of each output's weights, or of all."""
+LOW_BITS = 16
+
+
+def lowest(scores: Tensor, k: int) -> Tensor:
+    """True at the `k` lowest of each row [rows, n]; of equal ones the first."""
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    edge = scores.kthvalue(k, dim=1, keepdim=True).values
+    below, equal = scores < edge, scores == edge
+    missing = k - below.sum(1, keepdim=True)
+    return below | (equal & (equal.cumsum(1) <= missing))
+
+
+def pruned(scores: Tensor, sparsity: Sparsity, scope: Scope) -> Tensor:
+    """True where a weight becomes zero, for scores [groups, out, in]; M divides `in`."""
+    width = sparsity.group or (scores.shape[-1] if scope == "row" else scores.numel())
+    rows = scores.reshape(-1, width)
+    k = sparsity.group - sparsity.kept if sparsity.group else sparsity.count(width)
+    return lowest(rows, k).reshape(scores.shape)
+
+
+def wanda_scores(weight: Tensor, gram: Tensor) -> Tensor:
+    """|W_ij| |x_j|: `weight` [groups, out, in], `gram` [groups, in, in] is X^T X / n."""
+    return weight.abs() * gram.diagonal(dim1=1, dim2=2).sqrt()[:, None]
+
+
+def global_counts(read: Callable[[str], Tensor], sizes: Mapping[str, int], share: float) -> dict[str, int]:
+    """How many weights of each layer are among the `share` smallest of all layers'; of equal ones the first.
+
+    `read`: a layer's weight, float32; asked for three times each and not held. `sizes`: layer -> number of weights.
+    """
+    k = round(share * sum(sizes.values()))
+    high, left = _edge(read, sizes, k, lambda bits: bits >> LOW_BITS)
+    low, _ = _edge(read, sizes, left, lambda bits: (bits & 0xFFFF)[bits >> LOW_BITS == high])
+    edge = high << LOW_BITS | low
+    below = {name: int((_bits(read(name)) < edge).sum()) for name in sizes}
+    missing = k - sum(below.values())
+    for name in sizes:
+        more = min(missing, int((_bits(read(name)) == edge).sum())) if missing else 0
+        below[name] += more
+        missing -= more
+    return below
+
+
+def _edge(
+    read: Callable[[str], Tensor], names: Mapping[str, int], k: int, digit: Callable[[Tensor], Tensor]
+) -> tuple[int, int]:
+    """The digit of the k-th smallest value, and its rank (from 1) among those that share it."""
+    counts = torch.zeros(1 << LOW_BITS, dtype=torch.int64)
+    for name in names:
+        counts += torch.bincount(digit(_bits(read(name))), minlength=len(counts))
+    place = int((counts.cumsum(0) < k).sum())
+    return place, k - int(counts[:place].sum())
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """Magnitudes as integers of the same order: the bits of a float that is not negative."""
+    return weight.float().abs().reshape(-1).view(torch.int32)

@@ -1,0 +1,135 @@
+"""Which units to remove, one after another, so that least squares on the rest lose least. Float64 tensors.
+
+Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993), on the layer's own
+squared error as in Optimal BERT Surgeon (Kurtic et al. 2022, arXiv:2203.07259, equation 3), a unit being a block of
+columns: removing unit u of W [out, features] with H = X^T X / n costs tr(W_u (H^-1_uu)^-1 W_u^T) when the other columns
+make up for it by - W_u (H^-1_uu)^-1 H^-1_u,: .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compress.errors import PassError
+
+DAMPING = 1e-5
+"""Added to the Gram matrix's diagonal, times its mean: a feature that never varies must not be worth anything."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A layer that reads the units: `weight` [out, features], `gram` [features, features] = E[x x^T], or without means
+    where a bias can follow; `features` int64 [n_units, k], those that each unit is."""
+
+    weight: Tensor
+    gram: Tensor
+    features: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """`order`: units in the order of their removal, int64. `errors[j]`: what the outputs are off after the first j + 1,
+    the squares summed over outputs and averaged over rows, the rest re-fitted; float64, rising."""
+
+    order: np.ndarray
+    errors: np.ndarray
+
+    def error_at(self, n_kept: int, n_units: int) -> float:
+        """With so many of the units left."""
+        return 0.0 if n_kept >= n_units else float(self.errors[n_units - n_kept - 1])
+
+    def kept(self, n_kept: int, n_units: int) -> np.ndarray:
+        """The units that remain, in rising order, int64."""
+        return np.setdiff1d(np.arange(n_units), self.order[: n_units - n_kept])
+
+
+def eliminate(readings: Sequence[Reading], n_left: int = 1, share: float = 0.01) -> Elimination:
+    """Remove units until `n_left` are left, each time those whose loss, summed over all readings, is least.
+
+    `share` of the remaining units (rounded down, at least one) go at a time, which wide layers need: the inverse is
+    updated once for them all. What they cost together is exact; how it falls on each of them is in proportion to their
+    own cost. PassError where `n_left` is below 1 or readings differ in their number of units.
+    """
+    n_units = len(readings[0].features)
+    if n_left < 1 or any(len(reading.features) != n_units for reading in readings):
+        raise PassError(f"eliminate: {n_left} of {[len(r.features) for r in readings]} units cannot be left")
+    work = [_Work(reading) for reading in readings]
+    remaining = np.arange(n_units)
+    order: list[int] = []
+    errors: list[float] = []
+    while len(remaining) > n_left:
+        scores = torch.stack([one.scores(remaining) for one in work]).sum(0).numpy()
+        n = min(max(1, int(share * len(remaining))), len(remaining) - n_left)
+        least = np.sort(np.argsort(scores, kind="stable")[:n])
+        least = least[np.argsort(scores[least], kind="stable")]
+        cost = sum(one.remove(remaining[least]) for one in work)
+        shares = np.cumsum(scores[least]) / max(scores[least].sum(), 1e-300)
+        errors += [*((errors[-1] if errors else 0.0) + cost * shares)]
+        order += [int(unit) for unit in remaining[least]]
+        remaining = np.delete(remaining, least)
+    return Elimination(np.array(order, np.int64), np.array(errors, np.float64))
+
+
+class _Work:
+    """One reading under elimination: the weight and the inverse, both brought up to date after each removal."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.features = torch.from_numpy(np.ascontiguousarray(reading.features))
+        self.weight = reading.weight.double().clone()
+        self.inverse = inverted(reading.gram)
+
+    def scores(self, units: np.ndarray) -> Tensor:
+        """What removing each of the units alone would cost, [len(units)]."""
+        features = self.features[torch.from_numpy(units)]  # [u, k]
+        blocks = self.inverse[features[:, :, None], features[:, None, :]]  # [u, k, k]
+        columns = self.weight[:, features].permute(1, 2, 0)  # [u, k, out]
+        return (columns * _solve(blocks, columns)).sum((1, 2))
+
+    def remove(self, units: np.ndarray) -> float:
+        """Take units out together, the others making up for them; gives what that costs."""
+        features = self.features[torch.from_numpy(units)].reshape(-1)
+        columns = self.weight[:, features].T  # [k, out]
+        rows = self.inverse[features]  # [k, features]
+        factors = _solve(rows[:, features], torch.cat([columns, rows], 1))
+        n_out = len(self.weight)
+        cost = float((columns * factors[:, :n_out]).sum())
+        self.weight -= columns.T @ factors[:, n_out:]
+        self.inverse -= rows.T @ factors[:, n_out:]
+        self.weight[:, features] = 0
+        return max(cost, 0.0)
+
+
+def inverted(gram: Tensor) -> Tensor:
+    """The inverse of the damped Gram matrix, float64."""
+    factor = torch.linalg.cholesky(damped(gram))
+    return torch.cholesky_inverse(factor)
+
+
+def damped(gram: Tensor, damping: float = DAMPING) -> Tensor:
+    """A copy in float64 with `damping` times its mean diagonal added to the diagonal; the identity for zeros."""
+    found = gram.double().clone()
+    diagonal = found.diagonal()
+    mean = float(diagonal.mean())
+    diagonal += damping * mean if mean > 0 else 1.0
+    return found
+
+
+def _solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """matrix^-1 right for symmetric positive definite matrices."""
+    return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
+
+
+def made_up(reading: Reading, units: np.ndarray) -> Tensor:
+    """The weight [out, features], float64, with zeros for `units`, and the others making up for them."""
+    features = np.arange(reading.weight.shape[1])
+    kept = torch.from_numpy(np.setdiff1d(features, reading.features[units].reshape(-1)))
+    gram = damped(reading.gram)
+    weight = reading.weight.double()
+    found = torch.zeros_like(weight)
+    found[:, kept] = _solve(gram[kept][:, kept], gram[kept] @ weight.T).T
+    return found

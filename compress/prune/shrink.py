@@ -1,0 +1,130 @@
+"""Dimensions made narrower for good, what follows made up for it, and a record of what each step cost and gave."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.trace import is_hf_conv1d
+from compress.errors import PassError
+from compress.prune.compensate import Refitted, compensate
+from compress.prune.damage import first_output
+from compress.prune.dimension import Axis, Dimension, DimensionKind
+from compress.prune.layers import layers_of
+from compress.prune.obs import Elimination
+from compress.prune.statistics import Batch
+
+Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
+"""(module, dimension, units): take the units out of the module, in place."""
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+HELD_BATCHES = 2
+"""On so many, the last ones, the error of the outputs is told."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """One dimension: the units that stayed (int64, numbers of before), and the damage that its curve foretold."""
+
+    name: str
+    kind: DimensionKind
+    n_units: int
+    kept: np.ndarray
+    damage: float
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """`error_without`, `error_with` compensation: squared error of the outputs over that of their mean (1: nothing of
+    them is left); the second is the first where nothing was compensated. `layers`: what was fitted, in order."""
+
+    dimensions: tuple[Shrunk, ...]
+    layers: tuple[Refitted, ...]
+    error_without: float
+    error_with: float
+
+
+def shrink(
+    module: nn.Module,
+    dimensions: Sequence[Dimension],
+    curves: Sequence[Elimination],
+    widths: Sequence[int],
+    batches: Sequence[Batch],
+    remove: Remove,
+    compensation: bool = True,
+    seed: int = 0,
+    progress: Progress = lambda items, text: items,
+) -> Record:
+    """Leave `widths[d]` units of each dimension, those that its curve removes last, in place.
+
+    With `compensation` every layer is fitted anew to what it gave before. A copy of the whole model is held meanwhile.
+    PassError where a width is below 1 or above the units there are.
+    """
+    for one, width in zip(dimensions, widths, strict=True):
+        if not 1 <= width <= one.n_units:
+            raise PassError(f"{one.name}: {width} of {one.n_units} units cannot be left; give 1 to {one.n_units}")
+    teacher = copy.deepcopy(module)
+    kept = [curve.kept(width, one.n_units) for one, curve, width in zip(dimensions, curves, widths, strict=True)]
+    shrunk = tuple(
+        Shrunk(one.name, one.kind, one.n_units, own, curve.error_at(len(own), one.n_units))
+        for one, own, curve in zip(dimensions, kept, curves, strict=True)
+    )
+    remove_all(module, dimensions, kept, remove)
+    held = batches[-HELD_BATCHES:]
+    without = output_error(module, teacher, held)
+    if not compensation or all(len(own) == one.n_units for own, one in zip(kept, dimensions, strict=True)):
+        return Record(shrunk, (), without, without)
+    outputs = kept_outputs(teacher, dimensions, kept)
+    layers = compensate(module, teacher, batches, outputs, seed=seed, progress=progress)
+    return Record(shrunk, tuple(layers), without, output_error(module, teacher, held))
+
+
+def remove_all(module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray], remove: Remove) -> None:
+    """Take out of each dimension what is not kept; those that share an axis are renumbered on the way."""
+    left = [*dimensions]
+    for number, own in enumerate(kept):
+        one = left[number]
+        units = np.setdiff1d(np.arange(one.n_units), own)
+        if len(units):
+            gone = {axis: one.indices(axis, units) for axis in one.members}
+            remove(module, one, units)
+            left[number + 1 :] = [renumbered(other, gone) for other in left[number + 1 :]]
+
+
+def renumbered(dimension: Dimension, gone: Mapping[Axis, np.ndarray]) -> Dimension:
+    """The dimension after other indices (int64, rising) of some axes are gone."""
+    members = {
+        axis: own - np.searchsorted(gone[axis], own) if axis in gone else own for axis, own in dimension.members.items()
+    }
+    return replace(dimension, members=members)
+
+
+def kept_outputs(
+    module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Layer of the whole model -> those of its outputs that stay, int64; layers that lose none are not in it."""
+    found = {}
+    for name, layer in layers_of(module).items():
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        axis = (f"{name}.weight", 1 if is_hf_conv1d(layer) else 0)
+        stays = np.ones(weight.shape[axis[1]], bool)
+        for one, own in zip(dimensions, kept, strict=True):
+            if axis in one.members:
+                stays[one.indices(axis, np.setdiff1d(np.arange(one.n_units), own))] = False
+        if not stays.all():
+            found[name] = np.flatnonzero(stays)
+    return found
+
+
+def output_error(module: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> float:
+    """The squared difference of two models' outputs, over the squared distance of the teacher's from their mean."""
+    with torch.no_grad():
+        own = torch.cat([first_output(module(**batch)).double().flatten(0, -2) for batch in batches])
+        whole = torch.cat([first_output(teacher(**batch)).double().flatten(0, -2) for batch in batches])
+    spread = (whole - whole.mean(0)).square().sum()
+    return float((own - whole).square().sum() / spread.clamp_min(1e-300))

@@ -1,0 +1,71 @@
+"""SparseGPT: weights zeroed column by column, each error made up for by the weights not yet passed. Torch.
+
+Frantar & Alistarh, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot (2023, arXiv:2301.00774),
+algorithm 1. Deviations: counts of zeros are rounded so that the whole weight has the share that was asked for; inputs
+that were always zero are scored as if damping were all that is known of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compress.prune.masks import Scope, lowest
+from compress.prune.sparsity import Sparsity
+from compress.quantize.gptq import Hessian
+
+BLOCK = 128
+"""Inputs among which the zeros of a share are chosen, and whose updates reach the rest of the weight at once."""
+
+
+def sparsegpt(
+    weight: Tensor, hessians: Sequence[Hessian], sparsity: Sparsity, scope: Scope = "layer", block: int = BLOCK
+) -> Tensor:
+    """`weight` [groups, out, in] with zeros, float32; the others changed so that the outputs change little.
+
+    `hessians`: one for each group, of `invert_hessian` without `act_order`. The zeros of a share are the lowest scores
+    of each `block` inputs (of each row, or of all rows); those of a pattern, of each M inputs.
+    """
+    left = weight.float().transpose(1, 2).clone(memory_format=torch.contiguous_format)  # [groups, in, out]
+    factor = torch.stack([one.factor for one in hessians])  # [groups, in, in]
+    pivots = factor.diagonal(dim1=1, dim2=2)
+    scoring = torch.stack([_scoring(one) for one in hessians])[:, :, None]
+    n, group = left.shape[1], sparsity.group
+    size = max(block // group, 1) * group if group else block
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        errors = torch.zeros(len(left), stop - start, left.shape[2])
+        for first in range(start, stop, group or size):
+            last = min(first + (group or size), stop)
+            done = first - start
+            now = left[:, first:last] - factor[:, start:first, first:last].mT @ errors[:, :done]
+            drop = _dropped((now / scoring[:, first:last]).square(), first, sparsity, scope)
+            for column in range(first, last):
+                k = column - start
+                value = left[:, column] - (factor[:, start:column, column, None].mT @ errors[:, :k])[:, 0]
+                gone = drop[:, column - first]
+                errors[:, k] = torch.where(gone, value, 0.0) / pivots[:, column, None]
+                left[:, column] = value.masked_fill_(gone, 0.0)
+        left[:, stop:] -= factor[:, start:stop, stop:].mT @ errors
+    return left.transpose(1, 2).contiguous()
+
+
+def _dropped(scores: Tensor, first: int, sparsity: Sparsity, scope: Scope) -> Tensor:
+    """True where a weight goes, of the inputs from `first` on; `scores` [groups, in, out]."""
+    groups, width, out = scores.shape
+    if sparsity.group or scope == "row":
+        rows = scores.transpose(1, 2).reshape(-1, width)
+        k = width - sparsity.kept if sparsity.group else sparsity.count(first + width) - sparsity.count(first)
+        return lowest(rows, k).reshape(groups, out, width).transpose(1, 2)
+    each = groups * out
+    k = sparsity.count(each * (first + width)) - sparsity.count(each * first)
+    return lowest(scores.reshape(1, -1), k).reshape(scores.shape)
+
+
+def _scoring(hessian: Hessian) -> Tensor:
+    """Of each input [in], what a weight is divided by for its score: the factor's diagonal."""
+    live = hessian.added[~hessian.dead]
+    unknown = live.amin().rsqrt() if len(live) else torch.ones(())
+    return torch.where(hessian.dead, unknown.float(), hessian.factor.diagonal())

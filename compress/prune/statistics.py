@@ -1,0 +1,177 @@
+"""Sums over calibration rows from which least squares of a layer follow: what it reads, against what it should give."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.lockstep import layer_input
+from compress.errors import PassError
+from compress.prune.layers import input_rows, layers_of, n_features, n_groups, n_rows
+
+Batch = Mapping[str, Tensor]
+"""What one call of forward is given, by parameter."""
+MAX_FEATURES = 12288
+"""One float64 matrix of so many features squared is 1.2 GB; a layer with more is refused."""
+GRAM_BYTES = 2**31
+"""Most that the Gram matrices held at once may take; with more, several forward passes are made."""
+ROWS_AT_ONCE = 8192
+"""Products in float32 of so many rows are summed in float64: their rounding stays near 1e-6 of the diagonal."""
+
+
+@dataclass(eq=False)
+class Sums:
+    """Sums over rows x [features] and y [outputs] of each group, float64; `n` rows. Sums of two sets add up.
+
+    `xx` [groups, features, features], `x` [groups, features], `xy` [groups, features, outputs], `y` and `yy`
+    [groups, outputs].
+    """
+
+    n: int
+    xx: Tensor
+    x: Tensor
+    xy: Tensor
+    y: Tensor
+    yy: Tensor
+
+    @classmethod
+    def empty(cls, groups: int, features: int, outputs: int) -> Sums:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(groups, *shape, dtype=torch.float64)
+
+        return cls(
+            0, zeros(features, features), zeros(features), zeros(features, outputs), zeros(outputs), zeros(outputs)
+        )
+
+    def add(self, x: Tensor, y: Tensor | None = None) -> None:
+        """`x` [groups, n, features], `y` [groups, n, outputs]; without y the sums that hold it stay."""
+        self.n += x.shape[1]
+        for start in range(0, x.shape[1], ROWS_AT_ONCE):
+            some = x[:, start : start + ROWS_AT_ONCE].float()
+            self.xx += some.mT @ some
+        self.x += x.sum(1, dtype=torch.float64)
+        if y is not None:
+            self.aim(x, y)
+
+    def retargeted(self) -> Sums:
+        """The same rows, as yet without their targets, which `aim` gives again."""
+        return Sums(self.n, self.xx, self.x, *(torch.zeros_like(one) for one in (self.xy, self.y, self.yy)))
+
+    def aim(self, x: Tensor, y: Tensor) -> None:
+        """New targets for rows that were added before."""
+        for start in range(0, x.shape[1], ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            self.xy += x[:, part].float().mT @ y[:, part].float()
+        self.y += y.sum(1, dtype=torch.float64)
+        self.yy += y.double().square().sum(1)
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.n + other.n,
+            self.xx + other.xx,
+            self.x + other.x,
+            self.xy + other.xy,
+            self.y + other.y,
+            self.yy + other.yy,
+        )
+
+    def centered(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Per row and without the means, which a free bias takes up: xx, xy and yy."""
+        n = max(self.n, 1)
+        mean, target = self.x / n, self.y / n
+        xx = self.xx / n - mean[:, :, None] * mean[:, None, :]
+        return xx, self.xy / n - mean[:, :, None] * target[:, None, :], self.yy / n - target.square()
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Per row, means left in: for a layer that can have no bias."""
+        n = max(self.n, 1)
+        return self.xx / n, self.xy / n, self.yy / n
+
+
+def chosen_rows(layer: nn.Module, x: Tensor, out: Tensor, batch: Batch, limit: int, seed: int) -> Tensor:
+    """The rows of one call to learn from, int64: without padding (`attention_mask` 0), at most `limit`, by chance.
+
+    The same for two models whose outputs have the same shape but for the channels.
+    """
+    total = n_rows(layer, out)
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and x.shape[:2] == mask.shape and total == mask.numel():
+        rows = mask.reshape(-1).nonzero()[:, 0]
+    else:
+        rows = torch.arange(total)
+    if len(rows) <= limit:
+        return rows
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:limit]].sort().values
+
+
+def rows_per_batch(layer: nn.Module, n_batches: int, rows_per_feature: int) -> int:
+    """So that all batches together give `rows_per_feature` rows for each feature, and never fewer than 65536."""
+    return -(-max(rows_per_feature * n_features(layer), 65536) // max(n_batches, 1))
+
+
+def check_width(name: str, layer: nn.Module) -> None:
+    """PassError for a layer that sees too much for a Gram matrix of it all."""
+    if n_features(layer) > MAX_FEATURES:
+        raise PassError(
+            f"{name}: one output sees {n_features(layer)} features, and their Gram matrix takes "
+            f"{n_features(layer) ** 2 * 8 / 2**30:.1f} GiB; more than {MAX_FEATURES} are not fitted. Ignore what feeds "
+            "this layer, or choose importance: magnitude without compensation"
+        )
+
+
+def gram_bytes(layer: nn.Module) -> int:
+    """What the Gram matrix of a layer's inputs takes."""
+    return 8 * n_groups(layer) * n_features(layer) ** 2
+
+
+def gather_inputs(
+    module: nn.Module, names: Sequence[str], batches: Sequence[Batch], rows_per_feature: int = 128, seed: int = 0
+) -> dict[str, Sums]:
+    """Sums of what the named layers read (without targets), over all calls and batches, in one forward pass of each.
+
+    All Gram matrices are held at once (`gram_bytes`). PassError: a layer too wide, or one never called.
+    """
+    layers = layers_of(module)
+    for name in names:
+        check_width(name, layers[name])
+    found = {name: Sums.empty(n_groups(layers[name]), n_features(layers[name]), 0) for name in names}
+    for number, batch in enumerate(batches):
+        with _listening(layers, found, batch, len(batches), rows_per_feature, seed + number), torch.no_grad():
+            module(**batch)
+    silent = [name for name, sums in found.items() if sums.n == 0]
+    if silent:
+        raise PassError(f"{silent[0]}: the calibration data never reaches this layer; it cannot be measured")
+    return found
+
+
+@contextmanager
+def _listening(
+    layers: Mapping[str, nn.Module], sums: Mapping[str, Sums], batch: Batch, n_batches: int, per_feature: int, seed: int
+) -> Iterator[None]:
+    """While inside, calls of the layers add to their sums."""
+    calls = itertools.count()
+
+    def hook(own: Sums, limit: int) -> Any:
+        def heard(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
+            x = layer_input(args, kwargs)
+            own.add(input_rows(layer, x, chosen_rows(layer, x, out, batch, limit, seed + 1009 * next(calls))))
+
+        return heard
+
+    handles = [
+        layers[name].register_forward_hook(
+            hook(own, rows_per_batch(layers[name], n_batches, per_feature)), with_kwargs=True
+        )
+        for name, own in sums.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,122 @@
+"""Units taken out of a module for good: parameters and buffers get smaller, and what it knows of their sizes follows.
+
+What changed is a `Shapes` record (see `compress.blocks.sizes`), by which a module as its code builds it takes the
+smaller weights: safetensors and that record are the whole model, no pickle needed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.materialise import plain
+from compress.blocks.sizes import Shapes, put_tensor, shapes_of, tensor_at, tensor_holders
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, named_outputs
+from compress.errors import PassError
+from compress.prune.coupling import in_axis
+from compress.prune.dimension import Dimension
+from compress.structure.dataflow import within
+
+HEAD_COUNTS = re.compile(r"(?!.*(group|per|rep)).*(head|num|n_)")
+"""Names of attributes that count heads, unless they are LENGTHS; queries for each key-value head stay as many."""
+LENGTHS = re.compile(r".*(size|dim|inner|embed|width|hidden|features)")
+"""Names of attributes that hold the length of an axis."""
+
+
+def remove(module: nn.Module, dimension: Dimension, units: np.ndarray) -> None:
+    """Take units (int64, numbers in `dimension`) out of `module`, in place.
+
+    Parameters keep their names and stay shared where they were; new ones ask for no gradient. PassError if nothing
+    would be left.
+    """
+    if len(units) >= dimension.n_units:
+        raise PassError(f"{dimension.name}: all {dimension.n_units} {dimension.kind} would go; leave at least one")
+    before, held = shapes_of(module), tensor_holders(module)
+    for (name, axis), members in dimension.members.items():
+        old = tensor_at(*held[name][0])
+        gone = np.zeros(old.shape[axis], bool)
+        gone[members[units].reshape(-1)] = True
+        put_tensor(held[name], old.index_select(axis, torch.from_numpy(np.flatnonzero(~gone))))
+    for part in {id(part): part for name, _ in dimension.members for part, _ in held[name]}.values():
+        _fit_layer(part)
+    if dimension.kind == "heads":
+        _fit_heads(module, dimension, dimension.n_units - len(units), before)
+
+
+def differs_from_masked(
+    module: nn.Module, dimension: Dimension, units: np.ndarray, feeds: Mapping[str, Tensor]
+) -> float:
+    """How far removing units is from not reading them: the largest difference of an output, relative to the largest.
+
+    `module` is left without the units. About 0 unless a norm sees the dimension; inf where the smaller module does not
+    run, or its outputs have other shapes: its code then holds a size that only its author can change.
+    """
+    held = tensor_holders(module)
+    layers = {plain(path): part for path, part in module.named_modules()}
+    weights = {id(layers[name].weight): in_axis(layers[name]) for name in dimension.readers}
+    for (name, axis), members in dimension.members.items():
+        values = tensor_at(*held[name][0])
+        if weights.get(id(values)) == axis:
+            values.data.index_fill_(axis, torch.from_numpy(members[units].reshape(-1)), 0.0)
+    with torch.no_grad():
+        expected = list(named_outputs(module(**feeds)).values())
+        remove(module, dimension, units)
+        try:
+            found = list(named_outputs(module(**feeds)).values())
+        except (RuntimeError, ValueError, IndexError):  # shapes that do not fit: the answer, not a failure
+            return math.inf
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return math.inf
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
+
+
+def _fit_layer(part: nn.Module) -> None:
+    """What torch's own layers know of their sizes."""
+    own, weight = vars(part), part._parameters.get("weight")
+    if weight is None:
+        return
+    if isinstance(part, nn.Linear):
+        part.out_features, part.in_features = weight.shape
+    elif is_hf_conv1d(part):
+        own["nx"], own["nf"] = weight.shape
+    elif isinstance(part, nn.Embedding):
+        part.embedding_dim = weight.shape[1]
+    elif isinstance(part, TRANSPOSED):
+        part.in_channels, part.out_channels = weight.shape[0], weight.shape[1] * part.groups
+    elif isinstance(part, CONVOLUTIONS):
+        if weight.shape[1] == 1 and part.groups > 1:  # depthwise
+            part.groups = weight.shape[0] * part.groups // part.out_channels
+        part.out_channels, part.in_channels = weight.shape[0], weight.shape[1] * part.groups
+    elif isinstance(part, nn.LayerNorm):
+        part.normalized_shape = tuple(weight.shape)
+    else:
+        own.update({key: len(weight) for key in ("num_features", "num_channels") if key in own})
+
+
+def _fit_heads(module: nn.Module, dimension: Dimension, n_left: int, before: Shapes) -> None:
+    """Counts of heads, and lengths of all heads together, in the attention module and what is inside it."""
+    n = dimension.n_units
+    size = min(members.shape[1] for members in dimension.members.values())  # of one head
+    factors = {members.shape[1] // size for members in dimension.members.values()}
+    counts = {n * factor: n_left * factor for factor in factors}
+    lengths = {old * size: new * size for old, new in counts.items()}
+    inside = _common([*dimension.writers, *dimension.readers])
+    for path, part in module.named_modules():
+        if within(plain(path), inside) and "weight" not in part._parameters:
+            for key, value in before.attributes.get(plain(path), {}).items():
+                known = lengths if LENGTHS.match(key) else counts if HEAD_COUNTS.match(key) else {}
+                if type(value) is int and value in known:
+                    setattr(part, key, known[value])
+
+
+def _common(names: list[str]) -> str:
+    """The module that holds them all."""
+    paths = [name.split(".")[:-1] for name in names]
+    n = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
+    return ".".join(paths[0][:n])

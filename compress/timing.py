@@ -1,0 +1,53 @@
+"""How fast torch modules are once exported, timed against each other on the runtime that will run them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from compress.export.onnx import export_float, float_graph, save_graph
+from compress.inputs import Batches
+from compress.models.load import LoadedModel
+from compress.schema import Recipe
+from compress.stages import example_batch
+from runtime.backends import find_backend
+from runtime.benchmark import choose_backend
+from runtime.manifest import GENERATION
+from runtime.timing import time_rounds
+
+ROUNDS, WARMUP = 400, 10
+BUDGET_S = 30.0
+TimeModules = Callable[[Sequence[nn.Module]], list[float]]
+
+
+def module_timer(recipe: Recipe, loaded: LoadedModel, batches: Batches) -> TimeModules | None:
+    """Modules with the inputs of `loaded` -> milliseconds of one sample, the median of calls made in turn.
+
+    None for language models, and where the target does not run here: another runtime's times would be no answer.
+    """
+    name, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
+    if elsewhere is not None or recipe.model.task in GENERATION:
+        return None
+    example = example_batch(batches, loaded.inputs)
+    one = {key: np.ascontiguousarray(values[:1]) for key, values in example.items()}
+    threads, seed = recipe.validate_.benchmark.threads, recipe.seed
+
+    def timed(modules: Sequence[nn.Module]) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+            sessions = []
+            for number, module in enumerate(modules):
+                path = Path(folder) / f"{number}.onnx"
+                save_graph(float_graph(export_float(replace(loaded, module=module), example, recipe.opset)), path)
+                sessions.append(find_backend(name).open(path, threads, {}))
+                held.callback(sessions[-1].close)
+            feeds = [[one]] * len(sessions)
+            seconds = time_rounds(sessions, feeds, ROUNDS, WARMUP, seed, BUDGET_S)
+            return [1000 * float(median) for median in np.median(seconds, axis=1)]
+
+    return timed

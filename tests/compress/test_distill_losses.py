@@ -1,0 +1,180 @@
+"""The arithmetic of distillation against slow references: losses, rows, rates, changed images, layer maps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from distilling import COURSE
+
+from compress.distill.augment import blended, cropped, flipped, is_channels_first
+from compress.distill.course import learning_rate, split_rows, step_random, step_rows, step_seed
+from compress.distill.layer_map import paired, uniform
+from compress.distill.losses import (
+    Pooling,
+    attention_error,
+    cosine_error,
+    divergence,
+    label_loss,
+    masked_mean,
+    pooled,
+    relative_error,
+)
+from compress.errors import PassError
+from runtime.preprocess import TextPreprocess, pool
+
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+def logits(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_divergence_is_the_sum_over_classes() -> None:
+    student, teacher = logits(0, 3, 5), logits(1, 3, 5)
+    for kind in ("forward", "reverse", "symmetric"):
+        found = divergence(student, teacher, 2.0, kind)
+        for row in range(3):
+            p = [math.exp(float(v) / 2) for v in teacher[row]]
+            q = [math.exp(float(v) / 2) for v in student[row]]
+            p, q = [v / sum(p) for v in p], [v / sum(q) for v in q]
+            forward = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+            reverse = sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+            expected = {"forward": forward, "reverse": reverse, "symmetric": (forward + reverse) / 2}[kind]
+            assert float(found[row]) == pytest.approx(4 * expected, rel=1e-5)
+
+
+def test_equal_tensors_are_at_distance_zero() -> None:
+    x, maps = logits(0, 2, 4, 6), logits(1, 2, 3, 4, 4).softmax(-1)
+    assert divergence(x, x, 4.0, "symmetric").abs().max() == 0
+    assert relative_error(x, x, MASK).abs().max() == 0
+    assert cosine_error(x, x, MASK).abs().max() < 1e-6
+    assert attention_error(maps, maps, MASK).abs().max() == 0
+
+
+def test_the_square_of_the_temperature_keeps_the_gradient_s_size() -> None:
+    """As T grows the gradient tends to that of half the squared difference of centred logits over the classes."""
+    student, teacher = (logits(seed, 2, 6, 8) for seed in (0, 1))
+    student.requires_grad_()
+    divergence(student, teacher, 500.0).sum().backward()
+    assert student.grad is not None
+    gap = (student - student.mean(-1, keepdim=True)) - (teacher - teacher.mean(-1, keepdim=True))
+    assert torch.allclose(student.grad, gap.detach() / 8, atol=2e-3)
+
+
+def test_padding_does_not_count() -> None:
+    a, b = logits(0, 2, 4, 6), logits(1, 2, 4, 6)
+    other, target = a.clone(), b.clone()
+    other[1, 2:], target[1, 2:] = 9.0, -7.0
+    for function in (relative_error, cosine_error):
+        assert torch.allclose(function(a, b, MASK), function(other, target, MASK))
+        assert torch.allclose(function(a, b, MASK)[1], function(a[1:, :2], b[1:, :2])[0])
+    assert float(relative_error(a, b, MASK)[0]) == pytest.approx(float(((a - b)[0] ** 2).sum() / (b[0] ** 2).sum()))
+    assert torch.allclose(masked_mean(a, MASK)[1], a[1, :2].mean())
+
+
+def test_maps_of_other_numbers_of_heads_are_compared_by_their_mean() -> None:
+    student, teacher = logits(0, 2, 2, 4, 4).softmax(-1), logits(1, 2, 3, 4, 4).softmax(-1)
+    mean, target = student.mean(1), teacher.mean(1)
+    expected = (target * (target.log() - mean.log())).sum(-1)[1, :2].mean()
+    assert torch.allclose(attention_error(student, teacher, MASK)[1], expected)
+
+
+def test_labels() -> None:
+    out = logits(0, 4, 3)
+    classes = torch.tensor([0, 2, 1, 1])
+    expected = [-float(out[i].log_softmax(-1)[c]) for i, c in enumerate(classes.tolist())]
+    assert label_loss(out, classes).tolist() == pytest.approx(expected)
+    assert label_loss(out[:, :1], torch.tensor([1.0, 0, 0, 2])).tolist() == pytest.approx(
+        [float((out[i, 0] - y) ** 2) for i, y in enumerate((1, 0, 0, 2))]
+    )
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_pooling_is_the_runtime_s(pooling: Pooling) -> None:
+    hidden, mask = logits(0, 2, 4, 6), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    expected = pool(hidden.numpy(), mask.numpy(), TextPreprocess(pooling=pooling, normalize=False))  # type: ignore[arg-type]
+    assert np.allclose(pooled(hidden, mask, pooling).numpy(), expected, atol=1e-6)
+
+
+def test_every_epoch_has_every_row_once() -> None:
+    rows, held = split_rows(30, 0.1, seed=3)
+    assert len(held) == 3 and sorted([*rows, *held]) == list(range(30))
+    course = replace(COURSE, batch_size=6, accumulate=2)
+    drawn = np.concatenate([np.concatenate(step_rows(rows, course, step)) for step in range(9)])
+    for epoch in range(4):
+        assert sorted(drawn[27 * epoch : 27 * (epoch + 1)]) == rows.tolist()
+    assert drawn[:27].tolist() != drawn[27:54].tolist()
+    whole = step_rows(rows, replace(course, batch_size=12, accumulate=1), 4)
+    assert np.concatenate(step_rows(rows, course, 4)).tolist() == whole[0].tolist()
+
+
+def test_what_is_drawn_follows_from_seed_and_step() -> None:
+    assert step_random(COURSE, 3, 0).random() == step_random(COURSE, 3, 0).random()
+    drawn = {step_random(replace(COURSE, seed=s), step, k).random() for s in (0, 1) for step in (0, 1) for k in (0, 1)}
+    assert len(drawn) == 8
+    assert len({step_seed(COURSE, step, k, rank) for step in (0, 1) for k in (0, 1) for rank in (0, 1)}) == 8
+
+
+def test_rates_rise_and_fall() -> None:
+    course = replace(COURSE, steps=100, learning_rate=1.0, warmup=10)
+    assert [round(learning_rate(replace(course, schedule="constant"), s, 0), 3) for s in (0, 4, 9, 50)] == [
+        0.1,
+        0.5,
+        1,
+        1,
+    ]
+    assert learning_rate(replace(course, schedule="linear"), 75, 0) == pytest.approx(0.25)
+    assert learning_rate(course, 50, 0) == pytest.approx(0.5)
+    timed = replace(course, max_seconds=10.0)
+    assert learning_rate(timed, 20, 5.0) == pytest.approx(0.5) and learning_rate(timed, 20, 10.0) == 0
+
+
+def test_images_are_mirrored_shifted_and_blended() -> None:
+    x = np.random.default_rng(0).normal(size=(40, 3, 6, 5)).astype(np.float32)
+    turned = flipped(x, np.random.default_rng(1))
+    same = [np.array_equal(a, b) for a, b in zip(turned, x, strict=True)]
+    assert 8 < sum(same) < 32
+    assert all(one or np.array_equal(a, b[:, :, ::-1]) for one, a, b in zip(same, turned, x, strict=True))
+    last = flipped(x.transpose(0, 2, 3, 1), np.random.default_rng(1)).transpose(0, 3, 1, 2)
+    assert np.array_equal(last, turned)
+    moved = cropped(x, 2, np.random.default_rng(2))
+    padded = np.pad(x, ((0, 0), (0, 0), (2, 2), (2, 2)))
+    windows = {
+        (i, j) for i in range(5) for j in range(5) if np.array_equal(moved[7], padded[7][:, i : i + 6, j : j + 5])
+    }
+    assert len(windows) == 1
+    assert np.array_equal(cropped(x, 0, np.random.default_rng(2)), x)
+    mixed, others, share = blended(x, 0.4, np.random.default_rng(3))
+    assert 0 < share < 1 and mixed.dtype == np.float32
+    assert np.allclose(mixed[5], share * x[5] + (1 - share) * x[others[5]], atol=1e-6)
+
+
+def test_an_image_has_one_or_three_channels() -> None:
+    assert is_channels_first((2, 3, 8, 8)) and not is_channels_first((2, 8, 8, 1))
+    with pytest.raises(ValueError, match="1 or 3 channels"):
+        is_channels_first((2, 8, 8, 8))
+
+
+def test_uniform_takes_the_last_of_each_share() -> None:
+    teacher = [f"t{i}" for i in range(6)]
+    assert uniform(["a", "b", "c"], teacher) == (("a", "t1"), ("b", "t3"), ("c", "t5"))
+    assert uniform(teacher, teacher) == tuple((name, name) for name in teacher)
+
+
+def test_layer_maps() -> None:
+    names = ["", "body", "body.0", "body.0.fc", "body.1", "body.1.fc"]
+    none: tuple[list[str], list[str]] = ([], [])
+    assert paired("re:body\\.\\d$", names, names, none) == (("body.0", "body.0"), ("body.1", "body.1"))
+    assert paired((("body.0", "body.1"),), names, names, none) == (("body.0", "body.1"),)
+    with pytest.raises(PassError, match=r"the teacher has no module 'body\.1\.fk'; did you mean 'body\.1\.fc'\?"):
+        paired((("body.0", "body.1.fk"),), names, names, none)
+    with pytest.raises(PassError, match=r"the student has no module 'zzz'; it has body, body\.0"):
+        paired((("zzz", "body.0"),), names, names, none)
+    with pytest.raises(PassError, match="no chain of blocks was found; name the pairs"):
+        paired("uniform", names, names, none)
+    with pytest.raises(PassError, match="'re:x' matches no module"):
+        paired("re:x", names, names, none)

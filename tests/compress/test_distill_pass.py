@@ -1,0 +1,424 @@
+"""The pass `distill`: what it refuses, what its loss is made of, and that a shaken student comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distilling import Arrays, conv_net, images, noisy
+from streaming import TEXT, bert, llama, output_of
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from compress.context import PassContext
+from compress.data.samples import samples_of
+from compress.data.training import encoded_set, n_rows
+from compress.distill.batch import Batch
+from compress.distill.lessons import Augment, batch_maker
+from compress.distill.objective import Weighted, hidden_term, labels_term, logits_term, next_token_term, total_loss
+from compress.distill.sequences import Writing, written
+from compress.distill.teacher import FILE, keep_outputs
+from compress.distill.watch import Seen, Watched, attention_modules
+from compress.errors import PassError, SourceError
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
+from compress.models.huggingface import TextModel
+from compress.models.load import LoadedModel
+from compress.passes.distill import AttentionTerm, Distill, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm, Sequences
+from compress.passes.training import Augmentation
+from compress.targets import TARGETS
+from runtime.bundle import TensorSpec
+from runtime.preprocess import TensorPreprocess, make_preprocessor
+
+IMAGES = (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),)
+TOKENS = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in TEXT)
+TARGET = TARGETS["onnxruntime-cpu"]
+BODY = [LayerFacts(f"body.{i}.fc", "Linear", "MatMul", f"body.{i}.fc.weight", (8, 8)) for i in range(2)]
+LAYERS = (*BODY, LayerFacts("head", "Linear", "Gemm", "head.weight", (4, 8)))
+FACTS = ModelFacts(
+    source="torch",
+    architecture="Net",
+    task="image-classification",
+    inputs=IMAGES,
+    outputs=(TensorSpec("logits", "float32", ("batch", 4)),),
+    layers=LAYERS,
+    structure=Structure((BlockFacts("body.0", ()), BlockFacts("body.1", ()))),
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def token_set(n: int = 12, width: int = 10, seed: int = 0) -> Arrays:
+    """Texts of different lengths, padded on the right."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(3, width + 1, n)
+    mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
+    return Arrays({"input_ids": random.integers(1, 60, (n, width)) * mask, "attention_mask": mask})
+
+
+def image_model(net: nn.Module) -> LoadedModel:
+    outputs = (TensorSpec("logits", "float32", ("batch", 4)),)
+    names = {"pixel_values": "x"}
+    return LoadedModel("torch", "ConvNet", IMAGES, outputs, net, parameters=names, task="image-classification")
+
+
+def text_model(net: nn.Module) -> LoadedModel:
+    """A Hugging Face model in its wrapper."""
+    output = output_of(net)
+    task = "text-generation" if output == "logits" else "feature-extraction"
+    config: Any = net.config
+    width = config.vocab_size if output == "logits" else config.hidden_size
+    config.use_cache = False
+    net.set_attn_implementation("eager")  # type: ignore[operator]
+    outputs = (TensorSpec(output, "float32", ("batch", "sequence", width)),)
+    module = TextModel(net, output).eval().requires_grad_(False)
+    return LoadedModel("torch", type(net).__name__, TOKENS, outputs, module, parameters=TEXT, task=task)
+
+
+def around(trainset: Any, teacher: Callable[[], LoadedModel] | None, work: Path | None = None) -> PassContext:
+    return PassContext(
+        batches=(),
+        target=TARGET,
+        seed=0,
+        log=lambda text: None,
+        progress=lambda items, text: items,
+        train=trainset,
+        teacher=teacher,
+        work=work,
+    )
+
+
+def small(**more: Any) -> Distill:
+    return Distill(**{"steps": 20, "batch_size": 8, "learning_rate": 3e-3, "held_out": 0.25, "warmup": 0.0} | more)
+
+
+def outputs(net: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return net(torch.from_numpy(images().columns["pixel_values"])).log_softmax(-1)
+
+
+def test_what_is_wrong_is_said_by_the_plan() -> None:
+    def problems(knobs: Distill, **more: Any) -> tuple[str, ...]:
+        return knobs.check(replace(FACTS, **more), TARGET).problems
+
+    assert problems(Distill()) == ()
+    named = HiddenTerm(layers=(("body.0.fk", "body.0.fc"),))
+    assert problems(Distill(hidden=named)) == (
+        "distill: hidden: the model has no layer or block 'body.0.fk'; did you mean 'body.0.fc'?",
+    )
+    named_map = AttentionTerm(layers=(("zzz", "body.0"),))
+    assert problems(Distill(attention=named_map)) == ("distill: attention: the model has no layer or block 'zzz'",)
+    assert problems(Distill(hidden=HiddenTerm(layers="even"))) == (
+        "distill: hidden: layers: 'even' is neither uniform, nor a re: pattern, nor pairs",
+    )
+    assert problems(Distill(hidden=HiddenTerm()), structure=None) == (
+        "distill: hidden: no chain of blocks was found; give pairs of modules",
+    )
+    assert problems(Distill(), source="onnx")[0].startswith("distill: trains a torch model")
+    augmented = Distill(augment=Augmentation(flip=True))
+    assert problems(augmented, task="text-generation")[0].startswith("distill: augment is for images")
+    assert problems(Distill(logits=LogitsTerm()), task="feature-extraction")[0].endswith("use output and hidden")
+    assert problems(Distill(), layers=(replace(LAYERS[0], bits=4),)) == (
+        "distill: must come before the pass that rounds body.0.fc",
+    )
+    cached = Distill(teacher_cache=True, augment=Augmentation(flip=True))
+    assert problems(cached)[0].startswith("distill: teacher_cache: only one vector a sample can be kept")
+    mixed = Distill(augment=Augmentation(mixup=0.2), attention=AttentionTerm(), logits=LogitsTerm())
+    assert problems(mixed)[0].startswith("distill: mixup blends images")
+
+
+def test_what_is_wrong_with_a_training_set() -> None:
+    labelled = Distill(labels=LabelsTerm())
+    assert labelled.train_problems("image-classification", 100, has_labels=False) == [
+        "distill: labels: the training set has no labels; name their column, or leave the term out"
+    ]
+    assert labelled.train_problems("image-classification", 100, has_labels=True) == []
+    assert labelled.train_problems("text-generation", 100, has_labels=False) == []
+    assert Distill(held_out=0.5).train_problems("image-classification", 1, True) == []
+    with pytest.raises(ValueError, match="epochs and steps both say how long"):
+        Distill(epochs=1, steps=5)
+
+
+def test_the_loss_follows_from_the_task() -> None:
+    said = {task: Distill().said(task) for task in ("text-classification", "text-generation", "feature-extraction")}
+    assert said == {
+        "text-classification": "forward KL of the logits at temperature 4",
+        "text-generation": "forward KL of the logits at temperature 1",
+        "feature-extraction": "cosine of the outputs (mean pooling), mse of hidden states",
+    }
+    assert Distill().said("generic") == "mse of the outputs"
+    mixed = Distill(logits=LogitsTerm(temperature=2, divergence="reverse"), labels=LabelsTerm(weight=0.1))
+    assert mixed.said("image-classification") == "reverse KL of the logits at temperature 2, the labels"
+    assert mixed.said("text-generation").endswith("the next tokens")
+
+
+def test_how_long_and_what_is_kept() -> None:
+    knobs = Distill(epochs=3, batch_size=10, held_out=0.1)
+    course = knobs.course(1000, seed=7)
+    assert (course.steps, course.seed, course.warmup, course.evaluate_every) == (270, 7, 14, 13)
+    assert knobs.cache_bytes(FACTS, 1000) == 4 * 1000 * 4
+    assert Distill(epochs=1, held_out=0.1).cache_bytes(FACTS, 1000) == 0  # each sample is seen once
+    for never in ({"teacher_cache": False}, {"augment": Augmentation(flip=True)}, {"hidden": HiddenTerm()}):
+        assert knobs.model_copy(update={**never, "logits": LogitsTerm()}).cache_bytes(FACTS, 1000) == 0
+    texts = replace(FACTS, task="text-generation", outputs=(TensorSpec("logits", "float32", ("batch", "sequence", 9)),))
+    assert knobs.cache_bytes(texts, 1000) == 0
+    notes = [knobs.train_notes(facts, 1000)[0].text for facts in (FACTS, texts)]
+    assert notes[0] == "distill: 270 steps of 10 samples; the teacher: its outputs are kept on disk (0.0 MB)"
+    assert notes[1].endswith("the teacher: it is run in every step")
+    assert knobs.train_runs(1000) == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
+
+
+def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
+    net = conv_net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    terms = {"logits": LogitsTerm(temperature=4), "hidden": HiddenTerm(layers=(("conv1", "conv1"), ("bn2", "bn2")))}
+    result = small(**terms, freeze_batchnorm=True).apply(
+        image_model(net), around(images(), lambda: image_model(conv_net()))
+    )
+    assert result.measured["distill"]["loss_before"] == 0
+    assert set(result.measured["distill: training loss"].values()) == {0.0}
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert result.notes[0].level == "warning" and "nothing was better than the start" in result.notes[0].text
+
+
+def test_a_shaken_student_comes_back() -> None:
+    student, teacher = noisy(conv_net()), conv_net()
+    far = float((outputs(student) - outputs(teacher)).norm())
+    result = small(steps=60).apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+    assert float((outputs(student) - outputs(teacher)).norm()) < 0.4 * far
+    numbers = result.measured["distill"]
+    assert numbers["loss_after"] < 0.5 * numbers["loss_before"]
+    assert {d.layer: d.action for d in result.decisions} == dict.fromkeys(("conv1", "conv2", "fc"), "distilled")
+    assert not student.training and not any(p.requires_grad for p in student.parameters())
+
+
+def test_zeros_stay_zeros_unless_they_may_move() -> None:
+    for keep in (True, False):
+        student = noisy(conv_net())
+        student.conv2.weight.data[:, :3] = 0
+        student.fc.bias.data[:] = 0
+        small(keep_zeros=keep).apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+        assert bool((student.conv2.weight[:, :3] == 0).all()) == keep
+        assert bool((student.fc.bias != 0).all())
+
+
+def test_labels_and_augmentation_are_learned_from() -> None:
+    knobs = small(
+        labels=LabelsTerm(), augment=Augmentation(flip=True, crop=1, mixup=0.3), optimizer="sgd", learning_rate=0.1
+    )
+    student = noisy(conv_net())
+    result = knobs.apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+    assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
+
+
+def test_a_narrower_student_gets_projections_and_a_fresh_one_none_of_them() -> None:
+    student = conv_net(3, width=5)
+    names = list(student.state_dict())
+    terms = {"logits": LogitsTerm(), "hidden": HiddenTerm(layers=(("bn1", "bn1"), ("bn2", "bn2")))}
+    result = small(**terms).apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+    assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
+    assert list(student.state_dict()) == names
+
+
+def test_refusals_when_it_is_run() -> None:
+    loaded, teacher = image_model(conv_net()), lambda: image_model(conv_net())
+    with pytest.raises(PassError, match=r"there is no training set; give the recipe data\.train"):
+        small().apply(loaded, around(None, teacher))
+    with pytest.raises(PassError, match="there is no teacher"):
+        small().apply(loaded, around(images(), None))
+    other = conv_net()
+    other.fc = nn.Linear(8, 7)
+    with pytest.raises(PassError, match=r"the student gives output \[2, 4\], the teacher output \[2, 7\]"):
+        small().apply(loaded, around(images(), lambda: image_model(other)))
+    missing = small(hidden=HiddenTerm(layers=(("bn1", "bn7"),)))
+    with pytest.raises(PassError, match=r"the teacher has no module 'bn7'; did you mean"):
+        missing.apply(loaded, around(images(), teacher))
+    with pytest.raises(PassError, match=r"conv1 gives \[2, 8, 8, 8\], conv2 of the teacher \[2, 8, 4, 4\]"):
+        small(hidden=HiddenTerm(layers=(("conv1", "conv2"),))).apply(loaded, around(images(), teacher))
+    with pytest.raises(
+        PassError, match=r"bn1 has 0 modules that give an attention map, one is needed; those of the model: none"
+    ):
+        small(attention=AttentionTerm(layers=(("bn1", "bn1"),))).apply(loaded, around(images(), teacher))
+
+
+def test_kept_outputs_are_what_the_teacher_gives(tmp_path: Path) -> None:
+    calls, net, data = [0], conv_net(), images(20)
+    batch_of = batch_maker(data, {"pixel_values": "x"}, Augment(), tokens=False)
+
+    def answer(batch: Batch) -> Seen:
+        calls[0] += 1
+        return Seen({"output": net(**batch.feeds)})
+
+    kept = keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, lambda items, text: items)
+    rows = np.array([17, 3, 3])
+    batch = batch_of(rows, None)
+    assert torch.allclose(kept(batch).first, net(**batch.feeds), atol=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    before = calls[0]
+    keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, lambda items, text: items)
+    assert calls[0] == before + 1  # the shape is asked for, no more
+    (tmp_path / "w").mkdir()
+    result = small().apply(
+        image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()), tmp_path / "w")
+    )
+    assert result.measured["distill"]["steps"] == 20
+
+
+def test_terms_are_weighed_sample_by_sample() -> None:
+    """However a batch is cut, its loss is the mean of the parts', each counted by its weight."""
+    net, teacher = text_model(llama(layers=1)), text_model(llama(1, layers=1))
+    batch = batch_maker(token_set(), TEXT, Augment(), tokens=True)(np.arange(6), None)
+    assert batch.mask is not None
+    assert batch.weights.tolist() == (batch.mask.sum(1) - 1).tolist()
+    terms = [Weighted(0.5, logits_term(2.0, "forward", tokens=True)), Weighted(2.0, next_token_term)]
+    assert net.module is not None and teacher.module is not None
+    own, other = (Seen({"logits": model.module(**batch.feeds)}) for model in (net, teacher))  # type: ignore[misc]
+    found = float(total_loss(terms, batch, own, other))
+    slow, count = 0.0, 0
+    for i in range(6):
+        for t in range(int(batch.mask[i].sum()) - 1):
+            p, q = ((seen.first[i, t] / 2).softmax(-1) for seen in (other, own))
+            slow += 0.5 * 4 * float((p * (p / q).log()).sum())
+            slow -= 2.0 * float(own.first[i, t].log_softmax(-1)[batch.feeds["input_ids"][i, t + 1]])
+            count += 1
+    assert found == pytest.approx(slow / count, rel=1e-4)
+
+
+def test_blended_labels_count_by_their_shares() -> None:
+    random = np.random.default_rng(0)
+    batch = batch_maker(images(), {"pixel_values": "x"}, Augment(mixup=0.5), tokens=False)(np.arange(8), random)
+    assert batch.mixed is not None and batch.mixed.labels is not None and batch.labels is not None and batch.augmented
+    out = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    found = labels_term(batch, Seen({"logits": out}), Seen({}))
+    log = out.log_softmax(-1)
+    for i in range(8):
+        own, other = log[i, batch.labels[i]], log[i, batch.mixed.labels[i]]
+        assert float(found[i]) == pytest.approx(
+            -float(batch.mixed.share * own + (1 - batch.mixed.share) * other), rel=1e-5
+        )
+
+
+def test_a_decoder_learns_every_token_and_its_attention() -> None:
+    student, teacher = text_model(noisy(llama())), text_model(llama())
+    terms = {
+        "logits": LogitsTerm(),
+        "labels": LabelsTerm(weight=0.1),
+        "hidden": HiddenTerm(),
+        "attention": AttentionTerm(),
+    }
+    result = small(**terms).apply(student, around(token_set(), lambda: teacher))
+    assert result.measured["distill"]["loss_after"] < 0.97 * result.measured["distill"]["loss_before"]
+
+
+def test_a_student_learns_from_what_its_teacher_writes(tmp_path: Path) -> None:
+    teacher, data = text_model(llama()), token_set()
+    assert teacher.module is not None
+    how = Writing(prompt=4, temperature=1.0, seed=0)
+    found = written(teacher.module, data, how, tmp_path, lambda items, text: items)
+    mask = data.columns["attention_mask"]
+    assert (
+        found.n == 12 and (found.lengths <= mask.sum(1)).all() and (found.lengths >= np.minimum(mask.sum(1), 5)).all()
+    )
+    assert (found.ids[:, :4] == data.columns["input_ids"][:, :4] * (np.arange(4) < mask.sum(1)[:, None])).all()
+    assert not np.array_equal(found.feeds(np.arange(12))["input_ids"], data.feeds(np.arange(12))["input_ids"])
+    again, kept = (written(teacher.module, data, how, p, lambda items, text: items) for p in (None, tmp_path))
+    assert np.array_equal(found.ids, again.ids) and np.array_equal(found.ids, kept.ids)
+    sharp = written(teacher.module, data, replace(how, temperature=1e-4), None, lambda items, text: items)
+    row = int(sharp.lengths.argmax())
+    with torch.no_grad():
+        best = teacher.module(**{k: torch.from_numpy(v) for k, v in sharp.feeds(np.array([row])).items()}).argmax(-1)
+    assert sharp.ids[row, 4 : sharp.lengths[row]].tolist() == best[0, 3 : sharp.lengths[row] - 1].tolist()
+    student = text_model(noisy(llama()))
+    knobs = small(labels=LabelsTerm(), sequences=Sequences(prompt_tokens=2))
+    result = knobs.apply(student, around(data, lambda: text_model(llama())))
+    assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
+
+
+def test_sequences_are_refused_where_nothing_is_written() -> None:
+    problems = Distill(sequences=Sequences()).check(FACTS, TARGET).problems
+    assert problems == ("distill: sequences: a image-classification model writes no text; leave it out",)
+    with pytest.raises(PassError, match="the teacher is no Hugging Face model that generates"):
+        small(sequences=Sequences()).apply(image_model(conv_net()), around(images(), lambda: image_model(conv_net())))
+
+
+def test_embeddings_come_back_by_default() -> None:
+    student, teacher = text_model(noisy(bert(), 0.5)), text_model(bert())
+    result = small().apply(student, around(token_set(), lambda: teacher))
+    assert result.measured["distill"]["loss_after"] < 0.8 * result.measured["distill"]["loss_before"]
+    assert len(result.notes) == 1
+
+
+def test_a_student_of_fewer_layers_learns_from_evenly_spread_ones() -> None:
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}
+    shallow = BertModel(BertConfig(**sizes, num_hidden_layers=2), add_pooling_layer=False).eval()
+    deep = BertModel(BertConfig(**sizes, num_hidden_layers=4), add_pooling_layer=False).eval()
+    terms = {"output": OutputTerm(), "hidden": HiddenTerm(loss="cosine"), "attention": AttentionTerm()}
+    result = small(**terms).apply(text_model(shallow), around(token_set(), lambda: text_model(deep)))
+    assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
+
+
+def test_attention_maps_are_those_of_the_innermost_modules() -> None:
+    model = text_model(bert())
+    assert model.module is not None
+    feeds = {name: torch.from_numpy(values[:2]) for name, values in token_set().columns.items()}
+    found = attention_modules(model.module, feeds)
+    assert found == [f"encoder.layer.{i}.attention.self" for i in range(2)]
+    with Watched(model.module, ["encoder.layer.0"], found) as watched:
+        seen = watched(feeds)
+    assert seen.maps[found[1]].shape == (2, 4, 10, 10) and seen.hidden["encoder.layer.0"].shape == (2, 10, 32)
+    assert not model.module.wrapped.encoder.layer[0]._forward_hooks  # type: ignore[union-attr, index]
+
+
+def test_a_module_that_is_not_called_cannot_be_watched() -> None:
+    net = conv_net()
+    net.idle = nn.Linear(2, 2)
+    with Watched(net, ["idle"]) as watched, pytest.raises(PassError, match="runs without calling idle"):
+        watched({"x": torch.zeros(1, 3, 8, 8)})
+
+
+def test_hidden_states_of_convolutions_are_compared_channel_by_channel() -> None:
+    own, other = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    batch = Batch(np.arange(2), {}, torch.ones(2))
+    term = hidden_term("cosine", (("a", "b"),), nn.ModuleDict())
+    found = term(batch, Seen({}, {"a": own}), Seen({}, {"b": other}))
+    expected = 1 - torch.stack([nn.functional.cosine_similarity(own[i], other[i], dim=0).mean() for i in range(2)])
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_training_set_is_encoded_on_demand() -> None:
+    columns = {"x": np.arange(12, dtype=np.float32).reshape(6, 2), "label": np.arange(6)}
+    preprocessor = make_preprocessor(TensorPreprocess(), (TensorSpec("x", "float32", ("batch", 2)),))
+    found = encoded_set(samples_of(columns), preprocessor, "generic")
+    assert found.n == 6 and found.labels is not None and found.labels.tolist() == list(range(6))
+    assert found.feeds(np.array([4, 0]))["x"].tolist() == [[8, 9], [0, 1]]
+    wrong = encoded_set(samples_of({"x": np.zeros((3, 5), np.float32)}), preprocessor, "generic")
+    with pytest.raises(SourceError, match=r"data\.train: column 'x' has shape"):
+        wrong.feeds(np.arange(2))
+
+
+class Letters:
+    """A preprocessor whose tokens are letters' numbers."""
+
+    spec = TensorPreprocess()
+
+    def encode(self, columns: Any, rows: Any = None) -> dict[str, np.ndarray]:
+        texts = columns["text"] if rows is None else [columns["text"][i] for i in rows]
+        return {"input_ids": np.array([[ord(letter) for letter in text] for text in texts])}
+
+
+def test_texts_that_are_read_apart_are_rows_of_their_own() -> None:
+    samples = samples_of({"text": ["a", "b", "c"], "text_pair": ["x", "y", "z"], "label": np.arange(3.0)})
+    found = encoded_set(samples, Letters(), "feature-extraction")
+    assert found.n == n_rows("feature-extraction", 3, samples.columns) == 6 and found.labels is None
+    assert [chr(i) for i in found.feeds(np.array([4, 0, 5, 2]))["input_ids"][:, 0]] == ["y", "a", "z", "c"]
