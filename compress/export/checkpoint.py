@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -212,12 +213,24 @@ def _quantization(content: Content) -> dict | None:
     targeted = {kinds[name] for name in content.schemes}
     floating = [n for n, p in content.modules.items() if n not in content.schemes and _targetable(p, targeted)]
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
-    ignore = [layer(name) for name in floating]
+    ignore = [layer(name) for name in floating] + _left_out(content, targeted)
     if content.export.format == "gptq":
         return gptq_format.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
     types = {layer(name): kinds[name] for name in content.schemes}
     return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other)
+
+
+def _left_out(content: Content, targeted: set[str]) -> list[str]:
+    """Layers that a reader builds of the configuration and this model was loaded without (a pooler that nothing reads):
+    it would take them for quantized ones, and find no integers for them.
+    """
+    model: Any = getattr(content.model.build(), "wrapped", None)
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        return []
+    with torch.device("meta"):
+        built = type(model)(model.config)
+    return [name for name, part in built.named_modules() if name not in content.modules and _targetable(part, targeted)]
 
 
 def _targetable(part: nn.Module, targeted: set[str]) -> bool:

@@ -219,6 +219,20 @@ def test_sentence_embeddings(texts: Path, cache: Path, tmp_path: Path) -> None:
     assert serve(tmp_path / "b", "['w1 w2 w3']", tmp_path)["shapes"] == {"embeddings": [1, 1, 32]}
 
 
+def test_a_layer_that_readers_build_and_the_model_has_not_is_no_quantized_one(
+    texts: Path, cache: Path, tmp_path: Path
+) -> None:
+    """transformers' BertModel has a pooler, which embeddings leave out: it must not look for the pooler's integers."""
+    from transformers import AutoModel
+
+    passes = [{"kind": "rtn", "scheme": "W4A16", "group_size": 16}]
+    recipe = text_recipe("feature-extraction", "encoder", passes, {"metric": "cosine", "min": 0.5})
+    apply({**recipe, "export": [{"kind": "onnx"}, {"kind": "checkpoint"}]}, tmp_path / "b", cache, texts)
+    model, said = AutoModel.from_pretrained(tmp_path / "b/checkpoint", output_loading_info=True)
+    assert set(said["missing_keys"]) == {"pooler.dense.weight", "pooler.dense.bias"}
+    assert "pooler.dense" in model.config.quantization_config.quantization_config.ignore
+
+
 def test_a_changed_tokenizer_changes_every_step(texts: Path, tmp_path: Path) -> None:
     shutil.copytree(texts, tmp_path / "texts")
     recipe = text_recipe("text-classification", "classifier", [{"kind": "int8"}], {"metric": "agreement", "min": 0.5})
