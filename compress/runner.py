@@ -163,7 +163,10 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
 
 
 def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict[str, Any]]:
-    """One row for each layer: its last deciding pass, what was done and why, and what every pass measured of it."""
+    """One row for each layer: its last deciding pass, what was done and why, and what every pass measured of it.
+
+    What a pass measured under its own name ("distill: training loss") is a row of its own.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for kind, result in zip(kinds, results, strict=True):
         for decision in result.decisions:
@@ -172,10 +175,10 @@ def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict
                 row |= {"action": decision.action, "pass": kind, "reason": decision.reason}
             row.setdefault("history", []).append(f"{kind}: {decision.action} {decision.reason}".strip())
             row |= result.measured.get(decision.layer, {})
-    for result in results:
+    for kind, result in zip(kinds, results, strict=True):
         rows |= {
-            name: {"layer": name, "type": "measured", "action": "measured", **numbers}
+            name: {"layer": name, "type": "measured", "action": "measured", "pass": kind, **numbers}
             for name, numbers in result.measured.items()
-            if name not in rows
+            if name.startswith(f"{kind}: ")
         }
     return [*rows.values(), *note_rows([note for result in results for note in result.notes])]
