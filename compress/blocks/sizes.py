@@ -61,8 +61,10 @@ def write_shapes(shapes: Shapes, path: Path) -> None:
     path.write_text(json.dumps(asdict(shapes), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_shapes_record(path: Path) -> Shapes:
-    """What `write_shapes` wrote. SourceError if the file is damaged."""
+def read_shapes_record(path: Path | None) -> Shapes:
+    """What `write_shapes` wrote, AS_BUILT without a file. SourceError if it is damaged."""
+    if path is None:
+        return AS_BUILT
     try:
         return shapes_from(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
@@ -83,7 +85,7 @@ def shapes_of(module: nn.Module) -> Shapes:
     """All of them."""
     tensors = {name: tuple(tensor_at(*held[0]).shape) for name, held in tensor_holders(module).items()}
     attributes = {plain(path): _attributes(part) for path, part in module.named_modules()}
-    config = _config(module)
+    config = transformers_config(module)
     numbers = {} if config is None else {key: value for key, value in config.to_dict().items() if type(value) is int}
     return Shapes(tensors, {path: own for path, own in attributes.items() if own}, numbers)
 
@@ -105,11 +107,11 @@ def fit(module: nn.Module, shapes: Shapes) -> None:
         for key, value in changed.items():
             setattr(modules[path], key, value)
     for key, number in shapes.config.items():
-        setattr(_config(module), key, number)
+        setattr(transformers_config(module), key, number)
 
 
-def _config(module: nn.Module) -> Any:
-    """Of a transformers model; None for another."""
+def transformers_config(module: nn.Module) -> Any:
+    """Of a transformers model, wrapped or not; None for another module."""
     config = getattr(getattr(module, "wrapped", module), "config", None)
     return config if hasattr(config, "to_dict") else None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, restack
 from compress.blocks.materialise import plain, tied_names
-from compress.blocks.sizes import write_shapes
+from compress.blocks.sizes import transformers_config, write_shapes
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
@@ -225,11 +225,13 @@ def _left_out(content: Content, targeted: set[str]) -> list[str]:
     """Layers that a reader builds of the configuration and this model was loaded without (a pooler that nothing reads):
     it would take them for quantized ones, and find no integers for them.
     """
-    model: Any = getattr(content.model.build(), "wrapped", None)
-    if not hasattr(getattr(model, "config", None), "to_dict"):
+    module = content.model.build()
+    config = transformers_config(module)
+    if config is None:
         return []
+    model: Any = getattr(module, "wrapped", module)
     with torch.device("meta"):
-        built = type(model)(model.config)
+        built = type(model)(config)
     return [name for name, part in built.named_modules() if name not in content.modules and _targetable(part, targeted)]
 
 

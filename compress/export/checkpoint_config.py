@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.blocks.sizes import transformers_config
 from compress.errors import ExportError
 from compress.export.shards import CODES
 
@@ -77,10 +78,10 @@ def write_config(
     `untie`: the output layer has values of its own now. `sizes`: what pruning has changed in the source's. A module
     that is none of transformers' gets a config.json with nothing but `quantization_config`.
     """
-    wrapped: Any = getattr(module, "wrapped", module)
-    config = _source_config(source)
-    if not config and hasattr(getattr(wrapped, "config", None), "to_dict"):
-        config = json.loads(wrapped.config.to_json_string(use_diff=False))
+    wrapped = getattr(module, "wrapped", module)
+    config, own = _source_config(source), transformers_config(module)
+    if not config and own is not None:
+        config = json.loads(own.to_json_string(use_diff=False))
     if config:
         config |= sizes
         config = _typed(config, str(dtype).removeprefix("torch."), untie)

@@ -83,7 +83,7 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
         folder=source.folder,
         class_names=spec.class_names or _class_names(spec, source),
         task=spec.task,
-        shapes=read_shapes_record(source.shapes) if source.shapes is not None else AS_BUILT,
+        shapes=read_shapes_record(source.shapes),
     )
 
 

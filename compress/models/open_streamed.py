@@ -51,7 +51,7 @@ def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, stru
     names = parameters(spec, source, template)
     check_feeds(spec, names, feeds_shapes)
     build = functools.partial(copy.deepcopy, template)
-    shapes = read_shapes_record(source.shapes) if source.shapes is not None else AS_BUILT
+    shapes = read_shapes_record(source.shapes)
     return StreamedModel(
         build, store, structure, names, architecture(template), source.folder, notes=notes, shapes=shapes
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.blocks.activations import ROWS, micro_batches
 from compress.blocks.materialise import plain
-from compress.blocks.sizes import Shapes, shapes_of
+from compress.blocks.sizes import Shapes, shapes_of, transformers_config
 from compress.blocks.trace import is_layer, layer_type
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
@@ -26,6 +26,7 @@ from compress.prune.dimension import Dimension
 from compress.prune.importance import random_projection_loss, sampled_label_loss
 from compress.prune.shrink import Record, shrink
 from compress.prune.surgery import differs_from_masked, remove
+from runtime.manifest import CLASSIFICATION, GENERATION
 
 if TYPE_CHECKING:
     from compress.passes.prune_channels import PruneChannels
@@ -48,7 +49,8 @@ def prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext) -> P
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
     dimensions = [one for one, facts in pairs if knobs.takes(facts, types)]
     _check(knobs, module, dimensions, sample)
-    loss = sampled_label_loss(context.seed) if _has_classes(loaded.task) else random_projection_loss(context.seed)
+    classes = loaded.task in (*CLASSIFICATION, *GENERATION)
+    loss = sampled_label_loss(context.seed) if classes else random_projection_loss(context.seed)
     curves = find_curves(
         module, dimensions, batches, knobs.importance, loss=loss, seed=context.seed, progress=context.progress
     )
@@ -59,10 +61,6 @@ def prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext) -> P
     loaded = replace(loaded, module=module)
     notes = [*choice.notes, *_notes(knobs, record, built, module), *_config_notes(module, built)]
     return PassResult(loaded, _decisions(module, types, coupling, record), tuple(notes), _measured(record))
-
-
-def _has_classes(task: str) -> bool:
-    return task in ("image-classification", "text-classification", "text-generation")
 
 
 def _check(knobs: PruneChannels, module: nn.Module, dimensions: Sequence[Dimension], sample: Batch) -> None:
@@ -115,9 +113,9 @@ def _notes(knobs: PruneChannels, record: Record, built: Shapes, module: nn.Modul
 
 def _config_notes(module: nn.Module, built: Shapes) -> list[Note]:
     """A transformers model's configuration follows; a note where it cannot."""
-    model = getattr(module, "wrapped", module)
-    if not hasattr(getattr(model, "config", None), "to_dict"):
+    if transformers_config(module) is None:
         return []
+    model = getattr(module, "wrapped", module)
     missed = fit_config(model, built)
     if not missed:
         return []

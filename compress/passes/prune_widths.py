@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, nn
 
+from compress.blocks.sizes import transformers_config
 from compress.context import PassContext
 from compress.errors import PassError
 from compress.facts import Note
@@ -83,8 +84,7 @@ Groups = list[list[int]]
 
 def _groups(knobs: PruneChannels, given: Choosing) -> Groups:
     """Each for itself; where `alike` holds, those of one kind and size together."""
-    has_config = hasattr(getattr(getattr(given.module, "wrapped", given.module), "config", None), "to_dict")
-    if knobs.alike is False or (knobs.alike == "auto" and not has_config):
+    if knobs.alike is False or (knobs.alike == "auto" and transformers_config(given.module) is None):
         return [[d] for d in range(len(given.dimensions))]
     found: dict[tuple[str, int], list[int]] = {}
     for d, one in enumerate(given.dimensions):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import PassError
-from compress.prune.damage import calibrated, first_output, measured, output_weights, readers_of
+from compress.prune.damage import calibrated, measured, output_weights, readers_of
 from compress.prune.dimension import Dimension
 from compress.prune.importance import (
     Comparison,
@@ -18,6 +18,7 @@ from compress.prune.importance import (
     activation_norm,
     batch_norm_scale,
     damage,
+    first_output,
     gradient_scores,
     magnitude,
     random_scores,

@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
+from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
-from compress.prune.importance import Loss, output_fisher
+from compress.prune.importance import Loss, first_output, output_fisher
 from compress.prune.layers import features_of, layers_of, n_groups, read_weight, write_weight
 from compress.prune.obs import Elimination, Reading, made_up
 from compress.prune.points import Place, Point, place_of
@@ -68,8 +67,7 @@ def readers_of(
             raise PassError(
                 f"{name}: is not called exactly once in a forward; it cannot be fitted. Ignore {dimension.name}"
             )
-        axis = 0 if is_hf_conv1d(layers[name]) else 1
-        features = features_of(layers[name], dimension.members[f"{name}.weight", axis])
+        features = features_of(layers[name], dimension.members[f"{name}.weight", in_axis(layers[name])])
         found.append(Reader(place_of(module, points[name]), features, sums[name]))
     return found
 
@@ -113,14 +111,6 @@ def calibrated(curve: Elimination, n_units: int, width: int, damage: float) -> E
     predicted = curve.error_at(width, n_units)
     factor = damage / predicted if damage > 0 and predicted > 0 else 1.0
     return Elimination(curve.order, curve.errors * factor)
-
-
-def first_output(out: Any) -> Tensor:
-    """The tensor that a model gives, or the first of several."""
-    if isinstance(out, Tensor):
-        return out
-    found: Tensor = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
-    return found
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def sampled_label_loss(seed: int = 0) -> Loss:
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
-        logits = _first(module(**batch)).float()
+        logits = first_output(module(**batch)).float()
         drawn = torch.multinomial(logits.detach().softmax(-1).flatten(0, -2), 1, generator=generator)[:, 0]
         per_row = nn.functional.cross_entropy(logits.flatten(0, -2), drawn, reduction="none").reshape(logits.shape[:-1])
         mask = batch.get("attention_mask")
@@ -163,7 +163,7 @@ def random_projection_loss(seed: int = 0) -> Loss:
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
-        out = _first(module(**batch)).float()
+        out = first_output(module(**batch)).float()
         signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
         return (out * signs).sum()
 
@@ -185,7 +185,7 @@ def _channels_first(part: nn.Module) -> bool:
     return isinstance(part, _BatchNorm) or hasattr(part, "kernel_size")
 
 
-def _first(out: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
+def first_output(out: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
     """The tensor that a model gives, or the first of several."""
     if isinstance(out, Tensor):
         return out

@@ -25,8 +25,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from compress.blocks.trace import is_hf_conv1d
 from compress.prune.costs import Cost, Size, Term, sizes_of
+from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
 from compress.prune.layers import channel_axis, layers_of, n_groups
 from runtime.backends import Session, find_backend
@@ -117,7 +117,7 @@ def wanted_layers(
     for name, where in places.items():
         layer = layers[name]
         axes = sizes_of(f"{name}.weight", layer.weight.shape, dimensions)  # type: ignore[arg-type]
-        out, into = (axes[1], axes[0]) if is_hf_conv1d(layer) else (axes[0], axes[1])
+        out, into = axes[1 - in_axis(layer)], axes[in_axis(layer)]
         if out.per_unit or into.per_unit:
             both = bool(out.per_unit and into.per_unit)
             grids = (grid(size, widths, n_units, both) for size in (out, into))

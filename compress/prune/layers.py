@@ -110,16 +110,16 @@ def input_rows(layer: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
         raise PassError(
             f"{type(layer).__name__}: an input of shape {list(x.shape)} has no batch dimension; feed batches"
         )
-    windows = _windows(layer, x)  # [batch, channels, *places, *taps]
+    seen = windows(layer, x)  # [batch, channels, *places, *taps]
     n_space = len(layer.kernel_size)
-    places = windows.shape[2 : 2 + n_space]
+    places = seen.shape[2 : 2 + n_space]
     where = torch.unravel_index(rows, (len(x), *places))
     order = (0, *range(2, 2 + n_space), 1, *range(2 + n_space, 2 + 2 * n_space))
-    found = windows.permute(order)[where]  # [rows, channels, *taps]
+    found = seen.permute(order)[where]  # [rows, channels, *taps]
     return found.reshape(len(rows), n_groups(layer), -1).movedim(1, 0)
 
 
-def _windows(layer: Any, x: Tensor) -> Tensor:
+def windows(layer: Any, x: Tensor) -> Tensor:
     """A view [batch, channels, *places, *taps] of the padded input: what each place of the output sees."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = functional.pad(x, layer._reversed_padding_repeated_twice, mode=mode)

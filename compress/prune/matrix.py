@@ -6,16 +6,14 @@ pattern are then channels at one position, which is what sparse tensor cores tak
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from compress.blocks.trace import CONVOLUTIONS
+from compress.prune.layers import windows
 
 CHUNK = 1 << 24
 """Numbers of patches that are held at once."""
@@ -55,17 +53,9 @@ def inputs_of(layer: nn.Module, x: Tensor, rows: Tensor | None = None) -> Iterat
 
 def patches(layer: Any, x: Tensor) -> Tensor:
     """[groups, n, kernel * in / groups]: what each output of a convolution is a product with; `x` [N, in, *size]."""
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    padding = layer._reversed_padding_repeated_twice  # as torch itself pads; numbers also where padding is "same"
-    x = functional.pad(x, padding, mode)
-    reach = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-    counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[2:], reach, layer.stride, strict=True)]
-    taken = []
-    for offsets in itertools.product(*map(range, layer.kernel_size)):
-        starts = [o * d for o, d in zip(offsets, layer.dilation, strict=True)]
-        spans = zip(starts, counts, layer.stride, strict=True)
-        taken.append(x[(slice(None), slice(None), *(slice(a, a + s * (c - 1) + 1, s) for a, c, s in spans))])
-    found = torch.stack(taken, 2).flatten(3)  # [N, in, kernel, positions]
-    n, channels, kernel, positions = found.shape
-    grouped = found.reshape(n, layer.groups, channels // layer.groups, kernel, positions)
-    return grouped.permute(1, 0, 4, 3, 2).reshape(layer.groups, n * positions, -1)
+    seen = windows(layer, x)  # [N, in, *places, *taps]
+    n_space = len(layer.kernel_size)
+    last = seen.permute(0, *range(2, 2 + 2 * n_space), 1)  # [N, *places, *taps, in]
+    kernel, channels = math.prod(layer.kernel_size), x.shape[1]
+    grouped = last.reshape(-1, kernel, layer.groups, channels // layer.groups)
+    return grouped.permute(2, 0, 1, 3).reshape(layer.groups, len(grouped), -1)

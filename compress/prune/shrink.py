@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
 from compress.prune.compensate import Refitted, compensate
-from compress.prune.damage import first_output
+from compress.prune.coupling import in_axis
 from compress.prune.dimension import Axis, Dimension, DimensionKind
+from compress.prune.importance import first_output
 from compress.prune.layers import layers_of
 from compress.prune.obs import Elimination
 from compress.prune.statistics import Batch
@@ -111,7 +111,7 @@ def kept_outputs(
     found = {}
     for name, layer in layers_of(module).items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        axis = (f"{name}.weight", 1 if is_hf_conv1d(layer) else 0)
+        axis = (f"{name}.weight", 1 - in_axis(layer))
         stays = np.ones(weight.shape[axis[1]], bool)
         for one, own in zip(dimensions, kept, strict=True):
             if axis in one.members:
