@@ -204,8 +204,13 @@ def say(line: str) -> None:
 
 def make_bundle(recipe: Path, call: Call) -> tuple[Path, dict[str, Any]]:
     """(bundle, its report.json) of `compress apply`, from nothing: its cache is a new one."""
-    bundle = call.out / "bundle"
-    apply_recipe(recipe, (f"vars.bench={call.bench}",), bundle, call.out / "cache")
+    return run_recipe(recipe, call, "bundle")
+
+
+def run_recipe(recipe: Path, call: Call, name: str, sets: Sequence[str] = ()) -> tuple[Path, dict[str, Any]]:
+    """`make_bundle` for one of several, in a folder of its own."""
+    bundle = call.out / name
+    apply_recipe(recipe, (f"vars.bench={call.bench}", *sets), bundle, call.out / f"{name}-cache")
     return bundle, json.loads((bundle / "report.json").read_text(encoding="utf-8"))
 
 

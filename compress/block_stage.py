@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compress.blocks.blockfiles import finished_steps
+from compress.blocks.rounded import with_rounded
 from compress.blocks.sharing import alone, from_main, share, wait
 from compress.blocks.stream import result_of
 from compress.blocks.streamed import StreamedModel
 from compress.cache import Step, StepCache, hand_over
 from compress.context import PassContext, PassResult
 from compress.inputs import Inputs
+from compress.models.facts import structure_of_module
 from compress.models.load import LoadedModel
 from compress.models.open_streamed import streamed_model, streamed_module
 from compress.passes import Pass
-from compress.stages import heard, said
+from compress.stages import heard, said, timed
 from compress.streamed_quality import score_streamed
 from runtime.samples import read_npz, write_npz
 
@@ -29,12 +32,15 @@ BASELINE, CANDIDATE = "baseline.npz", "candidate.npz"
 
 def open_streamed(inputs: Inputs, loaded: LoadedModel | None) -> StreamedModel:
     """The recipe's model with its weights left in their files, or what passes over the whole module left of it."""
-    structure = inputs.facts.structure
+    recipe, structure = inputs.recipe, inputs.facts.structure
     assert structure is not None
     if loaded is None:
-        return streamed_model(inputs.recipe.model, inputs.recipe.root, inputs.feeds, structure)
+        return streamed_model(recipe.model, recipe.root, inputs.feeds, structure)
     assert loaded.module is not None and loaded.parameters is not None
-    return streamed_module(loaded.module, structure, loaded.parameters, loaded.folder, loaded.shapes)
+    feeds = {parameter: inputs.feeds[name] for name, parameter in loaded.parameters.items()}
+    structure = structure_of_module(recipe.model, loaded.module, feeds)  # blocks may be gone, or widths
+    model = streamed_module(loaded.module, structure, loaded.parameters, loaded.folder, loaded.shapes)
+    return with_rounded(model, loaded.rounded)
 
 
 def block_pass_step(
@@ -48,7 +54,7 @@ def block_pass_step(
     step = _shared(cache, key)
     if step is None:
         with shared_work(cache, key, label) as work:
-            result = one.apply(model, replace(context, work=work))
+            result = timed(partial(one.apply, model, replace(context, work=work)))
             record = {**said(result), "kv_cache": result.model.kv_cache}
             if share().rank == 0:
                 cache.put(key, lambda folder: _handed(work, folder, record))

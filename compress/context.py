@@ -45,8 +45,9 @@ class PassContext:
     `train`: the training set; None when the recipe has none. `teacher`: loads the model as it came, before all passes
     (a `LoadedModel`); None where there is no torch model. `time_modules`: exports torch modules that take the model's
     inputs and times them against each other on the target: milliseconds of each (median, one sample); None where the
-    target does not run here. `threads`: of what is timed. `measurements`: the file, there or not, that keeps what was
-    measured on this machine for a key of JSON values; None: nothing is kept.
+    target does not run here. `student`: makes what a pass puts in the given model's place, of its `Student` record and
+    a seed (a `LoadedModel`); None where there is no torch model. `threads`: of what is timed. `measurements`: the file,
+    there or not, that keeps what was measured on this machine for a key of JSON values; None: nothing is kept.
     """
 
     batches: Sequence[Feeds]
@@ -59,6 +60,7 @@ class PassContext:
     memory_mib: float | None = None
     train: TrainSet | None = None
     teacher: Callable[[], Any] | None = None
+    student: Callable[[Any, int], Any] | None = None
     time_modules: Callable[[Sequence[Any]], Sequence[float]] | None = None
     threads: int = 1
     measurements: Callable[[Any], Path] | None = None
@@ -68,10 +70,12 @@ class PassContext:
 class PassResult:
     """The model to go on with, what was decided for each layer, and what the report should say.
 
-    `measured`: layer -> named numbers (sqnr_db, sensitivity, ...) for the report's layer table.
+    `measured`: layer -> named numbers (sqnr_db, sensitivity, ...) for the report's layer table. `seconds`: what the
+    pass took when it was done; the step that runs it fills it in.
     """
 
     model: Any
     decisions: tuple[LayerDecision, ...] = ()
     notes: tuple[Note, ...] = ()
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: float = 0.0

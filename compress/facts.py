@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,6 +25,7 @@ class LayerFacts:
     `ignore:` (Linear, Conv2d, Embedding); `op` the ONNX operator it becomes. `shape` is [out, in / groups, *kernel] for
     Linear and Conv, [rows, width] for Embedding. `macs` counts multiply-accumulates for one sample.
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
+    `sparse`: a pass has made weights zero that are to stay so.
     """
 
     name: str
@@ -34,6 +35,7 @@ class LayerFacts:
     shape: tuple[int, ...]
     macs: int = 0
     bits: float = 32
+    sparse: bool = False
 
     @property
     def n_weights(self) -> int:
@@ -126,6 +128,18 @@ class Prunable:
 
 
 @dataclass(frozen=True)
+class Removable:
+    """A block that the model would run without (see `compress.structure.removable`).
+
+    `listed`: it lies in a list that the model's code goes through, in which those behind it would move up.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    listed: bool
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """A model as the plan sees it. `other_bytes` is everything outside `layers` (norms, biases, buffers)."""
 
@@ -147,6 +161,10 @@ class ModelFacts:
     """Of a torch model, where a pass asks for it (`Pass.uses_coupling`)."""
     unprunable: Mapping[str, str] = field(default_factory=dict)
     """Layer -> why its outputs, or some of them, have to stay."""
+    removable: tuple[Removable, ...] | None = None
+    """Blocks of a torch model that can go, in order, where a pass asks for them (`Pass.uses_blocks`)."""
+    students: Mapping[str, ModelFacts] = field(default_factory=dict)
+    """Other models that passes put in this one's place, by `Student.key`."""
 
     @property
     def n_bytes(self) -> int:
@@ -164,6 +182,11 @@ class ModelFacts:
     def with_bits(self, bits: dict[str, float]) -> ModelFacts:
         """The same model with the named layers' weights stored in that many bits."""
         return replace(self, layers=tuple(replace(la, bits=bits.get(la.name, la.bits)) for la in self.layers))
+
+    def with_zeros(self, names: Iterable[str]) -> ModelFacts:
+        """The same model with the named layers made sparse."""
+        sparse = set(names)
+        return replace(self, layers=tuple(replace(la, sparse=la.sparse or la.name in sparse) for la in self.layers))
 
 
 @dataclass(frozen=True)

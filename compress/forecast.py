@@ -14,6 +14,7 @@ from compress.facts import LayerDecision, ModelFacts
 from compress.passes import Pass, Tune
 from compress.passes.training import TrainingPass
 from compress.schema import Recipe
+from compress.step_rules import n_between
 
 LIBRARIES_BYTES = 460 * 2**20
 """torch and transformers once imported, and the data read."""
@@ -69,12 +70,13 @@ def forecast(
     calibration, evaluation = samples.get("calibration", 0), samples.get("evaluation", 0)
     seconds = START_SECONDS + before.n_bytes / EXPORT_BYTES_PER_S
     seconds += sum(one.calibration_runs for one in recipe.passes) * calibration * forward
-    seconds += EVALUATION_RUNS * evaluation * forward
+    between = n_between(recipe, before)  # as slow as the float model at most
+    seconds += (EVALUATION_RUNS + between) * evaluation * forward + between * before.n_bytes / EXPORT_BYTES_PER_S
     trained = [one for one in recipe.passes if isinstance(one, TrainingPass)]
     seconds += sum(_training_seconds(one, samples.get("train", 0), forward) for one in trained)
     speed = recipe.validate_.benchmark
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
-    seconds += 2 * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
+    seconds += (2 + between) * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
     seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
     streams = _streams(recipe, before, tokens or calibration * _rows(before), decisions)
     memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
@@ -83,9 +85,9 @@ def forecast(
     if before.structure is not None and not recipe.has_onnx:
         memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _shapes(before)))
     if recipe.has_onnx:
-        whole = COPIES * before.n_bytes + 2 * batch * before.peak_activation_bytes
+        whole = max(COPIES, 2 + between) * before.n_bytes + 2 * batch * before.peak_activation_bytes
         memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + whole)
-        disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2) * before.n_bytes
+        disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2 + between) * before.n_bytes
     return Forecast(seconds, memory, disk)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.generation import read_generation
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate, model_digest
+from compress.models.students import look_at_students
 from compress.models.tokenizer import tokenizer_folder
 from compress.schema import Recipe
 from runtime.errors import UsageError
@@ -39,7 +40,8 @@ class Inputs:
     """`data`: set name -> its facts. `feeds`: what the model's inputs are fed with. `digest`: of the model.
 
     `folder`: the model's own files; `tokenizer`: the folder whose tokenizer is read. `problems`: what is wrong with the
-    sets that are not in `data`.
+    sets that are not in `data`, and with students. `students`: digests of the models that passes put in this one's
+    place, by `Student.key`.
     """
 
     recipe: Recipe
@@ -52,6 +54,7 @@ class Inputs:
     folder: Path | None
     tokenizer: Path | None = None
     problems: tuple[str, ...] = ()
+    students: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -74,11 +77,16 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(spec, root, preprocess, shapes)
-    facts = model_facts(spec, root, feeds, any(one.uses_coupling for one in recipe.passes))
+    coupling, blocks = (any(getattr(one, asks) for one in recipe.passes) for asks in ("uses_coupling", "uses_blocks"))
+    facts = model_facts(spec, root, feeds, coupling, blocks)
     digest, folder = model_digest(spec, root), locate(spec, root).folder
+    students = look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
-    facts = replace(facts, notes=(*facts.notes, *notes))
-    return Inputs(recipe, preprocess, names, data, feeds, facts, digest, folder, tokenizer, tuple(problems))
+    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
+    problems += students.problems
+    return Inputs(
+        recipe, preprocess, names, data, feeds, facts, digest, folder, tokenizer, tuple(problems), students.digests
+    )
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:

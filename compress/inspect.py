@@ -15,6 +15,9 @@ from runtime.bundle import Artifact, Gate, Manifest, TensorSpec, read_manifest
 from runtime.errors import BundleError
 from runtime.records import to_json
 
+NO_LAYERS = ("note", "measured")
+"""Types of rows of layers.json that are of no layer."""
+
 
 def describe_bundle(path: Path) -> dict[str, Any]:
     """The manifest with the layer decisions and the last verdict, as JSON values. Files are not hashed. BundleError."""
@@ -82,7 +85,7 @@ def gate_rules(gate: Gate) -> str:
 def _print_layers(layers: Any, console: Console) -> None:
     """How many layers each action took, and by name those that stayed as they were."""
     rows = [row for row in layers if isinstance(row, dict)] if isinstance(layers, list) else []
-    decisions = [row for row in rows if row.get("type") != "note"]
+    decisions = [row for row in rows if row.get("type") not in NO_LAYERS]
     counts = Counter(str(layer.get("action", "?")) for layer in decisions)
     if counts:
         console.print("layers: " + ", ".join(f"{n} {action}" for action, n in counts.most_common()))

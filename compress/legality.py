@@ -10,8 +10,9 @@ from compress.exports import OnnxExport
 from compress.facts import LOWEST_OPSET, ModelFacts
 from compress.forecast import Forecast
 from compress.inputs import Inputs, generation_of
-from compress.passes import Pass
+from compress.passes import Distill, Pass
 from compress.schema import Recipe
+from compress.step_rules import step_problems
 from compress.targets import TARGETS
 from runtime.errors import UsageError
 from runtime.gates import check_gates
@@ -29,9 +30,11 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     return [
         *data_problems(inputs),
         *order_problems(recipe.passes, facts),
+        *student_problems(recipe.passes),
         *export_problems(recipe, facts),
         *opset_problems(recipe, facts),
         *gate_problems(inputs),
+        *step_problems(recipe),
         *benchmark_problems(inputs),
         *limit_problems(recipe, expected, root),
     ]
@@ -62,17 +65,30 @@ def data_problems(inputs: Inputs) -> list[str]:
 
 def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
     """Passes on the torch module come before those on its blocks, and these before those on the exported graph."""
-    problems, latest, kind = [], 0, ""
+    problems, latest, kind, ended = [], 0, "", ""
     for index, one in enumerate(passes):
         rank = STAGES.index(one.stage_on(facts))
+        if ended and rank == latest:
+            problems.append(f"passes.{index}: {one.kind} would change what {ended} rounded, and must come before it")
         if rank < STAGES.index("graph") and facts.source == "onnx":
             problems.append(f"passes.{index}: {one.kind} rewrites a torch model, and an onnx: source is none")
         elif rank < latest:
             what = ("the whole torch model", "the torch model's blocks")[rank]
             problems.append(f"passes.{index}: {one.kind} rewrites {what} and must come before {kind}")
         if rank > latest:
-            latest, kind = rank, one.kind
+            latest, kind, ended = rank, one.kind, ""
+        ended = one.kind if one.ends_stage(facts) else ended
     return problems
+
+
+def student_problems(passes: Sequence[Pass]) -> list[str]:
+    """A student that is built anew has nothing of what passes before it did."""
+    return [
+        f"passes.{index}: distill: its student is another model, and what {passes[0].kind} did before would be lost; "
+        f"put {passes[0].kind} after it"
+        for index, one in enumerate(passes)
+        if isinstance(one, Distill) and one.student is not None and one.student.separate and index
+    ]
 
 
 def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from compress.cache import StepCache, step_key
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples
 from compress.data.training import EncodedSet, encoded_set
-from compress.export.integers import with_integers
+from compress.export.integers import with_integers, with_rounded_layers
 from compress.export.onnx import save_graph
 from compress.exports import CheckpointExport
+from compress.facts import Note
 from compress.inputs import Batches
 from compress.journal import Journal
 from compress.models.load import LoadedModel, load_model
+from compress.models.students import make_student
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planner import Plan
@@ -29,6 +32,7 @@ from compress.quantize.state import GraphState
 from compress.stages import FloatModel, float_model, model_pass_step, pass_step
 from compress.targets import TARGETS
 from compress.timing import module_timer
+from runtime.manifest import TensorSpec
 from runtime.preprocess import make_preprocessor
 from runtime.records import to_json
 
@@ -57,24 +61,32 @@ class Passed:
     streamed: StreamedModel | None
 
 
-def run_passes(ground: Ground, exported: FloatModel | None, baseline: Mapping[str, np.ndarray]) -> Passed:
+Left = Callable[[int, PassResult, Callable[[], GraphState]], None]
+"""(number of a pass, its result, what gives the graph that it left)."""
+
+
+def not_kept(index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
+    """What passes left is not looked at."""
+
+
+def run_passes(
+    ground: Ground, exported: FloatModel | None, baseline: Mapping[str, np.ndarray], left: Left = not_kept
+) -> Passed:
     """Model passes, block passes, the export between, graph passes. `exported`: the float model, if ONNX is written.
 
-    Where passes over blocks have only rounded, the float model's graph serves: its integers take their layers' places.
+    `left` is told after each pass what it left.
     """
-    loaded, modelled = _model_passes(ground)
-    source, streamed, blocked = _block_passes(ground, loaded)
+    loaded, modelled = _model_passes(ground, left)
+    source, streamed, blocked = _block_passes(ground, loaded, exported, left)
     state = None if exported is None else exported.state
     if exported is not None and streamed is not None and blocked:
-        if loaded is not None or source is None or not streamed.store.same_floats(source.store):
-            state = export(ground, ground.plan.keys.passed_graph, lambda: _as_loaded(ground, streamed)).state
-        state, notes = with_integers(state or exported.state, streamed)
+        state, notes = _block_graph(ground, ground.plan.keys.passed_graph, exported, loaded, source, streamed)
         blocked[-1] = replace(blocked[-1], notes=(*blocked[-1].notes, *notes))
     elif exported is not None and loaded is not None:
-        state = export(ground, ground.plan.keys.passed_graph, lambda: _given(loaded)).state
+        state = _model_graph(ground, ground.plan.keys.passed_graph, loaded)
     graphed: list[PassResult] = []
     if state is not None and exported is not None:
-        state, graphed = _graph_passes(ground, state, exported, baseline)
+        state, graphed = _graph_passes(ground, state, exported, baseline, left)
     results = (*modelled, *blocked, *graphed)
     for note in (note for result in results for note in result.notes):
         ground.journal.log(note.text)
@@ -82,9 +94,15 @@ def run_passes(ground: Ground, exported: FloatModel | None, baseline: Mapping[st
 
 
 def block_passes_alone(ground: Ground) -> None:
-    """What a further process of one launch does: its share of the calibration data, no file."""
-    loaded, _ = _model_passes(ground)
-    _block_passes(ground, loaded)
+    """What a further process of one launch does: its share of the calibration data, or of training; no file.
+
+    Where a pass over the graph trains, it takes part in all that comes before, too.
+    """
+    if any(one.needs_train for _, one, _ in _staged(ground, "graph")):
+        run_passes(ground, export(ground, ground.plan.keys.float_graph, lambda: load(ground.plan)), {})
+        return
+    loaded, _ = _model_passes(ground, not_kept)
+    _block_passes(ground, loaded, None, not_kept)
 
 
 def export(ground: Ground, key: str, load: Callable[[], LoadedModel]) -> FloatModel:
@@ -120,32 +138,32 @@ def _context(ground: Ground, specs: Any, **more: Any) -> PassContext:
     )
 
 
-def _model_passes(ground: Ground) -> tuple[LoadedModel | None, list[PassResult]]:
+def _model_passes(ground: Ground, left: Left) -> tuple[LoadedModel | None, list[PassResult]]:
     loaded, results = None, []
     for index, one, key in _staged(ground, "model"):
         loaded = loaded or load(ground.plan)
-        train = _train_set(ground, loaded)
-        context = _context(
-            ground, loaded.inputs, train=train, teacher=lambda: load(ground.plan), **_timing(ground, loaded)
-        )
+        context = _context(ground, loaded.inputs, **_lessons(ground, loaded.inputs), **_timing(ground, loaded))
+        make = partial(make_student, ground.plan.recipe, ground.plan.inputs.feeds, loaded)
+        context = replace(context, student=make)
+        step = partial(model_pass_step, ground.cache, key, one, loaded)
         with ground.journal.step(one.kind):
-            label = f"{ground.plan.recipe.name}: passes.{index}"
-            results.append(_model_pass(ground.cache, key, label, one, loaded, context))
+            results.append(_taken_up(ground, index, key, step, context))
         loaded = results[-1].model
+        left(index, results[-1], partial(_model_graph, ground, ground.plan.keys.exports[index], loaded))
     return loaded, results
 
 
-def _model_pass(
-    cache: StepCache, key: str, label: str, one: Pass, loaded: LoadedModel, context: PassContext
+def _taken_up(
+    ground: Ground, index: int, key: str, step: Callable[[PassContext], PassResult], context: PassContext
 ) -> PassResult:
-    """The pass's result. What a killed run had done of it lies under `key`, and is gone on from.
+    """The result of the pass of that number. What a killed run had done of it lies under `key`, and is gone on from.
 
     Several processes do the same work together; what the first one finds in the cache counts for all.
     """
-    if from_main(cache.get(key) is not None if share().rank == 0 else None):
-        return model_pass_step(cache, key, one, loaded, context)
-    with shared_work(cache, key, label) as work:
-        return model_pass_step(cache, key, one, loaded, replace(context, work=work))
+    if from_main(ground.cache.get(key) is not None if share().rank == 0 else None):
+        return step(context)
+    with shared_work(ground.cache, key, f"{ground.plan.recipe.name}: passes.{index}") as work:
+        return step(replace(context, work=work))
 
 
 def _timing(ground: Ground, loaded: LoadedModel) -> dict[str, Any]:
@@ -160,17 +178,26 @@ def _timing(ground: Ground, loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _train_set(ground: Ground, loaded: LoadedModel) -> EncodedSet | None:
+def _lessons(ground: Ground, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+    """What a pass learns from: the training set, encoded for the model's inputs, and the model as it came."""
+    source_is_torch = ground.plan.before.source == "torch"
+    return {
+        "train": _train_set(ground, specs),
+        "teacher": (lambda: load(ground.plan)) if source_is_torch else None,
+    }
+
+
+def _train_set(ground: Ground, specs: tuple[TensorSpec, ...]) -> EncodedSet | None:
     """The recipe's training set, encoded for the model."""
     samples, inputs = ground.sets.get("train"), ground.plan.inputs
     if samples is None:
         return None
-    preprocessor = make_preprocessor(inputs.preprocess, loaded.inputs, inputs.tokenizer)
+    preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
     return encoded_set(samples, preprocessor, inputs.recipe.model.task)
 
 
 def _block_passes(
-    ground: Ground, loaded: LoadedModel | None
+    ground: Ground, loaded: LoadedModel | None, exported: FloatModel | None, left: Left
 ) -> tuple[StreamedModel | None, StreamedModel | None, list[PassResult]]:
     """(the model before, after, results)."""
     plan, results = ground.plan, []
@@ -186,25 +213,64 @@ def _block_passes(
             label = f"{plan.recipe.name}: passes.{index}"
             results.append(block_pass_step(ground.cache, key, label, one, streamed, context))
         streamed = results[-1].model
+        left(index, results[-1], partial(_block_state, ground, index, exported, loaded, source, streamed))
     return source, streamed, results
 
 
+def _model_graph(ground: Ground, key: str, loaded: LoadedModel) -> GraphState:
+    """What passes over the torch module left, as a graph."""
+    return with_rounded_layers(export(ground, key, lambda: loaded).state, loaded.rounded)
+
+
+def _block_state(
+    ground: Ground,
+    index: int,
+    exported: FloatModel | None,
+    loaded: LoadedModel | None,
+    source: StreamedModel,
+    streamed: StreamedModel,
+) -> GraphState:
+    """What the passes up to that of number `index` left."""
+    assert exported is not None
+    return _block_graph(ground, ground.plan.keys.exports[index], exported, loaded, source, streamed)[0]
+
+
+def _block_graph(
+    ground: Ground,
+    key: str,
+    exported: FloatModel,
+    loaded: LoadedModel | None,
+    source: StreamedModel | None,
+    streamed: StreamedModel,
+) -> tuple[GraphState, tuple[Note, ...]]:
+    """What passes over blocks left, as a graph, and what could not be taken over.
+
+    Where they have only rounded, the float model's graph serves: its integers take their layers' places.
+    """
+    state = exported.state
+    if loaded is not None or source is None or not streamed.store.same_floats(source.store):
+        state = export(ground, key, lambda: _as_loaded(ground, streamed)).state
+    return with_integers(state, streamed)
+
+
 def _graph_passes(
-    ground: Ground, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray]
+    ground: Ground, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray], left: Left
 ) -> tuple[GraphState, list[PassResult]]:
     inputs, evaluation = ground.plan.inputs, ground.sets["evaluation"]
     finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, ground.journal.log)
-    context, results = _context(ground, exported.inputs, shortfalls=finder), []
-    for _, one, key in _staged(ground, "graph"):
+    context = _context(ground, exported.inputs, shortfalls=finder, **_lessons(ground, exported.inputs))
+    results: list[PassResult] = []
+    for index, one, key in _staged(ground, "graph"):
+        step = partial(pass_step, ground.cache, key, one, state)
         with ground.journal.step(one.kind):
-            results.append(pass_step(ground.cache, key, one, state, context))
+            results.append(_taken_up(ground, index, key, step, context) if one.needs_train else step(context))
         state = results[-1].model
+        left(index, results[-1], partial(_same, state))
     return state, results
 
 
-def _given(loaded: LoadedModel | None) -> LoadedModel:
-    assert loaded is not None
-    return loaded
+def _same(state: GraphState) -> GraphState:
+    return state
 
 
 def _as_loaded(ground: Ground, streamed: StreamedModel) -> LoadedModel:

@@ -19,6 +19,7 @@ from compress.network import restrict_network
 from compress.passes import KvCache, Pass
 from compress.schema import Recipe
 from compress.schemes import Scheme
+from compress.step_rules import step_note
 from compress.steps import StepKeys, step_keys
 from compress.targets import TARGETS
 from runtime.benchmark import choose_backend
@@ -166,4 +167,5 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
         notes.append(
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
-    return tuple(notes)
+    steps = step_note(recipe, inputs.facts, data["evaluation"].n_samples)
+    return (*notes, *([steps] if steps else []))

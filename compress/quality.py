@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,24 @@ VERDICTS = ("fail", "undecided", "pass")
 
 
 def run_graph(
-    path: Path, inputs: Inputs, specs: tuple[TensorSpec, ...], columns: Mapping[str, Any]
+    path: Path, inputs: Inputs, specs: tuple[TensorSpec, ...], columns: Mapping[str, Any], beside: Path | None = None
 ) -> dict[str, np.ndarray]:
-    """The outputs of a model file over samples, in the backend that will judge the bundle."""
+    """The outputs of a model file over samples, in the backend that will judge the bundle.
+
+    `beside`: of a language model, the file of the float one, which its tokens are compared with.
+    """
     recipe = inputs.recipe
     name, _ = choose_backend(recipe.target, None, recipe.model.task)  # the plan says where it is not the target
-    session = find_backend(name).open(path, recipe.validate_.benchmark.threads, {})
-    try:
+    with ExitStack() as stack:
+        sessions = []
+        for file in (path, beside):
+            if file is not None:
+                sessions.append(find_backend(name).open(file, recipe.validate_.benchmark.threads, {}))
+                stack.callback(sessions[-1].close)
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         if recipe.model.task in GENERATION:
-            return score(session, preprocessor, columns, recipe.validate_.batch_size)
-        return run_samples(session, preprocessor, recipe.model.task, columns, recipe.validate_.batch_size)
-    finally:
-        session.close()
+            return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
+        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, recipe.validate_.batch_size)
 
 
 def shortfall_finder(

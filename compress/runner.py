@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from compress.block_stage import torch_outputs_step
+from compress.block_stage import open_streamed, torch_outputs_step
 from compress.blocks.sharing import main_process
 from compress.cache import StepCache, default_root
+from compress.chain import Chain
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.export.bundle import Contents, Graphs, assemble, note_rows
@@ -21,13 +22,15 @@ from compress.journal import Journal
 from compress.lock import make_lock
 from compress.models.source import locate
 from compress.output import explained, publish, reserved
-from compress.passing import Ground, Passed, block_passes_alone, export, load, run_passes
+from compress.passing import Ground, Passed, block_passes_alone, export, load, not_kept, run_passes
 from compress.planner import Plan, make_plan
 from compress.recipe import recipe_to_yaml
 from compress.schema import Recipe
 from compress.stages import FloatModel, baseline_step
+from compress.step_rules import measures_steps
 from compress.targets import TARGETS
 from runtime.report import Report
+from runtime.steps import StepModel
 from runtime.validate import validate
 
 LOG = "compress.log"
@@ -50,10 +53,12 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
             journal = Journal(log_file, quiet)
         with journal.failures():
             ground = _prepare(recipe, StepCache(root, journal.log), journal)
-            with explained(root):
-                _build(ground, staging)
+            with tempfile.TemporaryDirectory() as between:
+                with explained(root):
+                    steps = _build(ground, staging, Path(between))
+                with explained(out):
+                    report = _judge(staging, journal, steps)
             with explained(out):
-                report = _judge(staging, journal)
                 shutil.copyfile(log_file, staging / LOG)
                 publish(staging, out)
                 log_file.unlink()
@@ -77,15 +82,15 @@ def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> Ground:
         return Ground(plan, cache, journal, _load_sets(plan, journal))
 
 
-def _judge(bundle: Path, journal: Journal) -> Report:
+def _judge(bundle: Path, journal: Journal, steps: Sequence[StepModel]) -> Report:
     with journal.step("judging"):
-        report = validate(bundle)
+        report = validate(bundle, steps=steps)
     journal.log(f"verdict: {report.verdict}")
     return report
 
 
-def _build(ground: Ground, staging: Path) -> None:
-    """Run the steps and write the bundle into `staging`."""
+def _build(ground: Ground, staging: Path, between: Path) -> Sequence[StepModel]:
+    """Run the steps and write the bundle into `staging`, and into `between` what lay between the passes: given back."""
     plan, journal = ground.plan, ground.journal
     inputs, recipe = plan.inputs, plan.recipe
     evaluation = ground.sets["evaluation"]
@@ -95,7 +100,10 @@ def _build(ground: Ground, staging: Path) -> None:
             exported = export(ground, plan.keys.float_graph, lambda: load(plan))
         with journal.step("baseline outputs"):
             baseline = baseline_step(ground.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
-    passed = run_passes(ground, exported, baseline or {})
+    chain = None
+    if exported is not None and measures_steps(recipe, plan.before):
+        chain = Chain(plan, ground.cache, journal, between, evaluation.columns, exported)
+    passed = run_passes(ground, exported, baseline or {}, chain.add if chain else not_kept)
     if baseline is None:
         with journal.step("scoring the model in torch"):
             baseline, candidate = _torch_outputs(ground, passed)
@@ -122,6 +130,7 @@ def _build(ground: Ground, staging: Path) -> None:
         )
     for note in notes:
         journal.log(note.text)
+    return chain.steps if chain else ()
 
 
 def _graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
@@ -139,6 +148,8 @@ def _torch_outputs(ground: Ground, passed: Passed) -> tuple[dict[str, np.ndarray
     """Baseline's and candidate's outputs where no graph is written that the runtime could run."""
     plan = ground.plan
     assert passed.source is not None and passed.streamed is not None
+    changed = any(one.stage_on(plan.before) == "model" for one in plan.recipe.passes)
+    before = open_streamed(plan.inputs, None) if changed else passed.source
     context = PassContext(
         batches=Batches(ground.sets["evaluation"], plan.inputs, plan.before.inputs),
         target=TARGETS[plan.recipe.target],
@@ -146,7 +157,7 @@ def _torch_outputs(ground: Ground, passed: Passed) -> tuple[dict[str, np.ndarray
         log=ground.journal.log,
         progress=ground.journal.progress,
     )
-    return torch_outputs_step(ground.cache, plan.keys.torch_outputs, passed.source, passed.streamed, context)
+    return torch_outputs_step(ground.cache, plan.keys.torch_outputs, before, passed.streamed, context)
 
 
 def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:

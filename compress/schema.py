@@ -89,6 +89,13 @@ class DataSpec(Record):
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
     """Of an hf: source, or of an imagefolder: that has a folder for each."""
+    also: tuple[DataSpec, ...] = ()
+    """Further sets whose samples come after these; they must have the same columns (by role)."""
+
+    @property
+    def parts(self) -> tuple[DataSpec, ...]:
+        """This one, and all that `also` names, in their order."""
+        return (self, *(part for more in self.also for part in more.parts))
 
 
 class DataSpecs(Record):

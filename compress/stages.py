@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_model
 
+from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.cache import Step, StepCache
 from compress.context import PassContext, PassResult
@@ -108,15 +110,18 @@ def _export_decoder(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Ex
 
 def model_pass_step(cache: StepCache, key: str, one: Pass, loaded: LoadedModel, context: PassContext) -> PassResult:
     """The result of one pass over a torch model, whose module is changed in place: its values, or its sizes, too."""
+    loaded = one.begin(loaded, context)
     module = loaded.module
     assert module is not None
     before = shapes_of(module)
 
     def write(folder: Path) -> dict[str, Any]:
-        result = one.apply(loaded, context)
+        result = timed(lambda: one.apply(loaded, context))
         save_model(module, str(folder / WEIGHTS))
         shapes = json.loads(json.dumps(asdict(shapes_of(module).since(before))))
-        return {**said(result), "shapes": shapes}
+        if result.model.rounded:
+            write_rounded(folder, result.model.rounded)
+        return {**said(result), "shapes": shapes, "rounded": bool(result.model.rounded)}
 
     step = cache.get(key)
     if step is None:
@@ -124,13 +129,23 @@ def model_pass_step(cache: StepCache, key: str, one: Pass, loaded: LoadedModel, 
     else:
         fit(module, shapes_from(step.record["shapes"]))
     load_state(module, step.folder / WEIGHTS)
-    return heard(step, replace(loaded, shapes=loaded.shapes.then(shapes_from(step.record["shapes"]))))
+    rounded = read_rounded(step.folder) if step.record["rounded"] else {}
+    shapes = loaded.shapes.then(shapes_from(step.record["shapes"]))
+    return heard(step, replace(loaded, shapes=shapes, rounded=rounded))
 
 
 def pass_step(cache: StepCache, key: str, one: Pass, state: GraphState, context: PassContext) -> PassResult:
     """The result of one pass over a graph state."""
-    step = cache.get(key) or cache.put(key, lambda folder: _write_result(folder, one.apply(state, context)))
+    step = cache.get(key)
+    if step is None:
+        step = cache.put(key, lambda folder: _write_result(folder, timed(lambda: one.apply(state, context))))
     return _read_result(step)
+
+
+def timed(apply: Callable[[], PassResult]) -> PassResult:
+    """A pass's result, with the seconds that it took."""
+    begun = time.monotonic()
+    return replace(apply(), seconds=time.monotonic() - begun)
 
 
 def baseline_step(
@@ -181,6 +196,7 @@ def said(result: PassResult) -> dict[str, Any]:
         "decisions": [asdict(decision) for decision in result.decisions],
         "notes": [asdict(note) for note in result.notes],
         "measured": result.measured,
+        "seconds": round(result.seconds, 3),
     }
 
 
@@ -191,6 +207,7 @@ def heard(step: Step, model: Any) -> PassResult:
         tuple(LayerDecision(**decision) for decision in step.record["decisions"]),
         tuple(Note(**note) for note in step.record["notes"]),
         step.record["measured"],
+        step.record["seconds"],
     )
 
 

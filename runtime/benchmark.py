@@ -11,7 +11,7 @@ Time is bounded: each of these stops after its budget below, but never before `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from runtime.backends import BACKENDS, Feeds, Session, find_backend
-from runtime.bundle import Artifact, Benchmark, Judgement, Manifest, inside, read_samples, verify
+from runtime.bundle import Artifact, Benchmark, Judgement, KvCache, Manifest, inside, read_samples, verify
 from runtime.environment import environment
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.evidence import (
@@ -32,6 +32,7 @@ from runtime.evidence import (
     timing_evidence,
 )
 from runtime.feeds import make_feeds
+from runtime.in_time import goodput, large_batch_rounds, limited_batches
 from runtime.kv_cache import Decoder
 from runtime.manifest import GENERATION
 from runtime.metrics import LATENCY_PERCENTILES
@@ -41,18 +42,14 @@ from runtime.request_evidence import request_evidence
 from runtime.request_times import RequestTimes, make_prompts, time_requests
 from runtime.scoring import language_encoder
 from runtime.settings import bound_batch, settings_for
-from runtime.timing import MIN_ROUNDS, time_rounds
+from runtime.timing import time_rounds
 
 DECODERS = "onnxruntime-cpu"
 """The backend that decoders run on."""
 LATENCY_BUDGET_S = 60.0
 THROUGHPUT_BUDGET_S = 30.0
-LIMIT_BUDGET_S = 10.0
-"""For each batch size that is tried."""
-MAX_LIMITED_POWER = 10
-"""Batches of up to 2^10 are tried; of a decoder up to 2^MAX_REQUEST_POWER."""
-MAX_REQUEST_POWER = 6
-LIMIT_PERCENTILE = 95
+Between = tuple[Path, KvCache | None]
+"""A model's file, and a decoder's cache."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,8 @@ class BenchmarkResult:
     environment: dict[str, Any]
     requests: RequestTimes | None = None
     """Of a decoder."""
+    between_s: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+    """[models, rounds]: of the models between the two, in the same rounds; of a decoder for each token."""
 
     @property
     def rounds(self) -> int:
@@ -141,36 +140,51 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
 
 
 def measure(
-    root: Path, manifest: Manifest, columns: Mapping[str, Any], backend: str, threads: int | None = None
+    root: Path,
+    manifest: Manifest,
+    columns: Mapping[str, Any],
+    backend: str,
+    threads: int | None = None,
+    between: Sequence[Between] = (),
 ) -> BenchmarkResult:
-    """`benchmark` of a bundle that has been read already."""
+    """`benchmark` of a bundle that has been read already; of further models in the same rounds the latency alone."""
     (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
     n_threads = settings.threads
     variants = pair(manifest, backend)
     if manifest.task in GENERATION:
-        return _measure_requests(root, manifest, columns, settings, variants)
+        return _measure_requests(root, manifest, columns, settings, variants, between)
     given = encoding_views(manifest.task, columns)[0]
+    budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
     with ExitStack() as stack:
         sessions = [opened(stack, root, variant, n_threads) for variant in variants]
+        sessions += [_open(stack, backend, path, n_threads) for path, _ in between]
         preprocessors = [bundle_preprocessor(root, manifest, session.inputs) for session in sessions]
 
         def feeds(batch_size: int) -> list[list[Feeds]]:
             return [make_feeds(p, given, batch_size, seed, settings.sequence_length) for p in preprocessors]
 
         single = feeds(settings.batch_size)
-        latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, LATENCY_BUDGET_S)
-        many = feeds(settings.throughput_batch_size)
-        throughput = time_rounds(sessions, many, _rounds(settings), min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S)
+        latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, budget_s)
+        del sessions[2:], preprocessors[2:], single[2:]
+        many, rounds = feeds(settings.throughput_batch_size), large_batch_rounds(settings)
+        throughput = time_rounds(sessions, many, rounds, min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S)
         fixed = bound_batch(manifest)
-        sizes_tried = [fixed] if fixed else [2**power for power in range(MAX_LIMITED_POWER + 1)]
-        limited = _limited(sessions, feeds, sizes_tried, settings, seed) if settings.latency_limit_ms else None
+        limited = limited_batches(sessions, feeds, fixed, settings, seed) if settings.latency_limit_ms else None
     before, after = (
         probe(v.backend, inside(root, v.artifact.path), n_threads, own[0], v.options)
         for v, own in zip(variants, single, strict=True)
     )
     sizes = variants[0].artifact.size_bytes, variants[1].artifact.size_bytes
     return BenchmarkResult(
-        backend, settings, latency, throughput, limited, (before, after), sizes, environment(n_threads)
+        backend,
+        settings,
+        latency[:2],
+        throughput,
+        limited,
+        (before, after),
+        sizes,
+        environment(n_threads),
+        between_s=latency[2:],
     )
 
 
@@ -180,21 +194,26 @@ def _measure_requests(
     columns: Mapping[str, Any],
     settings: Benchmark,
     variants: tuple[Variant, Variant],
+    between: Sequence[Between],
 ) -> BenchmarkResult:
     """`measure` of decoders."""
     seed, threads = manifest.judgement.seed, settings.threads
     with ExitStack() as stack:
         sessions = [opened(stack, root, variant, threads) for variant in variants]
         decoders = [Decoder(s, v.artifact.cache) for s, v in zip(sessions, variants, strict=True)]
+        decoders += [Decoder(_open(stack, variants[0].backend, path, threads), cache) for path, cache in between]
         encoder = language_encoder(bundle_preprocessor(root, manifest, sessions[0].inputs))
 
         def timed(batch_size: int, rounds: int, warmup: int, budget_s: float) -> RequestTimes:
             prompts = make_prompts(encoder, columns, batch_size, settings.prompt_tokens, seed)
             return time_requests(decoders, prompts, settings.new_tokens, rounds, warmup, seed, budget_s)
 
-        times = timed(settings.batch_size, settings.iterations, min(settings.warmup, 3), LATENCY_BUDGET_S)
+        budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
+        every = timed(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
+        times = RequestTimes(every.first[:2], every.steps[:2])
+        del decoders[2:]
         limits = settings.ttft_limit_ms, settings.tpot_limit_ms
-        limited = None if limits == (None, None) else _goodput(timed, settings)
+        limited = None if limits == (None, None) else goodput(timed, settings)
     prompts = {
         "prompts": np.stack(make_prompts(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)[0])
     }
@@ -214,61 +233,21 @@ def _measure_requests(
         (variants[0].artifact.size_bytes, variants[1].artifact.size_bytes),
         environment(threads),
         times,
+        every.per_token[2:],
     )
-
-
-def _goodput(timed: Callable[[int, int, int, float], RequestTimes], settings: Benchmark) -> tuple[Best, Best]:
-    """For each decoder the largest batch, of rising sizes, whose p95 keeps the limits, with its requests' times."""
-
-    def in_time(seconds: np.ndarray, limit_ms: float | None) -> np.ndarray:
-        late = 1000 * np.percentile(seconds, LIMIT_PERCENTILE, axis=1)  # [2]
-        kept: np.ndarray = late <= (np.inf if limit_ms is None else limit_ms)
-        return kept
-
-    best: list[Best] = [None, None]
-    growing = np.array([True, True])
-    for batch_size in (2**power for power in range(MAX_REQUEST_POWER + 1)):
-        times = timed(batch_size, _rounds(settings), 1, LIMIT_BUDGET_S)
-        growing &= in_time(times.first, settings.ttft_limit_ms) & in_time(times.per_token, settings.tpot_limit_ms)
-        best = [(batch_size, times.whole[m]) if growing[m] else best[m] for m in range(2)]
-        if not growing.any():
-            break
-    return best[0], best[1]
 
 
 def opened(stack: ExitStack, root: Path, variant: Variant, threads: int) -> Session:
     """A session of the variant, which closes with the stack."""
-    path = inside(root, variant.artifact.path)
-    session = find_backend(variant.backend).open(path, threads, variant.options)
+    return _open(stack, variant.backend, inside(root, variant.artifact.path), threads, variant.options)
+
+
+def _open(
+    stack: ExitStack, backend: str, path: Path, threads: int, options: Mapping[str, Any] | None = None
+) -> Session:
+    session = find_backend(backend).open(path, threads, options or {})
     stack.callback(session.close)
     return session
-
-
-def _rounds(settings: Benchmark) -> int:
-    """Rounds for a large batch: a quarter of the iterations, each being many samples."""
-    return min(settings.iterations, max(MIN_ROUNDS, settings.iterations // 4))
-
-
-def _limited(
-    sessions: Sequence[Session],
-    feeds: Callable[[int], list[list[Feeds]]],
-    batch_sizes: Sequence[int],
-    settings: Benchmark,
-    seed: int,
-) -> tuple[Best, Best]:
-    """For each model the largest batch, of rising sizes, whose p95 keeps the limit, with its times."""
-    limit_s = (settings.latency_limit_ms or 0.0) / 1000
-    best: list[Best] = [None, None]
-    growing = [True, True]
-    for batch_size in batch_sizes:
-        seconds = time_rounds(sessions, feeds(batch_size), _rounds(settings), 2, seed, LIMIT_BUDGET_S)
-        in_time = np.percentile(seconds, LIMIT_PERCENTILE, axis=1) <= limit_s
-        for m in range(2):
-            growing[m] = growing[m] and bool(in_time[m])
-            best[m] = (batch_size, seconds[m]) if growing[m] else best[m]
-        if not any(growing):
-            break
-    return best[0], best[1]
 
 
 def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, Evidence]:

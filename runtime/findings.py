@@ -11,6 +11,7 @@ from runtime.gates import GateResult, Verdict
 from runtime.manifest import GENERATION
 from runtime.metrics import MEASURED, METRICS
 from runtime.stats import Estimate
+from runtime.steps import StepTable
 
 FORMAT_VERSION = 1
 Interval = tuple[float, float]
@@ -64,6 +65,8 @@ class Report:
     """`runtime.environment.environment`'s."""
     benchmark: dict[str, Any] = field(default_factory=dict)
     """The settings as they were followed, and "rounds": how many were timed."""
+    steps: StepTable | None = None
+    """What each step of the build cost and gave; None where that was not measured."""
     format_version: int = FORMAT_VERSION
 
     @property

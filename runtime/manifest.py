@@ -231,6 +231,8 @@ class Judgement:
     """Samples in a call while quality is measured."""
     benchmark: Benchmark = Benchmark()
     """How speed is measured."""
+    steps: Literal["auto"] | bool = "auto"
+    """Also measure what each pass left, as the bundle is built. auto: from two passes on, of models up to 512 MiB."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from runtime.curves import curve_line, find_curves
 from runtime.errors import RuntimeFailure
 from runtime.findings import MEASURED_FIELDS, OF_DECODERS, Interval, Report, Side
 from runtime.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
+from runtime.report_steps import step_cells, step_heads, step_notes
+from runtime.units import bytes_text, ms_text
 
 __all__ = [
     "Report",
@@ -70,12 +73,15 @@ class Row:
 def table_rows(report: Report) -> list[Row]:
     """What the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
     before, after = report.baseline, report.candidate
-    rows = [Row("size", _bytes(before.size_bytes), _bytes(after.size_bytes), _times(report, "size"))]
+    rows = [Row("size", bytes_text(before.size_bytes), bytes_text(after.size_bytes), _times(report, "size"))]
     rows += [_metric_row(report, name) for name in METRICS if name in after.metrics]
     rows += [_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
     for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens
         row = Row(
-            f"latency {p}", _ms(before.latency_ms.get(p)), _ms(after.latency_ms.get(p)), _times(report, f"latency_{p}")
+            f"latency {p}",
+            ms_text(before.latency_ms.get(p)),
+            ms_text(after.latency_ms.get(p)),
+            _times(report, f"latency_{p}"),
         )
         rows.append(row)
     batch = after.throughput_batch_size
@@ -83,9 +89,9 @@ def table_rows(report: Report) -> list[Row]:
     if after.throughput_under_latency_per_s is not None:
         limit = report.benchmark.get("latency_limit_ms")
         rows.append(_rate_row(report, f"throughput, p95 within {limit:g} ms", "throughput_under_latency"))
-    memory = _bytes(before.peak_memory_bytes), _bytes(after.peak_memory_bytes)
+    memory = bytes_text(before.peak_memory_bytes), bytes_text(after.peak_memory_bytes)
     rows.append(Row("peak memory", *memory, _times(report, "peak_memory")))
-    rows.append(Row("load time", _ms(before.load_ms), _ms(after.load_ms), _times(report, "load_time")))
+    rows.append(Row("load time", ms_text(before.load_ms), ms_text(after.load_ms), _times(report, "load_time")))
     return [row for row in rows if (row.before, row.after) != ("-", "-")]
 
 
@@ -147,17 +153,6 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}/s"
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g} ms"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return "-"
-    unit = next((u for u in ("B", "kB", "MB") if abs(value) < 1000 ** (1 + ("B", "kB", "MB").index(u))), "GB")
-    return f"{value / 1000 ** ('B', 'kB', 'MB', 'GB').index(unit):.{0 if unit == 'B' else 2}f} {unit}"
-
-
 def verdict_line(report: Report) -> str:
     """One sentence: does it hold, and how many gates do not."""
     if report.verdict == "unjudged":
@@ -185,6 +180,14 @@ def _text_lines(report: Report) -> Iterator[str]:
         yield ""
         yield "gates"
         yield from (f"  {_mark(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
+    if report.steps is not None:
+        yield ""
+        yield "what each step cost and gave"
+        yield from _aligned([step_heads(report.steps), *step_cells(report.steps)])
+        yield from (f"  {note}" for note in step_notes(report.steps))
+    if curves := find_curves(report.layers):
+        yield ""
+        yield from (f"  {curve_line(curve)}" for curve in curves)
     if report.backends:
         yield ""
         yield "other ways to run it"
@@ -210,7 +213,7 @@ def _backend_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     close = row.get("fidelity", {})
     said = ", ".join(f"{name} {close[name]:.4f}" for name in ("agreement", "cosine") if name in close)
     remark = "fastest" if row["fastest"] else ""
-    return *who, _ms(row["latency_ms"]["p50"]), f"{row['speedup']:.2f}x", said, remark
+    return *who, ms_text(row["latency_ms"]["p50"]), f"{row['speedup']:.2f}x", said, remark
 
 
 def _mark(gate: GateResult) -> str:
@@ -230,6 +233,12 @@ def render_markdown(report: Report) -> str:
         lines += ["", "## Gates", ""]
         cells = [(_mark(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
         lines += _markdown_table(("verdict", "gate", "why"), cells)
+    if report.steps is not None:
+        lines += ["", "## What each step cost and gave", ""]
+        lines += _markdown_table(step_heads(report.steps), step_cells(report.steps))
+        lines += ["", *step_notes(report.steps)]
+    if curves := find_curves(report.layers):
+        lines += ["", "```", *map(curve_line, curves), "```"]
     if report.backends:
         lines += ["", "## Other ways to run it", ""]
         heads = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from runtime.curves import Curve, curves_svg, find_curves
 from runtime.findings import Report
 from runtime.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
 from runtime.report import Row, table_rows, verdict_line
+from runtime.report_steps import step_cells, step_heads, step_notes
+from runtime.steps import StepTable
 
 COLORS = {"pass": "#2f855a", "fail": "#c53030", "undecided": "#b7791f", "unjudged": "#718096"}
 """Of a verdict: readable as text on white and on black, and under white text."""
@@ -21,7 +24,7 @@ def report_html(report: Report) -> str:
     rows = table_rows(report)
     names = _shown(report)
     first, rest = [r for r in rows if r.name in names], [r for r in rows if r.name not in names]
-    parts = [_headline(report), _measured(first), _gates(report.gates)]
+    parts = [_headline(report), _measured(first), _gates(report.gates), _steps(report.steps), _curves(report.layers)]
     parts += [f"<p>{escape(sentence)}</p>" for sentence in report.advice]
     if rest:
         parts.append(f"<details><summary>{len(rest)} more measurements</summary>{_measured(rest)}</details>")
@@ -57,6 +60,22 @@ def _gates(gates: Sequence[GateResult]) -> str:
         rule = escape(f"{gate.metric} {gate.rule}")
         lines.append(f"<tr><td>{mark}</td><td>{rule}</td><td>{escape(gate.why)}</td></tr>")
     return f"<table>{_head(('gate', 'rule', 'why'))}{''.join(lines)}</table>" if lines else ""
+
+
+def _steps(table: StepTable | None) -> str:
+    """What each step cost and gave."""
+    if table is None:
+        return ""
+    notes = "".join(f"<p>{escape(note)}</p>" for note in step_notes(table))
+    return _table(step_heads(table), step_cells(table)) + notes
+
+
+def _curves(layers: Sequence[object]) -> str:
+    """A picture for each pass that trained."""
+    found: dict[str, list[Curve]] = {}
+    for curve in find_curves(layers):
+        found.setdefault(curve.of, []).append(curve)
+    return "".join(f"<div>{curves_svg(curves)}</div>" for curves in found.values())
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

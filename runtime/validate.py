@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from runtime.onnx_graph import graph_facts
 from runtime.predict import bundle_preprocessor, run_samples
 from runtime.report import remove_report, write_report
 from runtime.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
+from runtime.step_table import step_table
+from runtime.steps import StepModel, read_steps, write_steps
 
 BASELINE_TOLERANCE = 1e-3
 """Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
@@ -63,35 +65,46 @@ class Case:
         return self.manifest.candidate_for(self.backend).kind == "checkpoint"
 
 
-def validate(path: str | Path, backends: Sequence[str] | None = None, threads: int | None = None) -> Report:
+def validate(
+    path: str | Path,
+    backends: Sequence[str] | None = None,
+    threads: int | None = None,
+    steps: Sequence[StepModel] = (),
+) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
     `backends`: the first is the one that is judged, the others are compared; by default the bundle's target, compared
-    with all that work here. `threads` replaces the benchmark's. A candidate that gives NaN or infinity gets the verdict
-    "fail". Raises BundleError (not intact), UsageError (a gate that cannot be judged, labels out of range),
-    RuntimeFailure.
+    with all that work here. `threads` replaces the benchmark's. `steps`: what a build made on the way to the candidate,
+    to be measured with it and recorded in the bundle; without them the report shows what was recorded. A candidate that
+    gives NaN or infinity gets the verdict "fail". Raises BundleError (not intact), UsageError (a gate that cannot be
+    judged, labels out of range), RuntimeFailure.
     """
     case = prepare(Path(path), backends, threads)
     remove_report(case.root)
-    report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case)
+    report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case, steps)
+    if report.steps is not None and not report.steps.recorded:
+        write_steps(report.steps, case.root)
     write_report(report, case.root)
     return report
 
 
-def judge_model(case: Case) -> Report:
+def judge_model(case: Case, steps: Sequence[StepModel] = ()) -> Report:
     """The report on a candidate that is run and timed here."""
-    evidence, failures = quality(case)
-    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads)
+    candidate = run_candidate(case)
+    evidence, failures = quality(case, candidate)
+    between = [(step.path, step.cache) for step in steps if step.path is not None]
+    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, between)
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = other_ways(case, timed)
     graph = graph_facts(inside(case.root, case.manifest.candidate_for(case.backend).path))
     advice = [*list(failures.values())[:1], *advise(evidence, case.backend, timed.environment, graph, rows, case.notes)]
-    return assemble(case, timed, evidence, failures, rows, advice)
+    report = assemble(case, timed, evidence, failures, rows, advice)
+    return replace(report, steps=step_table(case, steps, candidate, timed, report)) if steps else report
 
 
 def judge_checkpoint(case: Case) -> Report:
     """The report on a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
-    evidence, broken = quality(case)
+    evidence, broken = quality(case, run_candidate(case))
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
     evidence |= size_evidence(
         sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes
@@ -130,9 +143,8 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes)
 
 
-def quality(case: Case) -> tuple[dict[str, Evidence], dict[str, str]]:
+def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[str, str]]:
     """Evidence of the quality metrics or, where the candidate's outputs are broken, why there is none."""
-    candidate = run_candidate(case)
     try:
         check_finite(candidate)
         judgement = case.manifest.judgement
@@ -199,6 +211,7 @@ def assemble(
         backends=tuple(rows),
         advice=tuple(advice),
         layers=read_layers(case.root, manifest),
+        steps=read_steps(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
         **_common(manifest, timed, evidence, case.backend, case.threads),
     )

@@ -11,27 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.depth import keep_blocks, numbers_of, put_identity
 from compress.blocks.materialise import plain
 from compress.errors import SourceError
 
 Size = int | tuple[int, ...]
 Attributes = dict[str, dict[str, Size]]
+Setting = int | list[Any]
 
 
 @dataclass(frozen=True)
 class Shapes:
     """Sizes of a module: of its tensors (parameters and buffers), and attributes that hold whole numbers.
 
-    `attributes`: module -> attribute -> value. `config`: numbers of a transformers configuration. As a record: those
-    that differ from the ones its code builds.
+    `attributes`: module -> attribute -> value. `config`: numbers, and lists of them or of words, of a transformers
+    configuration. `blocks`: list of blocks -> the numbers that those in it have as the code counts. `skipped`: modules
+    that do nothing. As a record: those that differ from the ones its code builds.
     """
 
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attributes: Attributes = field(default_factory=dict)
-    config: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Setting] = field(default_factory=dict)
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.tensors or self.attributes or self.config)
+        return bool(self.tensors or self.attributes or self.config or self.blocks or self.skipped)
 
     def since(self, built: Shapes) -> Shapes:
         """What differs from `built`."""
@@ -42,14 +47,25 @@ class Shapes:
             if changed := {key: value for key, value in own.items() if old.get(key) != value}:
                 attributes[path] = changed
         config = {key: value for key, value in self.config.items() if built.config.get(key) != value}
-        return Shapes(tensors, attributes, config)
+        blocks = {name: own for name, own in self.blocks.items() if built.blocks.get(name) != own}
+        skipped = tuple(name for name in self.skipped if name not in built.skipped)
+        return Shapes(tensors, attributes, config, blocks, skipped)
 
     def then(self, later: Shapes) -> Shapes:
         """This record, and on top of it a later one."""
-        attributes = {path: dict(own) for path, own in self.attributes.items()}
-        for path, own in later.attributes.items():
-            attributes.setdefault(path, {}).update(own)
-        return Shapes(self.tensors | later.tensors, attributes, self.config | later.config)
+        tensors = {name: shape for name, shape in self.tensors.items() if not later.lacks(name)}
+        attributes = {path: dict(own) for path, own in self.attributes.items() if not later.lacks(path)}
+        for path, changed in later.attributes.items():
+            attributes.setdefault(path, {}).update(changed)
+        skipped = (*(name for name in self.skipped if not later.lacks(name)), *later.skipped)
+        blocks = {name: own for name, own in self.blocks.items() if not later.lacks(name)} | later.blocks
+        return Shapes(tensors | later.tensors, attributes, self.config | later.config, blocks, skipped)
+
+    def lacks(self, name: str) -> bool:
+        """True if what has that name lies in a block that is gone: behind a list's end, or inside an identity."""
+        places = ((path, len(own)) for path, own in self.blocks.items() if name.startswith(f"{path}."))
+        behind = any(int(name.removeprefix(f"{path}.").partition(".")[0]) >= length for path, length in places)
+        return behind or any(name == path or name.startswith(f"{path}.") for path in self.skipped)
 
 
 AS_BUILT = Shapes()
@@ -78,7 +94,9 @@ def shapes_from(record: Mapping[str, Any]) -> Shapes:
         path: {key: tuple(value) if isinstance(value, list) else int(value) for key, value in own.items()}
         for path, own in record["attributes"].items()
     }
-    return Shapes(tensors, attributes, {key: int(value) for key, value in record["config"].items()})
+    config = {key: value if isinstance(value, list) else int(value) for key, value in record["config"].items()}
+    blocks = {name: tuple(int(number) for number in own) for name, own in record.get("blocks", {}).items()}
+    return Shapes(tensors, attributes, config, blocks, tuple(str(name) for name in record.get("skipped", ())))
 
 
 def shapes_of(module: nn.Module) -> Shapes:
@@ -86,8 +104,11 @@ def shapes_of(module: nn.Module) -> Shapes:
     tensors = {name: tuple(tensor_at(*held[0]).shape) for name, held in tensor_holders(module).items()}
     attributes = {plain(path): _attributes(part) for path, part in module.named_modules()}
     config = transformers_config(module)
-    numbers = {} if config is None else {key: value for key, value in config.to_dict().items() if type(value) is int}
-    return Shapes(tensors, {path: own for path, own in attributes.items() if own}, numbers)
+    settings = {} if config is None else {key: value for key, value in config.to_dict().items() if _is_setting(value)}
+    parts = {plain(path): part for path, part in module.named_modules()}
+    blocks = {path: numbers_of(part) for path, part in parts.items() if isinstance(part, nn.ModuleList)}
+    skipped = tuple(path for path, part in parts.items() if isinstance(part, nn.Identity))
+    return Shapes(tensors, {path: own for path, own in attributes.items() if own}, settings, blocks, skipped)
 
 
 def fit(module: nn.Module, shapes: Shapes) -> None:
@@ -95,6 +116,7 @@ def fit(module: nn.Module, shapes: Shapes) -> None:
 
     SourceError where the module has nothing of that name.
     """
+    _fit_depth(module, shapes)
     held = tensor_holders(module)
     modules = {plain(path): part for path, part in module.named_modules()}
     missing = [*(shapes.tensors.keys() - held.keys()), *(shapes.attributes.keys() - modules.keys())]
@@ -106,8 +128,22 @@ def fit(module: nn.Module, shapes: Shapes) -> None:
     for path, changed in shapes.attributes.items():
         for key, value in changed.items():
             setattr(modules[path], key, value)
-    for key, number in shapes.config.items():
-        setattr(transformers_config(module), key, number)
+    for key, setting in shapes.config.items():
+        setattr(transformers_config(module), key, setting)
+
+
+def _fit_depth(module: nn.Module, shapes: Shapes) -> None:
+    """Without the blocks that a record says are gone."""
+    modules = {plain(path): part for path, part in module.named_modules()}
+    for name, numbers in shapes.blocks.items():
+        blocks = modules.get(name)
+        if not isinstance(blocks, nn.ModuleList) or len(numbers) > len(blocks):
+            raise SourceError(f"the record of shapes is of another model: this one has no {len(numbers)} blocks {name}")
+        keep_blocks(blocks, numbers)
+    for name in shapes.skipped:
+        if name not in modules:
+            raise SourceError(f"the record of shapes is of another model: this one has no {name}")
+        put_identity(module, name)
 
 
 def transformers_config(module: nn.Module) -> Any:
@@ -162,3 +198,8 @@ def _attributes(part: nn.Module) -> dict[str, Size]:
 
 def _is_sizes(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and all(type(one) is int for one in value)
+
+
+def _is_setting(value: object) -> bool:
+    """A number, or a list of numbers or words: one for each block, it may be."""
+    return type(value) is int or (isinstance(value, list) and all(type(one) in (int, str, bool) for one in value))

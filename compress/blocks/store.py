@@ -56,7 +56,15 @@ class Packed:
     transposed: bool
 
 
-Entry = Stored | Sliced | Packed | Tensor
+@dataclass(frozen=True)
+class Held:
+    """A quantized layer in memory. `transposed`: as of `Packed`."""
+
+    weight: QuantizedWeight
+    transposed: bool
+
+
+Entry = Stored | Sliced | Packed | Held | Tensor
 
 
 class WeightStore:
@@ -99,7 +107,7 @@ class WeightStore:
             return _shape(entry.path, entry.key)
         if isinstance(entry, Sliced):
             return tuple(take_part(torch.empty(_shape(entry.path, entry.key), device="meta"), entry.part).shape)
-        shape = _shape(entry.path, entry.layer + VALUES)
+        shape = entry.weight.values.shape if isinstance(entry, Held) else _shape(entry.path, entry.layer + VALUES)
         return shape[::-1] if entry.transposed else shape
 
     def read(self, name: str) -> Tensor:
@@ -124,7 +132,7 @@ class WeightStore:
         """The integers of a quantized layer (a module's path); None where it is not quantized."""
         name = f"{layer}.weight"
         entry = self._entry(name, self._entries) if name in self else None
-        return _unpacked(entry) if isinstance(entry, Packed) else None
+        return _unpacked(entry) if isinstance(entry, Packed | Held) else None
 
     def same_floats(self, other: WeightStore) -> bool:
         """True if no float value differs from that store's: what was done since is rounding alone."""
@@ -142,7 +150,7 @@ class WeightStore:
 
     def is_quantized(self, layer: str) -> bool:
         name = f"{layer}.weight"
-        return name in self and isinstance(self._entry(name, self._entries), Packed)
+        return name in self and isinstance(self._entry(name, self._entries), Packed | Held)
 
     def over(self, files: Sequence[Path], keep: Any = None) -> WeightStore:
         """This store with the tensors of files that a stream wrote before those here; later files win."""
@@ -156,6 +164,11 @@ class WeightStore:
                     floats.setdefault(name, floats[self._tied[name]])
         return WeightStore(entries, self._tied, floats, (*self._keep, *([] if keep is None else [keep])))
 
+    def holding(self, layers: Mapping[str, Held]) -> WeightStore:
+        """This store with these layers quantized; `read_float` goes on giving what it gave of them."""
+        quantized = {f"{layer}.weight": held for layer, held in layers.items()}
+        return WeightStore(self._entries | quantized, self._tied, self._floats, self._keep)
+
     def _entry(self, name: str, among: Mapping[str, Entry]) -> Entry:
         try:
             return among[name] if name in among else among[self._tied[name]]
@@ -164,7 +177,7 @@ class WeightStore:
 
     def _read(self, name: str, among: Mapping[str, Entry]) -> Tensor:
         entry = self._entry(name, among)
-        if isinstance(entry, Packed):
+        if isinstance(entry, Packed | Held):
             weight = torch.from_numpy(_unpacked(entry).dequantize())
             return weight.t().contiguous() if entry.transposed else weight
         if isinstance(entry, Stored):
@@ -204,7 +217,9 @@ def packed_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     return found
 
 
-def _unpacked(entry: Packed) -> QuantizedWeight:
+def _unpacked(entry: Packed | Held) -> QuantizedWeight:
+    if isinstance(entry, Held):
+        return entry.weight
     held = _tensor(entry.path, entry.layer + VALUES)
     if held.dtype == torch.float8_e4m3fn:
         values = held.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from compress.data.roles import resolve_roles
+from compress.data.roles import resolve_roles, same_roles
 from compress.data.samples import drawn_rows, n_rows
 from compress.data.table import open_table
 from compress.data.values import ColumnReader
@@ -19,7 +20,7 @@ from compress.schema import DataSpec
 
 @dataclass(frozen=True)
 class DataFacts:
-    """`n_rows` are in the file, `n_samples` will be taken. `columns`: role -> the file's column.
+    """`n_rows` are in the file (or files), `n_samples` will be taken. `columns`: role -> the file's column.
 
     `shapes`: by role, those of the first row's values.
     `n_bytes` of the file or files. `digest`: sha256 of the file; of a list of files and their digests for an image
@@ -46,6 +47,26 @@ def inspect_data(
 
     Only the first row's values are read and checked. Raises SourceError naming file, column, rule and way out.
     """
+    parts = [_inspect_part(part, root, task, input_names, class_names) for part in spec.parts]
+    same_roles([(part.source, part.columns) for part in parts])
+    return parts[0] if len(parts) == 1 else _together(parts)
+
+
+def _together(parts: Sequence[DataFacts]) -> DataFacts:
+    """Of several files; their columns and shapes are those of the first."""
+    return replace(
+        parts[0],
+        source=", ".join(dict.fromkeys(part.source for part in parts)),
+        n_rows=sum(part.n_rows for part in parts),
+        n_samples=sum(part.n_samples for part in parts),
+        n_bytes=sum({part.source: part.n_bytes for part in parts}.values()),
+        digest=hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest(),
+    )
+
+
+def _inspect_part(
+    spec: DataSpec, root: Path, task: str, input_names: Sequence[str], class_names: Sequence[str]
+) -> DataFacts:
     table = open_table(spec, root)
     roles = resolve_roles(spec, table, task, input_names)
     n = n_rows(table, roles)

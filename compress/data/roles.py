@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from compress.data.table import Table
 from compress.errors import SourceError
@@ -45,6 +45,17 @@ def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence
         shown = ", ".join(f"{column} {n}" for column, n in lengths.items())
         raise SourceError(f"{table.where}: columns differ in length: {shown}")
     return found
+
+
+def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
+    """SourceError unless all files, of which (source, roles) are given, have the same roles."""
+    first, roles = parts[0]
+    for source, others in parts[1:]:
+        if set(others) != set(roles):
+            raise SourceError(
+                f"{source}: also: has {', '.join(sorted(others))}, but {first} has {', '.join(sorted(roles))}; give "
+                "both the same columns"
+            )
 
 
 def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:

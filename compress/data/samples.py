@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.roles import resolve_roles
+from compress.data.roles import resolve_roles, same_roles
 from compress.data.table import Table, open_table
 from compress.data.values import ColumnReader
 from compress.errors import SourceError
@@ -49,11 +49,23 @@ def load_samples(
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
     Raises SourceError naming file, column, row and rule.
     """
-    table = open_table(spec, root)
-    roles = resolve_roles(spec, table, task, input_names)
-    rows = drawn_rows(spec, table, n_rows(table, roles), seed)
-    reader = ColumnReader(table, rows, task, n_classes, tuple(class_names))
-    return samples_of({role: reader.values(role, column) for role, column in roles.items()})
+    parts = []
+    for part in spec.parts:
+        table = open_table(part, root)
+        roles = resolve_roles(part, table, task, input_names)
+        rows = drawn_rows(part, table, n_rows(table, roles), seed)
+        reader = ColumnReader(table, rows, task, n_classes, tuple(class_names))
+        parts.append({role: reader.values(role, column) for role, column in roles.items()})
+    same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
+    return samples_of(parts[0] if len(parts) == 1 else {role: _joined([p[role] for p in parts]) for role in parts[0]})
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """One column of several: an array where all are arrays of one shape and type of a row, else a list."""
+    arrays = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+    if len(arrays) == len(pieces) and len({(array.shape[1:], array.dtype) for array in arrays}) == 1:
+        return np.concatenate(arrays)
+    return [value for piece in pieces for value in piece]
 
 
 def samples_of(columns: dict[str, Any]) -> Samples:

@@ -23,10 +23,10 @@ Rows = np.ndarray
 class Course:
     """How to train. Every step takes `accumulate` micro-batches of `batch_size` samples.
 
-    `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`:
-    steps between two looks at the samples held out. `patience`: looks without a better one after which training ends;
-    None: never. `max_seconds`: rates fall to zero by then, too, and what a run gives depends on the machine.
-    `save_seconds`: what a killed run may lose.
+    `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`: steps
+    between two looks at the samples held out. `patience`: looks without a better one after which training ends; None:
+    never. `epsilon`: adamw's, against which gradients that are smaller vanish. `max_seconds`: rates fall to zero by
+    then, too, and what a run gives depends on the machine. `save_seconds`: what a killed run may lose.
     """
 
     steps: int
@@ -36,6 +36,7 @@ class Course:
     weight_decay: float = 0.0
     optimizer: Optimizer = "adamw"
     momentum: float = 0.9
+    epsilon: float = 1e-8
     schedule: Schedule = "cosine"
     warmup: int = 0
     clip: float = 1.0

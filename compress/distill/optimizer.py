@@ -29,7 +29,7 @@ def make_optimizer(module: nn.Module, course: Course, rates: Mapping[str, float]
     ]
     if course.optimizer == "sgd":
         return torch.optim.SGD(given, lr=course.learning_rate, momentum=course.momentum)
-    return torch.optim.AdamW(given, lr=course.learning_rate)
+    return torch.optim.AdamW(given, lr=course.learning_rate, eps=course.epsilon)
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tensor], Tensor]) -> None:

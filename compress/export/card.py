@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from compress.inspect import NO_LAYERS
 from runtime.bundle import Manifest
 
 TEMPLATE = """\
@@ -46,7 +47,7 @@ The evaluation set has {{ manifest.evaluation.n_samples }} samples.
 
 def model_card(manifest: Manifest, lock: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
     """Markdown with the YAML header that model hubs read."""
-    actions = Counter(str(layer["action"]) for layer in layers if layer.get("type") != "note").most_common()
+    actions = Counter(str(layer["action"]) for layer in layers if layer.get("type") not in NO_LAYERS).most_common()
     template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(
         TEMPLATE
     )

@@ -25,6 +25,7 @@ from compress.export_rules import layer_problem
 from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
 from compress.models.checkpoint_names import FileNames, file_names
+from compress.models.pruned import config_lacks
 from compress.models.source import SHAPES
 from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
@@ -65,12 +66,13 @@ def write_checkpoint(folder: Path, model: StreamedModel, export: CheckpointExpor
     quantization = _quantization(content)
     untied = [name for name in tied_names(module) if name not in model.tied]
     write_config(folder, model.folder, module, quantization, content.types.usual, bool(untied), model.shapes.config)
-    if model.shapes:
+    recorded = config_lacks(module, model.shapes)
+    if recorded:
         write_shapes(model.shapes, folder / SHAPES)
     if quantization is not None and export.format == "gptq":
         write_json(folder / "quantize_config.json", quantization)
     (folder / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-    return _notes(content, files, untied)
+    return _notes(content, files, untied, recorded)
 
 
 def _content(module: nn.Module, model: StreamedModel, export: CheckpointExport) -> Content:
@@ -245,7 +247,7 @@ def _targetable(part: nn.Module, targeted: set[str]) -> bool:
     return router and "Linear" in targeted
 
 
-def _notes(content: Content, files: tuple[Path, ...], untied: list[str]) -> list[Note]:
+def _notes(content: Content, files: tuple[Path, ...], untied: list[str], recorded: bool) -> list[Note]:
     size = sum(path.stat().st_size for path in files)
     notes = [Note("info", f"{len(files)} file(s) of safetensors, {size / 2**20:.1f} MiB")]
     worst = max(content.scale_changes, key=content.scale_changes.__getitem__, default="")
@@ -258,6 +260,11 @@ def _notes(content: Content, files: tuple[Path, ...], untied: list[str]) -> list
         kind = content.model.architecture or "this model"
         text = (
             f"transformers reads {kind}'s experts in stacks and would leave quantized ones out; other engines read them"
+        )
+        notes.append(Note("warning", text))
+    if recorded and hasattr(content.model.build(), "wrapped"):
+        text = (
+            "config.json cannot say the pruned sizes: compress loads the folder by shapes.json, transformers does not"
         )
         notes.append(Note("warning", text))
     if untied:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.blocks.sizes import transformers_config
+from compress.blocks.sizes import Setting, transformers_config
 from compress.errors import ExportError
 from compress.export.shards import CODES
 
@@ -71,7 +71,7 @@ def write_config(
     quantization: Any,
     dtype: torch.dtype,
     untie: bool,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Setting],
 ) -> None:
     """config.json, from the source's or the module's own, and the source's tokenizer and generation files.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compress.blocks.rounded import RoundedLayers
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.facts import Note
@@ -13,6 +14,15 @@ from compress.quantize.state import GraphState, Range
 
 LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
+
+
+def with_rounded_layers(state: GraphState, layers: RoundedLayers) -> GraphState:
+    """The state with layers whose weights alone were rounded in the torch module. ExportError: one is not in it."""
+    known = {layer.name for layer in find_layers(state.model)}
+    if lost := [name for name in layers if name not in known]:
+        raise ExportError(f"{lost[0]}: is rounded, but not a layer of the exported graph; ignore it in its pass")
+    weights = {name: one.weight for name, one in layers.items()}
+    return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
 
 
 def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, tuple[Note, ...]]:

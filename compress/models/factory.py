@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from compress.blocks.sizes import fit, read_shapes_record
 from compress.errors import SourceError
+from compress.models.pruned import fit_record
 from compress.models.source import Source, factory_file
 from compress.schema import ModelSpec
 
@@ -53,8 +53,7 @@ def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
         raise SourceError(f"{spec.source}: the factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise SourceError(f"{spec.source}: the factory gave {type(module).__name__}, not a torch.nn.Module")
-    if source.shapes is not None:
-        fit(module, read_shapes_record(source.shapes))
+    fit_record(module, source.shapes)
     return module.eval()
 
 

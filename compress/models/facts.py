@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from compress.blocks.experts import first_expert_only, spread_over_experts, unst
 from compress.blocks.materialise import plain
 from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
-from compress.facts import LayerFacts, ModelFacts, SampleShapes, Structure
+from compress.facts import LayerFacts, ModelFacts, Removable, SampleShapes, Structure
 from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
@@ -21,20 +24,30 @@ from compress.models.source import Source, locate
 from compress.prune.coupling import Coupling, find_coupling
 from compress.schema import ModelSpec
 from compress.structure.find import N_TOKENS, find_structure, one_block
+from compress.structure.removable import find_removable
 from runtime.manifest import TEXT_TASKS
 
 Traced = tuple[Trace, list[str]]
+OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
-def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, coupling: bool = False) -> ModelFacts:
-    """Layers, shapes, work and memory for one sample, and with `coupling` what can be pruned. `feeds_shapes`: by input.
+def model_facts(
+    spec: ModelSpec,
+    root: Path,
+    feeds_shapes: SampleShapes,
+    coupling: bool = False,
+    blocks: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> ModelFacts:
+    """Layers, shapes, work and memory for one sample; with `coupling` the units that can be pruned, with `blocks` the
+    blocks. `feeds_shapes`: by input. `config`: what is otherwise in config.json, of a model that is to be built anew.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
     `peak_activation_bytes` is that of torch's eager order; `operators` are aten's for torch, ONNX's for ONNX.
     Raises SourceError.
     """
-    source = locate(spec, root)
+    source = replace(locate(spec, root), config=config or {})
     if source.onnx is not None:
         return onnx_facts(source.onnx, spec.task, feeds_shapes)
     module, notes = module_on_meta(spec, source, root)
@@ -46,6 +59,7 @@ def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, couplin
     layers = _layers(module, traced)
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     found = _coupling(spec, source, root, module, feeds) if coupling else None
+    structure = _structure(spec, source, root, module, feeds)
     return ModelFacts(
         source="torch",
         architecture=architecture(module),
@@ -57,9 +71,10 @@ def model_facts(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, couplin
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
         notes=(*notes, *more, *_layer_notes(layers, traced)),
-        structure=_structure(spec, source, root, module, feeds),
+        structure=structure,
         prunable=found.facts if found else None,
         unprunable=found.kept if found else {},
+        removable=_removable(spec, source, root, module, feeds, structure) if blocks else None,
     )
 
 
@@ -92,7 +107,8 @@ def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feed
         ]
     except factory.USER_ERRORS as error:
         shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
-        raise SourceError(f"{spec.source}: forward fails on {shapes}: {type(error).__name__}: {error}") from error
+        text = f"{type(error).__name__}: {error}{user_line(error)}"
+        raise SourceError(f"{spec.source}: forward fails on {shapes}: {text}") from error
 
 
 def _structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:
@@ -108,6 +124,15 @@ def _structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, f
         return one_block(module, f"no blocks were found: a run without values fails ({first})")
 
 
+def structure_of_module(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> Structure:
+    """How a module is made that holds its values; `feeds`: by parameter of forward."""
+    feeds = _short(spec, feeds)
+    try:
+        return find_structure(module, zeros(feeds, "cpu"))
+    except factory.USER_ERRORS:  # its forward looks at values
+        return find_structure(module, zeros(feeds, "cpu"), compute=True)
+
+
 def _coupling(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Coupling:
     """What can be pruned. SourceError where no run shows it."""
     feeds = _short(spec, feeds)
@@ -121,6 +146,21 @@ def _coupling(spec: ModelSpec, source: Source, root: Path, module: nn.Module, fe
         raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
 
 
+def _removable(
+    spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes, structure: Structure
+) -> tuple[Removable, ...]:
+    """Blocks that can go. SourceError where no run shows it."""
+    feeds, chain = _short(spec, feeds), [block.name for block in structure.blocks if block.name]
+    try:
+        return find_removable(module, zeros(feeds, "cpu"), chain)
+    except factory.USER_ERRORS:
+        pass  # its forward looks at values: it gets some
+    try:
+        return find_removable(_untrained(spec, source, root), zeros(feeds, "cpu"), chain, compute=True)
+    except factory.USER_ERRORS as error:
+        raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
+
+
 def _short(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
     """Texts of a few tokens show as much."""
     if spec.task not in TEXT_TASKS:
@@ -129,10 +169,22 @@ def _short(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
 
 
 def last_line(error: BaseException) -> str:
-    """What went wrong, and the line of the user's code at which it did."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{where}; prune before that line, or change it"
+    """What went wrong, the line of the user's code at which it did, and the way out."""
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{user_line(error)}"
+    return f"{text}; write that line with plain operators of torch, or leave out the passes that remove something"
+
+
+def user_line(error: BaseException) -> str:
+    """ " (file:line: code)" of the model's own code, which is neither torch's nor ours; "" where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(Path(frame.filename))]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _is_machinery(path: Path) -> bool:
+    """Torch's code, or ours but for the zoo, which holds models."""
+    if path.is_relative_to(OURS):
+        return not path.is_relative_to(OURS / "zoo")
+    return path.is_relative_to(TORCHS) or not path.is_absolute()
 
 
 def _untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SourceError
+from compress.models.pruned import NOTE, fit_record, load_recorded, recorded_store
 from compress.models.source import Source
 from compress.models.weights import safetensors_shapes
 from compress.schema import ModelSpec
@@ -52,18 +53,42 @@ class ImageModel(nn.Module):
 
 def build_on_meta(spec: ModelSpec, source: Source) -> tuple[nn.Module, list[str]]:
     """The wrapped model on the meta device, its weights' names and shapes checked but not read; and notes."""
+    if source.config:
+        return _configured_on_meta(spec, source), []
+    if source.shapes is not None:
+        with torch.device("meta"):
+            module = build_untrained(spec, source)
+        recorded_store(module, source)
+        return module, [NOTE]
     return _from_pretrained(spec, source, device_map="meta")
 
 
+def _configured_on_meta(spec: ModelSpec, source: Source) -> nn.Module:
+    """What `source.config` makes of the model. SourceError where its numbers do not go together."""
+    try:
+        with torch.device("meta"):
+            return build_untrained(spec, source)
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        said = ", ".join(f"{key} {value}" for key, value in source.config.items())
+        raise SourceError(f"{spec.source}: cannot be built with {said}: {error}") from error
+
+
 def build_untrained(spec: ModelSpec, source: Source) -> nn.Module:
-    """The wrapped model on the CPU with random weights: for a look at a forward pass that a meta device cannot do."""
+    """The wrapped model with random weights, on the CPU unless torch has another default: for a look at a forward pass
+    that a meta device cannot do."""
     auto, config, kwargs = _auto_class(spec, source)
     with torch.random.fork_rng(devices=[]), quiet():
-        return _wrap(spec, auto.from_config(config, trust_remote_code=spec.trust_remote_code, **kwargs))
+        module = _wrap(spec, auto.from_config(config, trust_remote_code=spec.trust_remote_code, **kwargs))
+    fit_record(module, source.shapes)
+    return module
 
 
 def load_trained(spec: ModelSpec, source: Source) -> nn.Module:
     """The wrapped model on the CPU in float32 with its weights."""
+    if source.shapes is not None:
+        module = build_untrained(spec, source)
+        load_recorded(module, source)
+        return module
     return _from_pretrained(spec, source)[0]
 
 
@@ -132,16 +157,19 @@ def _auto_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, An
 
 
 def load_config(spec: ModelSpec, source: Source) -> Any:
-    """The folder's transformers configuration."""
+    """The folder's transformers configuration, with `source.config`'s changes."""
     from transformers import AutoConfig
 
     assert source.folder is not None
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             source.folder, trust_remote_code=spec.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise SourceError(f"{spec.source}: config.json cannot be used: {error}") from error
+    for key, value in source.config.items():
+        setattr(config, key, value)
+    return config
 
 
 def _has_optional_pooler(config: Any) -> bool:

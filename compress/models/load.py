@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
+from compress.blocks.rounded import RoundedLayers
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.trace import run
 from compress.errors import SourceError
@@ -33,7 +34,8 @@ class LoadedModel:
 
     `inputs` and `outputs` name dynamic dimensions "batch" and "sequence". `parameters`: input name -> the parameter of
     `module.forward` that takes it. `folder` holds the config and tokenizer files that travel into the bundle. `shapes`:
-    how the module's sizes differ from those that its code, or config.json, builds.
+    how the module's sizes differ from those that its code, or config.json, builds. `rounded`: the integers of layers
+    that a pass left in few bits; the module holds what they stand for.
     """
 
     kind: Literal["torch", "onnx"]
@@ -47,6 +49,7 @@ class LoadedModel:
     class_names: tuple[str, ...] = ()
     task: str = "generic"
     shapes: Shapes = AS_BUILT
+    rounded: RoundedLayers = field(default_factory=dict)
 
     @property
     def input_names(self) -> tuple[str, ...]:

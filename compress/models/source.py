@@ -6,9 +6,10 @@ import functools
 import hashlib
 import importlib.util
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from compress.errors import SourceError
 from compress.paths import resolve_path
@@ -29,8 +30,9 @@ SHAPES = "shapes.json"
 class Source:
     """A located model. `folder`: where its config and tokenizer files lie, if it has any. `weights`: its weight files.
 
-    `code`: (module or file.py, factory) of a python: source, `shapes`: how sizes differ from those that it builds (of a
-    pruned model, beside its weights). `onnx`: the graph of an onnx: source.
+    `code`: (module or file.py, factory) of a python: source. `shapes`: how sizes differ from those that it, or
+    config.json, builds (of a pruned model, beside its weights). `onnx`: the graph of an onnx: source.
+    `config`: what is to be otherwise in config.json, of a model that is to be built and not read.
     """
 
     kind: Literal["huggingface", "python", "onnx"]
@@ -39,6 +41,7 @@ class Source:
     code: tuple[str, str] | None = None
     onnx: Path | None = None
     shapes: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def locate(spec: ModelSpec, root: Path) -> Source:
@@ -137,7 +140,8 @@ def _huggingface(spec: ModelSpec, folder: Path) -> Source:
     if not weights:
         raise SourceError(f"{spec.source}: {folder} has no *.safetensors (nor pytorch_model*.bin)")
     _check_shards(folder)
-    return Source("huggingface", folder, tuple(weights))
+    shapes = folder / SHAPES
+    return Source("huggingface", folder, tuple(weights), shapes=shapes if shapes.is_file() else None)
 
 
 def _check_shards(folder: Path) -> None:

@@ -12,10 +12,13 @@ from compress.passes.hqq import Hqq
 from compress.passes.int8 import Int8
 from compress.passes.kv_cache import KvCache
 from compress.passes.prune_channels import PruneChannels
+from compress.passes.prune_layers import PruneLayers
+from compress.passes.qat import Qat
 from compress.passes.rotate import Rotate
 from compress.passes.rtn import Rtn
 from compress.passes.smoothquant import SmoothQuant
 from compress.passes.sparsify import Sparsify
+from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.passes.tune import Tune
 
 PASSES: tuple[type[Pass], ...] = (
@@ -30,10 +33,13 @@ PASSES: tuple[type[Pass], ...] = (
     Int8,
     KvCache,
     PruneChannels,
+    PruneLayers,
+    Qat,
     Rotate,
     Rtn,
     SmoothQuant,
     Sparsify,
+    SparsifyIteratively,
     Tune,
 )
 
@@ -51,10 +57,13 @@ __all__ = [
     "KvCache",
     "Pass",
     "PruneChannels",
+    "PruneLayers",
+    "Qat",
     "Record",
     "Rotate",
     "Rtn",
     "SmoothQuant",
     "Sparsify",
+    "SparsifyIteratively",
     "Tune",
 ]

@@ -53,6 +53,8 @@ class Pass(Record):
     """True if `apply` asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
     uses_coupling: ClassVar[bool] = False
     """True if `check` asks for `ModelFacts.prunable`."""
+    uses_blocks: ClassVar[bool] = False
+    """True if `check` asks for `ModelFacts.removable`."""
     lowest_opset: ClassVar[int] = 17
     """Of a graph that can hold what the pass leaves."""
     kind: str
@@ -60,6 +62,10 @@ class Pass(Record):
     def stage_on(self, facts: ModelFacts) -> Stage:
         """What it works on for such a model."""
         return self.stage
+
+    def ends_stage(self, facts: ModelFacts) -> bool:
+        """True if no pass of its stage may follow: it leaves integers beside the model, which that would not keep."""
+        return False
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         """What the pass would do to such a model. Raises nothing: what is wrong goes into `problems`, naming layers."""
@@ -76,6 +82,13 @@ class Pass(Record):
     def refused_by(self, target: Target) -> str | None:
         """Why a further target cannot hold what this pass leaves, or None."""
         return None
+
+    def begin(self, model: Any, context: PassContext) -> Any:
+        """What `apply` works on, of a pass over the whole torch model: the `LoadedModel`, or another in its place.
+
+        Called again where the result is taken from the cache, so it must give the same model each time.
+        """
+        return model
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """Do it. `model` is the stage's object and may be changed in place; the result holds the one to go on with."""

@@ -2,79 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
-from compress.passes.base import LayerPattern, Record
-from compress.passes.training import TrainingPass
+from compress.passes.base import Record
+from compress.passes.distill_student import Student, student_facts
+from compress.passes.loss_terms import TEXTS, LearningPass
 from compress.targets import Target
 
 if TYPE_CHECKING:
     from compress.context import PassContext, PassResult
-    from compress.models.load import LoadedModel
-
-Weight = Annotated[float, Field(gt=0)]
-Layers = tuple[tuple[str, str], ...] | LayerPattern
-"""Pairs, "uniform", or a `re:` pattern."""
-UNIFORM = "uniform"
-EMBEDDINGS, TEXTS = "feature-extraction", "text-generation"
-CACHE_BYTES = 2 * 2**30
-"""Of a teacher's outputs that `teacher_cache: auto` keeps on disk, at most."""
-
-
-class LogitsTerm(Record):
-    """Divergence between what the teacher and the student hold likely."""
-
-    divergence: Literal["forward", "reverse", "symmetric"] = "forward"
-    """KL(teacher || student), KL(student || teacher), or the mean of both."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """What logits are divided by; the loss is multiplied by its square."""
-    weight: Weight = 1.0
-    """Of this term in the sum."""
-
-
-class LabelsTerm(Record):
-    """Cross-entropy of classes, or of each next token; squared error of scores."""
-
-    weight: Weight = 1.0
-    """Of this term in the sum."""
-
-
-class HiddenTerm(Record):
-    """Distance between what modules inside give; a learned projection where their widths differ."""
-
-    loss: Literal["mse", "cosine"] = "mse"
-    """mse: squared error over the teacher's mean square; cosine: 1 - cosine."""
-    layers: Layers = UNIFORM
-    """uniform: the student's blocks on the teacher's, evenly spread; `re:` and a pattern: modules of one name; or pairs
-    [student's module, teacher's module]."""
-    weight: Weight = 1.0
-    """Of this term in the sum."""
-
-
-class AttentionTerm(Record):
-    """Divergence between attention maps, of modules that give them (Hugging Face's, which run as eager)."""
-
-    layers: Layers = UNIFORM
-    """As in `hidden`; a block stands for the attention inside it."""
-    weight: Weight = 1.0
-    """Of this term in the sum."""
-
-
-class OutputTerm(Record):
-    """Distance between the model's outputs: embeddings, regressions."""
-
-    loss: Literal["mse", "cosine"] = "cosine"
-    """mse: squared error over the teacher's mean square; cosine: 1 - cosine."""
-    pooling: Literal["none", "mean", "cls", "max"] = "mean"
-    """How the tokens' states become one embedding first: as `preprocess` says. none: token by token."""
-    weight: Weight = 1.0
-    """Of this term in the sum."""
 
 
 class Sequences(Record):
@@ -86,23 +25,7 @@ class Sequences(Record):
     """What the teacher's logits are divided by when it draws the next token."""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What the loss is made of."""
-
-    logits: LogitsTerm | None = None
-    labels: LabelsTerm | None = None
-    hidden: HiddenTerm | None = None
-    attention: AttentionTerm | None = None
-    output: OutputTerm | None = None
-
-    @property
-    def outputs_alone(self) -> bool:
-        """True if all that is asked of the teacher are its outputs."""
-        return self.hidden is None and self.attention is None
-
-
-class Distill(TrainingPass):
+class Distill(LearningPass):
     """Train the model as it is now to give what it gave before all passes; no labels are needed.
 
     Without any term: for classes KL at temperature 4, for text KL of every predicted token, for embeddings the cosine
@@ -110,148 +33,40 @@ class Distill(TrainingPass):
     """
 
     kind: Literal["distill"] = "distill"
-    logits: LogitsTerm | None = None
-    """Term of the loss; null: not in it."""
-    labels: LabelsTerm | None = None
-    """Term of the loss; null: not in it."""
-    hidden: HiddenTerm | None = None
-    """Term of the loss; null: not in it."""
-    attention: AttentionTerm | None = None
-    """Term of the loss; null: not in it."""
-    output: OutputTerm | None = None
-    """Term of the loss; null: not in it."""
     sequences: Sequences | None = None
     """Learn from what the teacher writes; null: from the texts as they are. With `labels`, its words are the target."""
-    teacher_cache: Literal["auto"] | bool = "auto"
-    """Keep the teacher's outputs on disk; auto: where samples come again unchanged and 2 GiB hold them."""
+    student: Student | None = None
+    """Who learns; null: the model as the passes before left it."""
 
     @property
-    def by_default(self) -> bool:
-        """True if the loss is the task's usual one."""
-        return not any((self.logits, self.labels, self.hidden, self.attention, self.output))
-
-    def terms(self, task: str) -> Terms:
-        """The loss for a task."""
-        if not self.by_default:
-            return Terms(self.logits, self.labels, self.hidden, self.attention, self.output)
-        if task.endswith("classification"):
-            return Terms(logits=LogitsTerm(temperature=4.0))
-        if task == TEXTS:
-            return Terms(logits=LogitsTerm())
-        if task == EMBEDDINGS:
-            return Terms(output=OutputTerm(), hidden=HiddenTerm())
-        return Terms(output=OutputTerm(loss="mse", pooling="none"))
-
-    def needs_labels(self, task: str) -> bool:
-        """True if the training set must have labels; a text's are its own tokens."""
-        return self.labels is not None and task != TEXTS
+    def uses_blocks(self) -> bool:  # type: ignore[override]
+        return self.student is not None and not self.student.separate
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems = self.training_problems(facts)
-        terms = self.terms(facts.task)
+        facts, more, who = student_facts(self.student, facts)
+        problems += [f"distill: {problem}" for problem in more]
         rounded = [layer.name for layer in facts.layers if layer.bits < 16]
         if rounded:
             problems.append(f"distill: must come before the pass that rounds {rounded[0]}")
-        if facts.task == EMBEDDINGS and (terms.logits or terms.labels):
-            problems.append("distill: an embedding has neither logits nor classes; use output and hidden")
-        if self.augment.mixup and self.attention is not None:
-            problems.append("distill: mixup blends images, and attention maps are compared for texts; use one of them")
-        if self.teacher_cache is True and (self.augment.any or not terms.outputs_alone or not self._width(facts)):
-            problems.append(
-                "distill: teacher_cache: only one vector a sample can be kept, and only without augment, hidden and "
-                "attention; leave it at auto"
-            )
+        problems += self.term_problems(facts)
         if self.sequences is not None and facts.task != TEXTS:
             problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
-        problems += _layer_problems(self, facts)
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
-        note = Note("info", f"distill: learns by {self.said(facts.task)}")
-        return PassPlan(facts, decisions, (note,), tuple(problems))
+        notes = [Note("info", f"distill: learns by {self.said(facts.task)}")]
+        notes += [Note("info", f"distill: the student: {who}")] if who else []
+        return PassPlan(facts, decisions, tuple(notes), tuple(problems))
 
-    def said(self, task: str) -> str:
-        """The loss in words."""
-        terms = self.terms(task)
-        found = []
-        if terms.logits is not None:
-            found.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
-        if terms.labels is not None:
-            found.append("the labels" if task != TEXTS else "the next tokens")
-        if terms.output is not None:
-            pooling = terms.output.pooling if task == EMBEDDINGS else "none"
-            found.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))
-        found += [f"{terms.hidden.loss} of hidden states"] if terms.hidden is not None else []
-        found += ["attention maps"] if terms.attention is not None else []
-        return ", ".join(found)
+    def begin(self, model: Any, context: PassContext) -> Any:
+        """The student, as it starts. Raises PassError."""
+        if self.student is None:
+            return model
+        from compress.passes.distill_steps import begin_distill  # torch
 
-    def train_problems(self, task: str, n_samples: int, has_labels: bool) -> list[str]:
-        """What is wrong with a training set; the planner asks."""
-        if self.needs_labels(task) and not has_labels:
-            return ["distill: labels: the training set has no labels; name their column, or leave the term out"]
-        if n_samples - round(self.held_out * n_samples) < 1:
-            return [f"distill: held_out {self.held_out:g} leaves nothing of {n_samples} samples to learn from"]
-        return []
-
-    def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
-        """Of the teacher's outputs that are kept on disk; 0: they are computed each time."""
-        if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.augment.any:
-            return 0
-        n_bytes, course = 4 * n_samples * self._width(facts), self.course(n_samples, 0)
-        again = course.steps * course.samples > n_samples
-        return n_bytes if self.teacher_cache is True or (again and n_bytes <= CACHE_BYTES) else 0
-
-    def _width(self, facts: ModelFacts | LoadedModel) -> int:
-        """Numbers that the teacher's only output has for one sample; 0 where there is no such number."""
-        terms, shapes = self.terms(facts.task), [spec.shape for spec in facts.outputs]
-        pooled = terms.output is not None and terms.output.pooling != "none"
-        fits = len(shapes) == 1 and (len(shapes[0]) == 2 or (pooled and len(shapes[0]) == 3))
-        width = shapes[0][-1] if fits else 0
-        return width if isinstance(width, int) else 0
-
-    def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
-        """What the plan says once it knows the training set."""
-        course, n_bytes = self.course(n_samples, 0), self.cache_bytes(facts, n_samples)
-        kept = f"its outputs are kept on disk ({n_bytes / 1e6:.1f} MB)" if n_bytes else "it is run in every step"
-        return [Note("info", f"distill: {course.steps} steps of {course.samples} samples; the teacher: {kept}")]
+        return begin_distill(self, self.student, model, context)
 
     def apply(self, model: Any, context: PassContext) -> PassResult:
         """`model`: a LoadedModel, whose module is trained in place. Raises PassError."""
         from compress.passes.distill_steps import apply_distill  # torch
 
         return apply_distill(self, model, context)
-
-
-def _layer_problems(knobs: Distill, facts: ModelFacts) -> list[str]:
-    """Layer maps that name a module which the student has not. The teacher's are looked up when it is loaded."""
-    terms, problems, known = knobs.terms(facts.task), [], _modules(facts)
-    for field, term in (("hidden", terms.hidden), ("attention", terms.attention)):
-        if term is None:
-            continue
-        if not isinstance(term.layers, str):
-            problems += [_missing(field, name, known) for name, _ in term.layers if name not in known]
-        elif term.layers != UNIFORM:
-            problems += _unknown_form(field, term.layers)
-        elif not _has_blocks(facts) and not knobs.by_default:
-            problems.append(f"distill: {field}: no chain of blocks was found; give pairs of modules")
-    return problems
-
-
-def _unknown_form(field: str, layers: str) -> list[str]:
-    if layers.startswith("re:"):
-        return []
-    return [f"distill: {field}: layers: {layers!r} is neither uniform, nor a re: pattern, nor pairs"]
-
-
-def _missing(field: str, name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    return f"distill: {field}: the model has no layer or block '{name}'{hint}"
-
-
-def _modules(facts: ModelFacts) -> dict[str, None]:
-    """Names of layers, and of all modules that hold some."""
-    paths = (layer.name.split(".") for layer in facts.layers)
-    return dict.fromkeys(".".join(path[:n]) for path in paths for n in range(len(path), 0, -1))
-
-
-def _has_blocks(facts: ModelFacts) -> bool:
-    return facts.structure is not None and len(facts.structure.blocks) > 1

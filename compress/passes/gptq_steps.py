@@ -34,7 +34,7 @@ def apply_gptq(knobs: Gptq, model: GraphState | StreamedModel, context: PassCont
 
 
 def _on_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassResult:
-    taken, kept = knobs.begin(state)
+    taken, kept = knobs.graph_layers(state)
     facts = {layer.name: layer for layer in taken}
     working = clone(state.model)
     groups = input_groups([layer for layer in find_layers(working) if layer.name in facts])

@@ -72,7 +72,7 @@ class PruneChannels(Pass):
             return PassPlan(facts, problems=(f"{self.kind}: works on torch models; an ONNX file cannot be pruned",))
         types = {layer.name: layer.type for layer in facts.layers}
         taken = [one for one in facts.prunable if self.takes(one, types)]
-        problems = self._pattern_problems(facts)
+        problems = [*self._pattern_problems(facts), *self._sparse_problems(facts)]
         if not taken:
             found = ", ".join(sorted({one.kind for one in facts.prunable})) or "nothing"
             problems.append(f"{self.kind}: nothing is left to prune (of this model {found} could be; see dimensions)")
@@ -88,6 +88,8 @@ class PruneChannels(Pass):
             for one in taken
             if not units[one.name]
         ]
+        whole = [one for one in taken if self.ratio is not None and units[one.name] == one.n_units]
+        problems += [self._too_few_heads(one) for one in whole if _queries(one) > 1]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         after = shrunk(facts, taken, units)
@@ -105,6 +107,14 @@ class PruneChannels(Pass):
 
         return prune_channels(self, model, context)
 
+    def _too_few_heads(self, one: Prunable) -> str:
+        """Of grouped queries, where no number of whole groups is near the ratio."""
+        return (
+            f"{self.kind}: ratio {self.ratio:g} takes no head of {one.name}: a key-value head goes with the "
+            f"{_queries(one)} query heads that share it, and one of {one.n_units} is the least; use a ratio of "
+            f"{1 / one.n_units:.3g} or more, or leave heads out of dimensions"
+        )
+
     def _pattern_problems(self, facts: ModelFacts) -> list[str]:
         writers = {name for one in facts.prunable or () for name in one.writers}
         types = {layer.name: layer.type for layer in facts.layers}
@@ -120,6 +130,13 @@ class PruneChannels(Pass):
                         f"{self.kind}: {field}: {pattern!r} selects nothing that could go{why} (e.g. {some} could)"
                     )
         return problems
+
+    def _sparse_problems(self, facts: ModelFacts) -> list[str]:
+        sparse = [layer.name for layer in facts.layers if layer.sparse]
+        if not sparse or not self.compensate:
+            return []
+        way = f"put {self.kind} before the pass that makes it sparse, or set compensate: false"
+        return [f"{self.kind}: {sparse[0]} is sparse, and compensation would fill its zeros; {way}"]
 
     def cost(self, facts: ModelFacts) -> float:
         """What the budget is about; multiply-accumulates stand for time until it is measured."""
@@ -174,3 +191,9 @@ class PruneChannels(Pass):
             f"{after.macs / max(facts.macs, 1):.0%} of the multiply-accumulates stay"
         )
         return (Note("info", text),)
+
+
+def _queries(one: Prunable) -> int:
+    """Query heads that share a key-value head; 1 of what is no attention."""
+    sizes = one.writers.values()
+    return max(sizes) // min(sizes) if one.kind == "heads" else 1

@@ -24,6 +24,7 @@ from compress.prune.coupling import Coupling, find_coupling
 from compress.prune.curves import find_curves
 from compress.prune.dimension import Dimension
 from compress.prune.importance import random_projection_loss, sampled_label_loss
+from compress.prune.norms import follow_data
 from compress.prune.shrink import Record, shrink
 from compress.prune.surgery import differs_from_masked, remove
 from runtime.manifest import CLASSIFICATION, GENERATION
@@ -58,6 +59,7 @@ def prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext) -> P
     record = shrink(
         module, dimensions, curves, choice.widths, batches, remove, knobs.compensate, context.seed, context.progress
     )
+    follow_data(module, batches)
     loaded = replace(loaded, module=module)
     notes = [*choice.notes, *_notes(knobs, record, built, module), *_config_notes(module, built)]
     return PassResult(loaded, _decisions(module, types, coupling, record), tuple(notes), _measured(record))
@@ -81,15 +83,16 @@ def _decisions(
     module: nn.Module, types: Mapping[str, str], coupling: Coupling, record: Record
 ) -> tuple[LayerDecision, ...]:
     said: dict[str, str] = {}
+    unfitted = {name: f"; not fitted: {why}" for name, why in record.left.items()}
     writers = {one.name: one.writers for one in coupling.dimensions}
     for one in record.dimensions:
         if len(one.kept) < one.n_units:
             text = f"{len(one.kept)} of {one.n_units} {one.kind} stay"
             said |= dict.fromkeys(writers[one.name], text)
     return tuple(
-        LayerDecision(name, kind, "pruned", said[name])
+        LayerDecision(name, kind, "pruned", said[name] + unfitted.get(name, ""))
         if name in said
-        else LayerDecision(name, kind, "kept", coupling.kept.get(name, "as wide as it was"))
+        else LayerDecision(name, kind, "kept", coupling.kept.get(name, "as wide as it was") + unfitted.get(name, ""))
         for name, kind in types.items()
     )
 
@@ -121,6 +124,6 @@ def _config_notes(module: nn.Module, built: Shapes) -> list[Note]:
         return []
     text = (
         f"no config.json describes the pruned model (of {type(model).__name__}, {missed[0]} among others): an ONNX "
-        "file is not affected, a checkpoint needs the shapes.json that lies beside it"
+        "file is not affected; a checkpoint gets a shapes.json, by which compress loads it and transformers cannot"
     )
     return [Note("warning", text)]

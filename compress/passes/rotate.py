@@ -36,7 +36,8 @@ class Rotate(Pass):
         if structure is None:
             return PassPlan(facts, problems=("rotate: works on torch models; an ONNX file has no blocks to rotate",))
         decisions = self._decisions(facts, structure)
-        problems = [*self._problems(structure), *_rounded(facts, {d.layer for d in decisions})]
+        turned = {d.layer for d in decisions if d.action == "rotated"}
+        problems = [*self._problems(structure), *_rounded(facts, {d.layer for d in decisions}), *_sparse(facts, turned)]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         after, notes = _untied(facts, structure) if self.residual else (facts, [])
@@ -89,6 +90,12 @@ def values(structure: Structure) -> tuple[Any, ...]:
 def _rounded(facts: ModelFacts, rotated: set[str]) -> list[str]:
     names = [la.name for la in facts.layers if la.bits < 16 and la.name in rotated]
     return [f"rotate: {names[0]} is rounded already; put rotate before the pass that does it"] if names else []
+
+
+def _sparse(facts: ModelFacts, rotated: set[str]) -> list[str]:
+    names = [la.name for la in facts.layers if la.sparse and la.name in rotated]
+    way = "put rotate before the pass that makes it sparse, or leave it out"
+    return [f"rotate: {names[0]} is sparse, and a rotation fills its zeros; {way}"] if names else []
 
 
 def _untied(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, list[Note]]:

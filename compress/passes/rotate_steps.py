@@ -15,6 +15,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading, Residual, Structure
 from compress.passes.rotate import values
 from compress.quantize.hadamard import Orthogonal, orthogonal
+from compress.quantize.sparse import zeros_to_keep
 
 if TYPE_CHECKING:
     from compress.blocks.streamed import StreamedModel
@@ -47,13 +48,17 @@ def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> P
     stream = Stream(model, context, data=False)
     for number, step in enumerate(stream):
         own = places.pop(step.name if step.name in places else OUTSIDE, [])
+        filled = []
         for name in sorted(own, key=lambda name: name in model.tied):  # a tied one gets values of its own afterwards
-            step.replace(name, edited(name, model.store.read(name), edits[name], modules))
+            old = model.store.read(name)
+            filled += [name] if old.dim() > 1 and zeros_to_keep(old) is not None else []
+            step.replace(name, edited(name, old, edits[name], modules))
         touched = dict.fromkeys(name.rpartition(".")[0] for name in own)
         decisions = [
             LayerDecision(name, type(modules[name]).__name__, "rotated") for name in touched if is_layer(modules[name])
         ]
-        step.say(decisions=decisions, notes=notes if number == 0 else [])
+        said = [Note("warning", f"rotate: {name} came with zeros, which are filled now") for name in filled]
+        step.say(decisions=decisions, notes=[*(notes if number == 0 else []), *said])
     return stream.result()
 
 

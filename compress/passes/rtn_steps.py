@@ -26,7 +26,7 @@ def apply_rtn(knobs: Rtn, model: GraphState | StreamedModel, context: PassContex
 
 
 def _on_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassResult:
-    taken, kept = knobs.begin(state)
+    taken, kept = knobs.graph_layers(state)
     layers = {layer.name: layer for layer in find_layers(state.model)}
     weights, target = {}, context.target
     for facts in context.progress(taken, "rtn: rounding"):

@@ -151,9 +151,10 @@ class Sparsify(_Amount, Pass):
             more = f"; {rounded.name} is rounded already: put sparsify before that" if rounded is not None else ""
             problems.append(f"sparsify: no layer is left to make sparse{more}")
         problems += [text for layer in taken if (text := self._problem(layer))]
-        problems += _tied_problems(facts.layers, taken)
+        problems += tied_problems(self.kind, facts.layers, taken)
         notes = [gain(name, target) for name in sorted({_name(self.setting(layer)) for layer in taken})]
-        return PassPlan(facts, (*map(self.decision, taken), *kept), tuple(notes), tuple(problems))
+        after = facts.with_zeros(layer.name for layer in taken)
+        return PassPlan(after, (*map(self.decision, taken), *kept), tuple(notes), tuple(problems))
 
     def decision(self, layer: LayerFacts) -> LayerDecision:
         amount, how = self.setting(layer), self.method
@@ -210,12 +211,12 @@ def _selects(patterns: Sequence[str], layer: LayerFacts) -> bool:
     return any(matches(pattern, layer.name, layer.type, layer.op) for pattern in patterns)
 
 
-def _tied_problems(layers: Sequence[LayerFacts], taken: Sequence[LayerFacts]) -> list[str]:
-    """A weight is made sparse for all who share it, or for none."""
+def tied_problems(kind: str, layers: Sequence[LayerFacts], taken: Sequence[LayerFacts]) -> list[str]:
+    """A weight is made sparse for all who share it, or for none. `kind`: the pass."""
     names = {layer.name for layer in taken}
     others = {layer.weight: layer.name for layer in layers if layer.name not in names}
     return [
-        f"sparsify: {la.name} shares its weight with {others[la.weight]}, which keeps its own; ignore {la.name}"
+        f"{kind}: {la.name} shares its weight with {others[la.weight]}, which keeps its own; ignore {la.name}"
         for la in taken
         if la.weight in others
     ]

@@ -197,7 +197,7 @@ class WeightPass(_Numbers, Pass):
         formats = dict.fromkeys(map(format_of, self.schemes()))
         return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
 
-    def begin(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
+    def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """The layers to round, and a decision for each of the others. PassError on a graph of too low an opset."""
         opset = model.model.opset_imports[""]
         if opset < LOWEST_OPSET:

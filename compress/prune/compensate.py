@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from compress.prune.layers import (
     applied,
     in_groups,
     input_rows,
-    layers_of,
     n_features,
     n_groups,
     output_rows,
@@ -25,14 +23,13 @@ from compress.prune.layers import (
     write_weight,
 )
 from compress.prune.least_squares import Fit, fit
-from compress.prune.points import Place, find_points, place_of
+from compress.prune.left_alone import left_alone
+from compress.prune.points import Place, Point, find_points, place_of
 from compress.prune.statistics import Batch, Sums, check_width, chosen_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
 
 HELD_OUT = 4
 """Every so many-th batch is held out to choose the ridge; of fewer batches none is."""
-MAX_OUTPUTS = 16384
-"""Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 RECTIFIED_STEPS = 3
 """Rounds of least squares after the first where a ReLU follows."""
 FAINT = 1e-4
@@ -63,15 +60,15 @@ def compensate(
     """Fit weights and biases of `student` in place; `layers`: only these (None: all that are called once).
 
     `kept_outputs`: layer -> which of the teacher's outputs it still has, int64. A layer without bias gets one in the
-    batch norm that follows it, or none. Layers whose weight another module holds too (a head tied to its embedding), or
-    with more than MAX_OUTPUTS outputs, stay as they are and are not in what is returned.
+    batch norm that follows it, or none. Layers that `left_alone` names stay as they are, and the result lacks them.
     PassError for a layer too wide, or one whose input is changed in place.
     """
-    points = find_points(teacher, {name: tensor[:2] for name, tensor in batches[0].items()})
-    own = _unshared(student)
-    stops = stops_of([one for one in points if one.layer in own and (layers is None or one.layer in layers)])
+    points, places = _points_of_both(student, teacher, {name: tensor[:2] for name, tensor in batches[0].items()})
+    left = left_alone(student, {one.layer for one in points})
+    stops = stops_of([one for one in points if one.layer not in left and (layers is None or one.layer in layers)])
     found: list[Refitted] = []
-    students = [Forward(student, batch, stops) for batch in batches]
+    own = [tuple(places[point.layer] for point in stop) for stop in stops]
+    students = [Forward(student, batch, own) for batch in batches]
     teachers = [Forward(teacher, batch, stops) for batch in batches]
     with stopping(student, stops, inputs=True), stopping(teacher, stops, inputs=False):
         try:
@@ -89,16 +86,6 @@ def compensate(
             for one in (*students, *teachers):
                 one.end()
     return found
-
-
-def _unshared(module: nn.Module) -> set[str]:
-    """Layers whose weight is theirs alone, and not too tall to fit."""
-    held = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    return {
-        name
-        for name, layer in layers_of(module).items()
-        if held[id(layer.weight)] == 1 and len(read_weight(layer).flatten(0, 1)) <= MAX_OUTPUTS
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +108,21 @@ class _Rows:
             return self.wanted - self.found
         now = self.found + self.x @ weight.mT.to(self.x.dtype) + bias[:, None].to(self.x.dtype)
         return torch.where(self.wanted > 0, self.wanted, now.clamp_max(0)) - self.found
+
+
+def _points_of_both(student: nn.Module, teacher: nn.Module, feeds: Batch) -> tuple[list[Point], Mapping[str, Point]]:
+    """The teacher's points at layers that the student has at a place of the same kind, and the student's by layer.
+
+    They differ in the number of their sum where the student does without some of the teacher's blocks.
+    """
+    own = {one.layer: one for one in find_points(student, feeds)}
+    both = [one for one in find_points(teacher, feeds) if one.layer in own]
+    alike = [one for one in both if _kind(one) == _kind(own[one.layer])]
+    return alike, own
+
+
+def _kind(point: Point) -> tuple[str, bool]:
+    return point.norm, point.addition is None
 
 
 def _refit(place: Place, rows: Callable[[], Iterable[_Rows]], students: Sequence[Forward]) -> Refitted:

@@ -33,6 +33,8 @@ Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 MEASURED_BATCHES = 2
 """On so many, the last ones, a dimension's damage is measured."""
+MEASURED_SHARES = (0.5, 0.25)
+"""Of its units, with so many left."""
 
 
 def find_curves(
@@ -136,7 +138,9 @@ def _from_inputs(
     found = []
     for one, own, weighed in zip(dimensions, readers, readings, strict=True):
         curve = eliminate(weighed)
-        width = (one.n_units + 1) // 2
-        gone = curve.order[: one.n_units - width]
-        found.append(calibrated(curve, one.n_units, width, measured(module, own, gone, held, targets)))
+        damages = {}
+        for width in {max(1, round(share * one.n_units)) for share in MEASURED_SHARES}:
+            gone = curve.order[: one.n_units - width]
+            damages[width] = measured(module, own, gone, held, targets)
+        found.append(calibrated(curve, one.n_units, damages))
     return found

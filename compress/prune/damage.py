@@ -2,8 +2,9 @@
 
 The order in which units go and the curve's form come from the readers' Gram matrices and the curvature of a loss with
 respect to their outputs, which takes one forward and one backward pass. Errors of neighbouring pixels and tokens add
-up, which these forms do not know; how much it costs in the end is therefore measured, each dimension alone at one
-width, its readers making up for it. On ResNet-56 that is 2 to 6 times more, and not alike in all layers.
+up, which these forms do not know; how much it costs in the end is therefore measured, each dimension alone at two
+widths, its readers making up for it. On ResNet-56 that is 2 to 6 times more, not alike in all layers, and rises faster:
+from half to a quarter of the units 3.5 times where the forms say 2.3.
 
 What is measured is not the divergence of class probabilities: on images that a model was trained on these are near 0
 and 1, and show nothing of what happens to others.
@@ -106,11 +107,19 @@ def measured(
     return squares / sum(len(target) for target in targets)
 
 
-def calibrated(curve: Elimination, n_units: int, width: int, damage: float) -> Elimination:
-    """The curve, times what makes it `damage` at a width. Left alone where either is nothing."""
-    predicted = curve.error_at(width, n_units)
-    factor = damage / predicted if damage > 0 and predicted > 0 else 1.0
-    return Elimination(curve.order, curve.errors * factor)
+def calibrated(curve: Elimination, n_units: int, measured: Mapping[int, float]) -> Elimination:
+    """The curve, times what makes it the damage `measured` at some widths; between them that factor is interpolated.
+
+    Left alone where either is nothing. The errors still rise with every unit that goes.
+    """
+    known = {width: (damage, curve.error_at(width, n_units)) for width, damage in measured.items()}
+    factors = {width: damage / foretold for width, (damage, foretold) in known.items() if damage > 0 and foretold > 0}
+    if not factors:
+        return curve
+    widths = sorted(factors)
+    left = n_units - 1 - np.arange(len(curve.errors))
+    errors = curve.errors * np.interp(left, widths, [factors[width] for width in widths])
+    return Elimination(curve.order, np.maximum.accumulate(errors))
 
 
 @contextmanager

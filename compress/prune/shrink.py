@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from compress.prune.coupling import in_axis
 from compress.prune.dimension import Axis, Dimension, DimensionKind
 from compress.prune.importance import first_output
 from compress.prune.layers import layers_of
+from compress.prune.left_alone import left_alone
 from compress.prune.obs import Elimination
+from compress.prune.points import find_points
 from compress.prune.statistics import Batch
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
@@ -41,12 +43,14 @@ class Shrunk:
 @dataclass(frozen=True, eq=False)
 class Record:
     """`error_without`, `error_with` compensation: squared error of the outputs over that of their mean (1: nothing of
-    them is left); the second is the first where nothing was compensated. `layers`: what was fitted, in order."""
+    them is left); the second is the first where nothing was compensated. `layers`: what was fitted, in order; `left`:
+    layer -> why it was not, where others were."""
 
     dimensions: tuple[Shrunk, ...]
     layers: tuple[Refitted, ...]
     error_without: float
     error_with: float
+    left: Mapping[str, str] = field(default_factory=dict)
 
 
 def shrink(
@@ -81,7 +85,9 @@ def shrink(
         return Record(shrunk, (), without, without)
     outputs = kept_outputs(teacher, dimensions, kept)
     layers = compensate(module, teacher, batches, outputs, seed=seed, progress=progress)
-    return Record(shrunk, tuple(layers), without, output_error(module, teacher, held))
+    called_once = {one.layer for one in find_points(module, {name: tensor[:2] for name, tensor in batches[0].items()})}
+    left = left_alone(module, called_once)
+    return Record(shrunk, tuple(layers), without, output_error(module, teacher, held), left)
 
 
 def remove_all(module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray], remove: Remove) -> None:

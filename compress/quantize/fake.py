@@ -30,6 +30,11 @@ class FakeWeight(nn.Module):
     set them to zero, they stay zero. ValueError: the start is not made of integers.
     """
 
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    gone: Tensor | None
+
     def __init__(self, start: QuantizedWeight, weight: Tensor | None = None) -> None:
         super().__init__()
         if start.values.dtype not in (np.int8, np.uint8):
@@ -37,14 +42,18 @@ class FakeWeight(nn.Module):
                 f"{start.values.dtype} weights are not on an integer grid, so their rounding is not learned"
             )
         self.start = start
-        self.scales = torch.from_numpy(np.ascontiguousarray(start.scales, dtype=np.float32))
+        self._hold("scales", torch.from_numpy(np.ascontiguousarray(start.scales, dtype=np.float32)))
         zeros = start.zero_points
-        self.zeros = None if zeros is None else torch.from_numpy(zeros.astype(np.float32))
+        self._hold("zeros", None if zeros is None else torch.from_numpy(zeros.astype(np.float32)))
         values = torch.from_numpy(start.values.astype(np.float32))
-        self.levels = values.reshape(len(values), self.scales.shape[1], -1)  # [out, groups, group]
+        self._hold("levels", values.reshape(len(values), self.scales.shape[1], -1))  # [out, groups, group]
         self.low, self.high = level_range(start)
         gone = None if weight is None else zeros_to_keep(weight.detach())
-        self.gone = None if gone is None else gone.reshape(self.levels.shape)
+        self._hold("gone", None if gone is None else gone.reshape(self.levels.shape))
+
+    def _hold(self, name: str, value: Tensor | None) -> None:
+        """As an attribute that goes with the module to its device, and that its state lacks: the start decides it."""
+        self.register_buffer(name, value, persistent=False)
 
     def rounding(self) -> list[nn.Parameter]:
         """What decides the integers."""
@@ -129,6 +138,40 @@ class LearnedWeight(FakeWeight):
         return self.kept(levels, self.zeros), self.scales * (1 + self.growth), self.zeros
 
 
+class ScaledWeight(FakeWeight):
+    """LSQ (Esser et al. 2019, arXiv:1902.08153): a float weight and its scale are learned, and what is used is rounded.
+
+    The weight is counted in the start's scales, so that one rate fits all layers, and a scale as a factor of its own.
+    Beyond the range a weight gets no gradient and is not brought back: what lies far out stays where it is, while the
+    others find their places. Gradients of scales are not made smaller, as in the paper: Adam's steps are of one size.
+    """
+
+    def __init__(self, start: QuantizedWeight, weight: Tensor) -> None:
+        super().__init__(start, weight)
+        grouped = weight.detach().float().reshape(self.levels.shape)
+        self.position = nn.Parameter(grouped / self.scales[:, :, None])
+        self.growth = nn.Parameter(torch.zeros_like(self.scales))
+
+    def rounding(self) -> list[nn.Parameter]:
+        return [self.position]
+
+    def scaling(self) -> list[nn.Parameter]:
+        return [self.growth]
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Scales between half and one and a half of the start's."""
+        self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        factor = 1 + self.growth
+        position = self.position / factor[:, :, None]
+        if self.zeros is not None:
+            position = position + self.zeros[:, :, None]
+        levels = straight_round(position).clamp(self.low, self.high)
+        return self.kept(levels, self.zeros), self.scales * factor, self.zeros
+
+
 class ShiftedWeight(FakeWeight):
     """SignRound (Cheng et al. 2023, arXiv:2309.05516, equation 3): round(W / s + V), V and the range's ends learned.
 
@@ -136,10 +179,12 @@ class ShiftedWeight(FakeWeight):
     beta, of the whole range, end at 1: here the start may be cut already). A symmetric grid has one for both ends.
     """
 
+    weight: Tensor
+
     def __init__(self, start: QuantizedWeight, weight: Tensor | None = None) -> None:
         super().__init__(start, weight)
         offset = 0.0 if self.zeros is None else self.zeros[:, :, None]
-        self.weight = (self.places(weight) - offset) * self.scales[:, :, None]
+        self._hold("weight", (self.places(weight) - offset) * self.scales[:, :, None])
         self.shift = nn.Parameter(torch.zeros_like(self.levels))
         self.upper = nn.Parameter(torch.zeros_like(self.scales))
         self.lower = None if self.zeros is None else nn.Parameter(torch.zeros_like(self.scales))

@@ -8,6 +8,7 @@ has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from compress.graph.edit import append, initializer, reroute, take_over, tidy, uses_of, values_by_name
 from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute
 from compress.graph.run import clone
-from compress.quantize.placement import Placement, place
+from compress.quantize.placement import Placement, Use, place
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import FLOAT8, Flavour, GraphState
 
@@ -78,19 +79,35 @@ def _repeated(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray:
 
 
 def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour) -> None:
+    scales: dict[ir.Node, np.ndarray] = {}
+    for value, source, uses in rounded_tensors(model, layers, state, flavour):
+        scale, zero_point = state.ranges[source].parameters(flavour)
+        scales |= {node: scale for node, index in uses if index == 0}
+        _insert_pair(model, value, uses, scale, zero_point)
+    for layer in layers:
+        _write_weight(model, layer, state.weights[layer.name])
+        _write_bias(model, layer, state, scales.get(layer.node) if integer_bias(layer, flavour) else None)
+
+
+def rounded_tensors(
+    model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour
+) -> Iterator[tuple[ir.Value, str, list[Use]]]:
+    """(tensor of `model`, the tensor whose range it is rounded with, who is to read it rounded), for each rounded one.
+
+    Readers are asked for as the iterator goes on, so `model` may be changed on the way.
+    """
     placement = place(model, layers, state.placement, state.attention, state.leave_out)
     values = values_by_name(model)
-    scales: dict[ir.Node, np.ndarray] = {}
     for name, uses in placement.consumers.items():
         if flavour == "s8s8" and placement.only_added(name):
             continue  # TensorRT fuses the layer, the Add and the requantization after it
-        scale, zero_point = state.ranges[placement.source(name)].parameters(flavour)
-        targets = uses if name not in placement.writers else uses_of(values[name])
-        scales |= {node: scale for node, index in targets if index == 0}
-        _insert_pair(model, values[name], targets, scale, zero_point)
-    for layer in layers:
-        _write_weight(model, layer, state.weights[layer.name])
-        _write_bias(model, layer, state, scales.get(layer.node) if flavour == "u8s8" else None)
+        readers = uses if name not in placement.writers else uses_of(values[name])
+        yield values[name], placement.source(name), readers
+
+
+def integer_bias(layer: GraphLayer, flavour: Flavour) -> bool:
+    """True if an integer kernel adds the layer's bias, which is then int32."""
+    return flavour == "u8s8" and layer.bias is not None and layer.bias_add is None
 
 
 def _insert_pair(
@@ -202,7 +219,7 @@ def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, input_sca
     if layer.bias is None:
         return
     bias = state.biases.get(layer.name, constant(layer.bias)).astype(np.float32)
-    if input_scale is None or layer.bias_add is not None:
+    if input_scale is None:
         value = initializer(model, f"{layer.name}/bias", bias)
     else:
         scales = (input_scale * state.weights[layer.name].scales[:, 0]).astype(np.float32)

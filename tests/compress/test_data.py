@@ -322,3 +322,42 @@ def test_no_torch_is_imported(images: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_also_appends_the_samples_of_further_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.tsv", tmp_path / "b.csv"
+    first.write_text("one\t1\ntwo\t2\n")
+    second.write_text("x,three\ny,four\nz,five\n")
+    spec = DataSpec(
+        source=f"tsv:{first}",
+        columns={"text": 0},
+        also=(DataSpec(source=f"csv:{second}", columns={"text": 1}, skip=1, samples=2, shuffle=False),),
+    )
+    samples = load_samples(spec, tmp_path, "text-generation", [], seed=0)
+    facts = inspect_data(spec, tmp_path, "text-generation", [])
+    assert samples.columns == {"text": ["one", "two", "four", "five"]} and samples.n == facts.n_samples == 4
+    alone = inspect_data(DataSpec(source=f"tsv:{first}", columns={"text": 0}), tmp_path, "text-generation", [])
+    assert facts.digest != alone.digest and facts.n_bytes == first.stat().st_size + second.stat().st_size
+
+
+def test_also_joins_arrays_of_one_shape_and_lists_others(tmp_path: Path) -> None:
+    for name, size in (("a", 4), ("b", 4), ("c", 6)):
+        np.savez(tmp_path / f"{name}.npz", image=np.zeros((2, size, size, 3), np.uint8), label=np.array([0, 1]))
+    even = DataSpec(source="npz:a.npz", also=(DataSpec(source="npz:b.npz"),))
+    odd = DataSpec(source="npz:a.npz", also=(DataSpec(source="npz:c.npz"),))
+    together = load_samples(even, tmp_path, "image-classification", [], seed=0).columns
+    assert together["image"].shape == (4, 4, 4, 3) and together["label"].tolist() == [0, 1, 0, 1]
+    apart = load_samples(odd, tmp_path, "image-classification", [], seed=0).columns["image"]
+    assert [image.shape[0] for image in apart] == [4, 4, 6, 6]
+
+
+def test_also_with_other_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\nhello,1\n")
+    (tmp_path / "b.csv").write_text("text\nhello\n")
+    spec = DataSpec(source="csv:a.csv", also=(DataSpec(source="csv:b.csv"),))
+    for read in (
+        lambda: inspect_data(spec, tmp_path, "text-classification", []),
+        lambda: load_samples(spec, tmp_path, "text-classification", [], seed=0),
+    ):
+        with pytest.raises(SourceError, match=r"b\.csv: also: has text, but csv:a\.csv has label, text"):
+            read()

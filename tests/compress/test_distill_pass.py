@@ -28,7 +28,8 @@ from compress.errors import PassError, SourceError
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
 from compress.models.huggingface import TextModel
 from compress.models.load import LoadedModel
-from compress.passes.distill import AttentionTerm, Distill, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm, Sequences
+from compress.passes.distill import Distill, Sequences
+from compress.passes.loss_terms import AttentionTerm, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.passes.training import Augmentation
 from compress.targets import TARGETS
 from runtime.bundle import TensorSpec

@@ -273,8 +273,12 @@ def test_the_measured_damage_is_that_of_the_model_without_the_units() -> None:
     some, more = (measured(module, readers, np.arange(n), batches, targets) for n in (4, 24))
     assert 0 < some < more
     curve = Elimination(np.arange(31), np.arange(1.0, 32))
-    assert calibrated(curve, 32, 16, 8.0).error_at(16, 32) == 8
-    assert calibrated(curve, 32, 16, 0.0).errors is not None
+    at_half = calibrated(curve, 32, {16: 8.0})
+    assert [at_half.error_at(width, 32) for width in (16, 8, 24)] == [8, 12, 4]
+    at_both = calibrated(curve, 32, {16: 8.0, 8: 48.0})
+    assert [at_both.error_at(width, 32) for width in (24, 16, 8, 1)] == [4, 8, 48, 62]
+    assert at_both.error_at(12, 32) == pytest.approx(20 * 1.25) and (np.diff(at_both.errors) >= 0).all()
+    assert calibrated(curve, 32, {16: 0.0}) is curve
 
 
 def test_dimensions_on_one_axis_are_renumbered() -> None:

@@ -216,6 +216,22 @@ def test_what_cannot_be_turned_is_refused(found: str | None, knobs: dict[str, bo
     assert any(problem in text for text in plan.problems), plan.problems
 
 
+def test_zeros_are_not_filled_unseen() -> None:
+    """A recipe that makes them first is refused; those that a model came with are told."""
+    sparse = facts(structure()).with_zeros(["o"])
+    (problem,) = Rotate().check(sparse, CPU).problems
+    assert problem == (
+        "rotate: o is sparse, and a rotation fills its zeros; put rotate before the pass that makes it sparse, "
+        "or leave it out"
+    )
+    module = llama().requires_grad_(False)
+    first = module.model.layers[0].mlp.up_proj.weight
+    first.masked_fill_(torch.arange(first.numel()).reshape(first.shape) % 2 == 0, 0.0)
+    result = Rotate().apply(streamed(module), context())
+    warned = [note.text for note in result.notes if note.level == "warning"]
+    assert warned == ["rotate: model.layers.0.mlp.up_proj.weight came with zeros, which are filled now"]
+
+
 def test_without_a_plain_stream_apply_refuses() -> None:
     model = streamed(llama())
     bare = replace(model, structure=replace(model.structure, residual=None, notes=("because",)))

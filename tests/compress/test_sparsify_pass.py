@@ -332,6 +332,7 @@ def test_the_plan_says_what_each_layer_gets_and_changes_no_size() -> None:
         ("conv", "sparse", "0.5 by sparsegpt"),
         ("table", "kept", "not a matrix product or convolution"),
     ]
+    assert [layer.name for layer in plan.facts.layers if layer.sparse] == ["fc", "conv"]
     assert plan.problems == () and plan.facts.n_bytes == facts(LINEAR, CONV, TABLE).n_bytes
     whole = Sparsify(method="magnitude", scope="global").check(facts(LINEAR), TARGETS["openvino"])
     assert whole.decisions[0].reason == "its part of 0.5 of all layers, by magnitude"

@@ -23,6 +23,7 @@ FILES = {
     "recipe.yaml",
     "report.json",
     "report.md",
+    "report.steps.json",
     "report.xml",
 }
 N = 797

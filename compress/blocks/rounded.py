@@ -1,0 +1,53 @@
+"""Layers that a pass over the whole module left in few bits: their integers, kept in a file, taken up by a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from compress.blocks.blockfiles import Changes, finished_steps, write_step
+from compress.blocks.materialise import plain
+from compress.blocks.store import Held, WeightStore
+from compress.blocks.streamed import StreamedModel
+from compress.blocks.trace import is_hf_conv1d
+from compress.quantize.rounding import QuantizedWeight
+from compress.schemes import Scheme
+
+NAME = "rounded"
+"""Of the one step that such a file holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """A layer's integers [out, in], and what they are."""
+
+    weight: QuantizedWeight
+    scheme: Scheme
+
+
+RoundedLayers = Mapping[str, Rounded]
+"""By the layer's plain name; the module that they belong to holds what they stand for."""
+
+
+def write_rounded(folder: Path, layers: RoundedLayers) -> None:
+    """Into `folder`. OutputError where the disk takes no more."""
+    weights = {name: one.weight for name, one in layers.items()}
+    schemes = {name: one.scheme for name, one in layers.items()}
+    write_step(folder, 0, NAME, Changes(quantized=weights, schemes=schemes), {})
+
+
+def read_rounded(folder: Path) -> dict[str, Rounded]:
+    """What `write_rounded` wrote."""
+    (said,) = finished_steps(folder, 1)
+    store = WeightStore({}).over([said.path])
+    found = {name: store.quantized(name) for name in said.schemes}
+    return {name: Rounded(weight, said.schemes[name]) for name, weight in found.items() if weight is not None}
+
+
+def with_rounded(model: StreamedModel, layers: RoundedLayers) -> StreamedModel:
+    """The model as if a pass over its blocks had put these integers."""
+    modules = {plain(name): part for name, part in model.build().named_modules()}
+    held = {name: Held(one.weight, is_hf_conv1d(modules[name])) for name, one in layers.items()}
+    schemes = {name: one.scheme for name, one in layers.items()}
+    return replace(model, store=model.store.holding(held), schemes={**model.schemes, **schemes})

@@ -1,0 +1,101 @@
+"""What each pass cost and gave: the models between the passes, written as a user would get them, for the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.cache import StepCache
+from compress.context import PassResult
+from compress.errors import CompressError
+from compress.export.onnx import finish, float_graph, save_graph
+from compress.exports import OnnxExport
+from compress.graph.cache import cache_of
+from compress.graph.specs import input_specs
+from compress.journal import Journal
+from compress.planner import Plan
+from compress.quality import run_graph
+from compress.quantize.state import GraphState
+from compress.schema import Recipe
+from compress.stages import FloatModel
+from compress.targets import TARGETS, Target
+from runtime.benchmark import choose_backend
+from runtime.bundle import model_size
+from runtime.errors import RuntimeFailure
+from runtime.manifest import GENERATION
+from runtime.samples import read_npz, write_npz
+from runtime.steps import StepModel
+
+
+@dataclass
+class Chain:
+    """`folder`: where the models lie until they are judged. `columns`: the evaluation samples."""
+
+    plan: Plan
+    cache: StepCache
+    journal: Journal
+    folder: Path
+    columns: Mapping[str, Any]
+    exported: FloatModel
+    steps: list[StepModel] = field(default_factory=list)
+    """One for each pass so far."""
+
+    def add(self, index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
+        """Write and score what the pass of that number left. What cannot be measured is a step that says why."""
+        passes = self.plan.recipe.passes
+        name, seconds = passes[index].kind, _seconds(passes[index].kind, result)
+        if index == len(passes) - 1:  # it left the candidate, which is judged anyway
+            self.steps.append(StepModel(name, seconds))
+            return
+        try:
+            with self.journal.step(f"what {name} left"):
+                self.steps.append(self._written(index, seconds, graph()))
+        except (CompressError, RuntimeFailure) as error:
+            why = f"not measured: {error}"
+            self.journal.log(f"what {name} left: {why}")
+            self.steps.append(StepModel(name, seconds, error=why))
+
+    def _written(self, index: int, seconds: float, state: GraphState) -> StepModel:
+        model, _ = finish(state, flavour_of(self.plan.recipe))
+        path = self.folder / str(index) / "model.onnx"
+        save_graph(model, path)
+        cache = cache_of(model)
+        specs = self.exported.inputs if cache is None else input_specs(model)
+        outputs = self._outputs(self.plan.keys.outputs[index], lambda: self._run(path, specs))
+        name = self.plan.recipe.passes[index].kind
+        return StepModel(name, seconds, path, model_size(path), cache, outputs)
+
+    def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:
+        """Its outputs over the evaluation samples; of a language model beside the float one's."""
+        beside = None
+        if self.plan.recipe.model.task in GENERATION:
+            beside = self.folder / "float" / "model.onnx"
+            if not beside.is_file():
+                save_graph(float_graph(self.exported.state.model), beside)
+        return run_graph(path, self.plan.inputs, specs, self.columns, beside)
+
+    def _outputs(self, key: str, run: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """From the cache, or run and kept."""
+
+        def write(folder: Path) -> dict[str, Any]:
+            write_npz(folder / "outputs.npz", run())
+            return {}
+
+        step = self.cache.get(key) or self.cache.put(key, write)
+        return {name: np.asarray(values) for name, values in read_npz(step.folder / "outputs.npz").items()}
+
+
+def flavour_of(recipe: Recipe) -> Target:
+    """The target whose form of the graph is judged: the backend's own where a file is written for it."""
+    backend, _ = choose_backend(recipe.target, None, recipe.model.task)
+    written = [recipe.target_of(one) for one in recipe.export if isinstance(one, OnnxExport)]
+    return TARGETS[next((name for name in written if name == backend), recipe.target)]
+
+
+def _seconds(kind: str, result: PassResult) -> float:
+    """What a pass took; one that trains says itself what all its runs took that were broken off."""
+    return max(result.seconds, result.measured.get(kind, {}).get("seconds", 0.0))

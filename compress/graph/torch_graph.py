@@ -1,0 +1,110 @@
+"""An ONNX graph as a torch module, so that what is trained is the very graph that is exported. Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from compress.graph.layers import constant, find_layers, is_constant
+from compress.graph.torch_moves import MOVES
+from compress.graph.torch_ops import ARITHMETIC, Compute, Make
+
+OPERATORS = ARITHMETIC | MOVES
+NORMS = {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"}
+"""Operators whose second and third input are gains and shifts."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node. `inputs`: names of values, None for one left out; `over`: names that no later step reads."""
+
+    compute: Compute
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    over: tuple[str, ...]
+
+
+class TorchGraph(nn.Module):
+    """Runs a sorted graph in torch. `trained`: the initializers that are parameters; the others stay as they are.
+
+    `special`: operator of any domain -> what makes a node's function, beside the usual ones. ValueError names the
+    operators that are not known here.
+    """
+
+    def __init__(self, model: ir.Model, trained: Collection[str], special: Mapping[str, Make] | None = None) -> None:
+        super().__init__()
+        makers = {**OPERATORS, **(special or {})}
+        check_operators(model, makers)
+        self.numbers: dict[str, int] = {}
+        self.values = nn.ParameterList()
+        self.constants: dict[str, str] = {}
+        for name, value in model.graph.initializers.items():
+            tensor = torch.from_numpy(np.array(constant(value)))
+            if name in trained:
+                self.numbers[name] = len(self.values)
+                self.values.append(nn.Parameter(tensor))
+            else:  # not persistent: it never changes, and a saved state need not hold it
+                self.constants[name] = f"constant{len(self.constants)}"
+                self.register_buffer(self.constants[name], tensor, persistent=False)
+        self.outputs = [value.name or "" for value in model.graph.outputs]
+        self.steps = _steps(model, makers, set(self.outputs))
+
+    def trained(self, name: str) -> Tensor:
+        """The parameter that an initializer has become."""
+        return self.values[self.numbers[name]]
+
+    def forward(self, **feeds: Tensor) -> dict[str, Tensor]:
+        """Inputs and outputs by the graph's names."""
+        known: dict[str, Tensor] = {name: getattr(self, own) for name, own in self.constants.items()}
+        known |= {name: self.values[number] for name, number in self.numbers.items()}
+        known |= feeds
+        for step in self.steps:
+            found = step.compute(*(None if name is None else known[name] for name in step.inputs))
+            known.update(zip(step.outputs, found if isinstance(found, tuple) else (found,), strict=False))
+            for name in step.over:
+                known.pop(name, None)
+        return {name: known[name] for name in self.outputs}
+
+
+def trainable(model: ir.Model) -> list[str]:
+    """Initializers that training may change: weights and biases of layers, gains and shifts of norms.
+
+    No others: what else is a constant there may be a mask, a table of angles or a running mean.
+    """
+    values = [value for layer in find_layers(model) for value in (layer.weight, layer.bias)]
+    values += [value for node in model.graph if node.op_type in NORMS for value in node.inputs[1:3]]
+    named = {value.name: None for value in values if value is not None and is_constant(value) and value.name}
+    held = model.graph.initializers
+    return [name for name in named if name in held and held[name].dtype == ir.DataType.FLOAT]
+
+
+def check_operators(model: ir.Model, known: Collection[str] = OPERATORS) -> None:
+    """ValueError that names the operators without a form in torch here."""
+    missing = sorted({node.op_type for node in model.graph if node.op_type not in known})
+    if missing:
+        raise ValueError(f"{', '.join(missing)} cannot be trained through: the operator has no form in torch here")
+
+
+def _steps(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> list[Step]:
+    nodes = list(model.graph)
+    last: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        last |= {value.name: index for value in (*node.inputs, *node.outputs) if value is not None and value.name}
+    over: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in kept:
+            over.setdefault(index, []).append(name)
+    return [
+        Step(
+            makers[node.op_type](node),
+            tuple(None if value is None else value.name for value in node.inputs),
+            tuple(value.name or "" for value in node.outputs),
+            tuple(over.get(index, ())),
+        )
+        for index, node in enumerate(nodes)
+    ]

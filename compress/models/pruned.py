@@ -1,0 +1,65 @@
+"""Pruned Hugging Face models whose config.json cannot say their sizes: built as it says, cut as shapes.json says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.blocks.experts import unstack_experts
+from compress.blocks.materialise import plain
+from compress.blocks.sizes import Shapes, fit, read_shapes_record, shapes_of, transformers_config
+from compress.blocks.store import WeightStore
+from compress.errors import SourceError
+from compress.models.checkpoint import NotAsNamed, open_store
+from compress.models.source import Source
+
+NOTE = "sizes are those of shapes.json, which config.json cannot say: compress loads this folder, transformers does not"
+
+
+def config_lacks(module: nn.Module, shapes: Shapes) -> bool:
+    """True if a model built of config.json would not have all sizes of the record `shapes`, or cannot be built.
+
+    `module`: as it was loaded. A factory's gets its sizes from a record alone, whatever it has for a configuration.
+    """
+    wrapped: Any = getattr(module, "wrapped", None)
+    if wrapped is None or not shapes:
+        return bool(shapes)
+    try:
+        with torch.device("meta"):
+            built = type(wrapped)(transformers_config(module))
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError):  # numbers that do not go together
+        return True
+    unstack_experts(built)
+    made = shapes_of(built)
+    differing = shapes.since(made)
+    longer = any(len(made.blocks.get(name, ())) != len(numbers) for name, numbers in shapes.blocks.items())
+    return bool(differing.tensors or differing.attributes or differing.skipped or longer)
+
+
+def fit_record(module: nn.Module, path: Path | None) -> None:
+    """Make `module` as small as the record says, in place; nothing without one. SourceError: damaged, another's."""
+    try:
+        fit(module, read_shapes_record(path))
+    except SourceError as error:
+        text = str(error)
+        raise error if text.startswith(str(path)) else SourceError(f"{path}: {text}") from error
+
+
+def recorded_store(module: nn.Module, source: Source) -> WeightStore:
+    """The source's tensors for a module that has its sizes. SourceError: names or shapes that do not fit."""
+    try:
+        return open_store(source.weights, module)
+    except NotAsNamed as error:
+        raise SourceError(f"{source.folder}: {error}; beside {source.shapes} only a float checkpoint opens") from error
+
+
+def load_recorded(module: nn.Module, source: Source) -> None:
+    """Fill `module`, in place, with the source's values. SourceError as `recorded_store`, or a damaged file."""
+    store = recorded_store(module, source)
+    with torch.no_grad():
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if plain(name) in store:
+                tensor.copy_(store.read(plain(name)))

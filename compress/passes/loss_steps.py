@@ -1,0 +1,271 @@
+"""The loss of a pass that trains by terms: student and teacher side by side, what is compared, how far apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.trace import named_outputs
+from compress.context import PassContext, TrainSet
+from compress.distill.attention import fused_attention
+from compress.distill.batch import Batch
+from compress.distill.layer_map import Pairs, paired
+from compress.distill.lessons import Augment, BatchOf, batch_maker
+from compress.distill.losses import Pooling
+from compress.distill.objective import (
+    Weighted,
+    features_last,
+    hidden_term,
+    labels_term,
+    logits_term,
+    maps_term,
+    next_token_term,
+    outputs_term,
+    pooled_outputs,
+    projection_name,
+    total_loss,
+)
+from compress.distill.student import called_as
+from compress.distill.teacher import Answer, keep_outputs
+from compress.distill.watch import Seen, Watched, attention_modules, module_names
+from compress.errors import PassError
+from compress.facts import Note
+from compress.passes.loss_terms import TEXTS, UNIFORM, LearningPass, Terms
+from compress.structure.find import find_structure
+
+if TYPE_CHECKING:
+    from compress.models.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Student and teacher, and samples that both are tried on."""
+
+    student: nn.Module
+    teacher: nn.Module
+    probe: Batch
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What of both models is looked at. `projections` are learned with the student."""
+
+    hidden: Pairs
+    maps: Pairs
+    projections: nn.ModuleDict
+    notes: tuple[Note, ...] = ()
+
+
+NOTHING = Compared((), (), nn.ModuleDict())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learned towards. `projections`: learned with the student; `notes`: what is to be said of it."""
+
+    loss: Callable[[Batch], Tensor]
+    projections: nn.ModuleDict
+    notes: tuple[Note, ...] = ()
+
+
+def training_set(kind: str, context: PassContext) -> TrainSet:
+    """What is learned from. PassError where there is none. `kind`: the pass, for the message."""
+    if context.train is None:
+        raise PassError(f"{kind}: there is no training set; give the recipe data.train")
+    return context.train
+
+
+def teacher_module(kind: str, context: PassContext, student: LoadedModel | None = None) -> nn.Module:
+    """The model as it came, called as the student is. PassError where there is none."""
+    if context.teacher is None:
+        raise PassError(f"{kind}: there is no teacher: an onnx: source has no torch model; give a torch source")
+    given: LoadedModel = context.teacher()
+    assert given.module is not None
+    module = given.module.requires_grad_(False).eval()
+    if student is None or given.parameters is None or student.parameters is None:
+        return module
+    return called_as(module, given.parameters, student.parameters)
+
+
+def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: LoadedModel) -> BatchOf:
+    """Samples as the model reads them, images changed at random."""
+    assert loaded.parameters is not None
+    augment = Augment(knobs.augment.flip, knobs.augment.crop, knobs.augment.mixup)
+    return batch_maker(trainset, loaded.parameters, augment, loaded.task == TEXTS)
+
+
+@contextmanager
+def objective(
+    knobs: LearningPass,
+    loaded: LoadedModel,
+    student: nn.Module,
+    teacher: nn.Module | None,
+    trainset: TrainSet,
+    context: PassContext,
+) -> Iterator[Objective]:
+    """The loss of `student`, which takes `loaded`'s inputs, against `teacher` (None: against the labels alone).
+
+    Modules are watched while inside. PassError: other outputs than the teacher's, modules that cannot be compared.
+    """
+    terms, batch_of = knobs.terms(loaded.task), batches_of(knobs, trainset, loaded)
+    if teacher is None:
+        with fused_attention(student), Watched(student) as watched:
+            yield Objective(_loss(_weighted(terms, NOTHING, loaded.task), watched, _no_answer, "none"), nn.ModuleDict())
+        return
+    pair = Pair(student, teacher, batch_of(np.arange(min(2, trainset.n)), None))
+    _check_outputs(pair, knobs.kind)
+    compared = _compared(terms, pair, knobs, knobs.course(trainset.n, context.seed).seed)
+    pooling: Pooling = "none" if terms.output is None else terms.output.pooling
+    with ExitStack() as stack:
+        if terms.attention is None:
+            stack.enter_context(fused_attention(student, teacher))
+        watched = stack.enter_context(Watched(student, *_own(compared)))
+        answering = stack.enter_context(Watched(teacher, *_others(compared)))
+        told = _told(answering, teacher, pooling)
+        if context.work is not None and knobs.cache_bytes(loaded, trainset.n):
+            told = keep_outputs(told, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
+        weighted = _weighted(terms, compared, loaded.task)
+        yield Objective(_loss(weighted, watched, told, pooling), compared.projections, compared.notes)
+
+
+def _check_outputs(pair: Pair, kind: str) -> None:
+    """PassError unless both give outputs of the same names and shapes."""
+    with torch.no_grad():
+        own, other = (named_outputs(module.eval()(**pair.probe.feeds)) for module in (pair.student, pair.teacher))
+    shapes = [{name: list(out.shape) for name, out in outputs.items()} for outputs in (own, other)]
+    if shapes[0] != shapes[1]:
+        raise PassError(
+            f"{kind}: the student gives {_shown(shapes[0])}, the teacher {_shown(shapes[1])}: outputs of one name "
+            "and shape are compared; give the student the teacher's"
+        )
+
+
+def _shown(shapes: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+
+
+def _compared(terms: Terms, pair: Pair, knobs: LearningPass, seed: int) -> Compared:
+    """The modules that are watched. By default a model without blocks goes without their hidden states."""
+    blocks = (_blocks(pair.student, pair), _blocks(pair.teacher, pair)) if _needs_blocks(terms) else ((), ())
+    names = [list(module_names(module)) for module in (pair.student, pair.teacher)]
+    hidden: Pairs = ()
+    notes: tuple[Note, ...] = ()
+    if terms.hidden is not None and knobs.by_default and not all(blocks):
+        text = f"{knobs.kind}: no chain of blocks was found; hidden states are left out of the loss"
+        notes = (Note("info", text),)
+    elif terms.hidden is not None:
+        hidden = paired(terms.hidden.layers, names[0], names[1], blocks)
+    maps = _map_pairs(terms, pair, names, blocks)
+    return Compared(hidden, maps, _projections(pair, hidden, seed), notes)
+
+
+def _needs_blocks(terms: Terms) -> bool:
+    return any(term is not None and term.layers == UNIFORM for term in (terms.hidden, terms.attention))
+
+
+def _blocks(module: nn.Module, pair: Pair) -> Sequence[str]:
+    """Names of its blocks, none where it is one block."""
+    one = {name: tensor[:1] for name, tensor in pair.probe.feeds.items()}
+    blocks = find_structure(module, one, compute=True).blocks
+    return tuple(block.name for block in blocks) if len(blocks) > 1 else ()
+
+
+def _map_pairs(
+    terms: Terms, pair: Pair, names: Sequence[Sequence[str]], blocks: tuple[Sequence[str], Sequence[str]]
+) -> Pairs:
+    """Pairs of modules that give attention maps; a block stands for the one inside it."""
+    if terms.attention is None:
+        return ()
+    found = [attention_modules(module, pair.probe.feeds) for module in (pair.student, pair.teacher)]
+    wanted = paired(terms.attention.layers, names[0], names[1], blocks)
+    return tuple((_inside(own, found[0]), _inside(other, found[1])) for own, other in wanted)
+
+
+def _inside(name: str, giving: Sequence[str]) -> str:
+    found = [one for one in giving if one == name or one.startswith(f"{name}.") or not name]
+    if len(found) != 1:
+        raise PassError(
+            f"distill: attention: {name or 'the model'} has {len(found)} modules that give an attention map, one is "
+            f"needed; those of the model: {', '.join(giving) or 'none'}"
+        )
+    return found[0]
+
+
+def _projections(pair: Pair, hidden: Pairs, seed: int) -> nn.ModuleDict:
+    """From a student's width to the teacher's, where they differ; PassError for other differences of shape."""
+    found = nn.ModuleDict()
+    if not hidden:
+        return found
+    with torch.no_grad(), Watched(pair.student, [a for a, _ in hidden]) as student:
+        own = student(pair.probe.feeds).hidden
+    with torch.no_grad(), Watched(pair.teacher, [b for _, b in hidden]) as teacher:
+        other = teacher(pair.probe.feeds).hidden
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for a, b in hidden:
+            x, y = features_last(own[a]), features_last(other[b])
+            if x.shape[:-1] != y.shape[:-1]:
+                raise PassError(
+                    f"distill: hidden: {a} gives {list(own[a].shape)}, {b} of the teacher {list(other[b].shape)}"
+                )
+            if x.shape[-1] != y.shape[-1]:
+                found[projection_name(a, b)] = nn.Linear(x.shape[-1], y.shape[-1], bias=False)
+    return found
+
+
+def _own(compared: Compared) -> tuple[list[str], list[str]]:
+    return [name for name, _ in compared.hidden], [name for name, _ in compared.maps]
+
+
+def _others(compared: Compared) -> tuple[list[str], list[str]]:
+    return [name for _, name in compared.hidden], [name for _, name in compared.maps]
+
+
+def _told(watched: Watched, module: nn.Module, pooling: Pooling) -> Answer:
+    """The teacher's answers, on whichever device the batch is."""
+
+    def answer(batch: Batch) -> Seen:
+        module.to(batch.weights.device)
+        with torch.no_grad():
+            return pooled_outputs(watched(batch.feeds), batch, pooling)
+
+    return answer
+
+
+def _no_answer(batch: Batch) -> Seen:
+    """Of no teacher."""
+    return Seen({})
+
+
+def _weighted(terms: Terms, compared: Compared, task: str) -> list[Weighted]:
+    """The terms of the loss that are asked for."""
+    found = []
+    if terms.logits is not None:
+        found.append(
+            Weighted(terms.logits.weight, logits_term(terms.logits.temperature, terms.logits.divergence, task == TEXTS))
+        )
+    if terms.labels is not None:
+        found.append(Weighted(terms.labels.weight, next_token_term if task == TEXTS else labels_term))
+    if terms.output is not None:
+        found.append(Weighted(terms.output.weight, outputs_term(terms.output.loss)))
+    if terms.hidden is not None and compared.hidden:
+        found.append(
+            Weighted(terms.hidden.weight, hidden_term(terms.hidden.loss, compared.hidden, compared.projections))
+        )
+    if terms.attention is not None:
+        found.append(Weighted(terms.attention.weight, maps_term(compared.maps)))
+    return found
+
+
+def _loss(terms: Sequence[Weighted], student: Watched, teacher: Answer, pooling: Pooling) -> Callable[[Batch], Tensor]:
+    def loss(batch: Batch) -> Tensor:
+        seen = pooled_outputs(student(batch.feeds), batch, pooling)
+        return total_loss(terms, batch, seen, teacher(batch))
+
+    return loss

@@ -1,0 +1,123 @@
+"""`prune_layers`: whole blocks are removed; what is left is a shallower model of the same kind."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
+from compress.passes.base import Pass, Stage
+from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.context import PassContext, PassResult
+
+BUDGETS = ("keep", "drop", "layers", "speedup")
+Choice = Literal["error", "angular", "uniform"]
+
+
+class PruneLayers(Pass):
+    """Remove whole blocks: those of a transformer's chain, or a conv net's residual blocks that keep the shape.
+
+    Exactly one of `keep`, `drop`, `layers` and `speedup` says how many go. Blocks are counted from 0, in the order in
+    which they run, those alone that can go.
+    """
+
+    stage: ClassVar[Stage] = "model"
+    needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 30.0
+    uses_blocks: ClassVar[bool] = True
+
+    kind: Literal["prune_layers"] = "prune_layers"
+    keep: Annotated[int, Field(ge=1)] | None = None
+    """So many blocks stay."""
+    drop: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the blocks that goes."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Numbers of the blocks that stay."""
+    speedup: Annotated[float, Field(gt=1)] | None = None
+    """How many times faster the float model is to be, measured on the target: as few blocks go as that takes."""
+    choose: Choice = "error"
+    """Which go, where `layers` does not say it. error: one after another, each time the one without which the outputs
+    err least on calibration data; angular: those that turn what goes through them least (ShortGPT); uniform: those that
+    leave the others evenly spaced, the first and the last among them."""
+    compensate: bool = True
+    """Fit the layers that are left to what the whole model gives on the calibration data, by least squares."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> PruneLayers:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) != 1:
+            have = f"{' and '.join(given)} are given" if given else "none is given"
+            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}; {have}")
+        return self
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        blocks = facts.removable
+        if blocks is None:
+            return PassPlan(facts, problems=(f"{self.kind}: works on torch models; an ONNX file cannot be shortened",))
+        if problem := depth_problem(blocks, self.layers, None if self.speedup else self.n_kept(len(blocks))):
+            return PassPlan(facts, problems=(f"{self.kind}: {problem}",))
+        stay = self.expected(facts)
+        gone = [one.name for number, one in enumerate(blocks) if number not in stay]
+        after = without_blocks(facts, gone)
+        return PassPlan(after, self._decisions(facts, gone), self._notes(facts, after, len(stay)))
+
+    @property
+    def known(self) -> bool:
+        """True if which blocks stay is told by the recipe alone."""
+        return self.layers is not None or (self.choose == "uniform" and self.speedup is None)
+
+    def n_kept(self, n_blocks: int) -> int:
+        """How many stay; not for `speedup`."""
+        if self.layers is not None:
+            return len(self.layers)
+        return self.keep or max(1, round(n_blocks * (1 - Fraction(str(self.drop)))))
+
+    def expected(self, facts: ModelFacts) -> tuple[int, ...]:
+        """Numbers of the blocks that stay: for the forecast, where only a run can tell."""
+        blocks = facts.removable or ()
+        if self.layers is not None:
+            return tuple(sorted(self.layers))
+        if self.speedup is None:
+            return evenly_spaced(len(blocks), self.n_kept(len(blocks)))
+        fits = [n for n in range(1, len(blocks)) if self._macs(facts, n) * self.speedup <= facts.macs]
+        return evenly_spaced(len(blocks), max(fits, default=1))
+
+    def _macs(self, facts: ModelFacts, n_kept: int) -> int:
+        blocks = facts.removable or ()
+        stay = evenly_spaced(len(blocks), n_kept)
+        return without_blocks(facts, [one.name for k, one in enumerate(blocks) if k not in stay]).macs
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a LoadedModel, whose module gets shallower in place. Raises PassError: a speed-up out of reach."""
+        from compress.passes.prune_layers_steps import prune_layers  # torch
+
+        return prune_layers(self, model, context)
+
+    def _decisions(self, facts: ModelFacts, gone: list[str]) -> tuple[LayerDecision, ...]:
+        blocks = facts.removable or ()
+        block_of = {layer: one.name for one in blocks for layer in one.layers}
+        stay = f"{len(blocks) - len(gone)} of {len(blocks)} blocks stay"
+        return tuple(
+            LayerDecision(la.name, la.type, *self._said(block_of.get(la.name), gone, stay)) for la in facts.layers
+        )
+
+    def _said(self, block: str | None, gone: list[str], stay: str) -> tuple[str, str]:
+        """Action and reason for a layer of that block."""
+        if block is None:
+            return "kept", "in no block that could go"
+        if self.known:
+            return ("pruned", f"{block} goes") if block in gone else ("kept", f"{block} stays")
+        return "open", f"{stay}; calibration data tell which" if self.speedup is None else "as few go as it takes"
+
+    def _notes(self, facts: ModelFacts, after: ModelFacts, n_kept: int) -> tuple[Note, ...]:
+        n, about = len(facts.removable or ()), "about " if self.speedup is not None else ""
+        text = (
+            f"{self.kind}: {about}{n_kept} of {n} blocks stay, {after.n_bytes / facts.n_bytes:.0%} of the weights and "
+            f"{after.macs / max(facts.macs, 1):.0%} of the multiply-accumulates"
+        )
+        return (Note("info", text),)

@@ -1,0 +1,205 @@
+"""The steps of `prune_layers`: find the blocks, learn what each is worth, choose, fit what stays, take out the rest."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from compress.blocks.activations import ROWS, MicroBatch, micro_batches
+from compress.blocks.materialise import plain
+from compress.blocks.sizes import shapes_of
+from compress.blocks.trace import is_layer, layer_type
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note, Removable
+from compress.passes.depth import evenly_spaced, renamed_blocks
+from compress.prune.compensate import compensate
+from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
+from compress.prune.norms import follow_data
+from compress.prune.shorten import shorten
+from compress.structure.find import find_structure
+from compress.structure.removable import find_removable
+
+if TYPE_CHECKING:
+    from compress.passes.prune_layers import PruneLayers
+
+TRIED_ROWS = 32768
+"""Tokens, or 256 for each image, that blocks are tried on one by one."""
+UNCONFIGURED = (
+    "no config.json describes the shallower model: an ONNX file is not affected, a checkpoint needs the shapes.json "
+    "that lies beside it"
+)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Blocks in the order in which they go, and what is told of each: its name in the report -> number."""
+
+    order: tuple[str, ...]
+    measured: Mapping[str, dict[str, float]]
+
+
+def prune_layers(knobs: PruneLayers, loaded: Any, context: PassContext) -> PassResult:
+    """`loaded.module` gets shallower in place. PassError: nothing to remove, a speed-up out of reach."""
+    module: nn.Module = loaded.module
+    batches = list(micro_batches(context.batches, loaded.parameters, 4 * ROWS))
+    if not batches:
+        raise PassError(f"{knobs.kind}: there is no calibration data; give the recipe a calibration set")
+    sample = batches[0].first
+    blocks = removable_blocks(module, sample)
+    if len(blocks) < 2:
+        raise PassError(f"{knobs.kind}: {len(blocks)} blocks were found that could go; it needs two")
+    skipping = Skipping(module, [one.name for one in blocks], sample)
+    n_before, types = _n_weights(module), _types(module)
+    ranking = _ranked(knobs, skipping, batches, context)
+    n_gone, notes = _n_gone(knobs, skipping, ranking, sample, context)
+    gone = ranking.order[:n_gone]
+    errors = _without(knobs, skipping, gone, batches, context)
+    told = shorten(skipping, gone, sample)
+    follow_data(module, [batch.feeds for batch in batches])
+    notes += [_note(knobs, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
+    notes += [] if told else [Note("warning", UNCONFIGURED)]
+    loaded = replace(loaded, module=module)
+    return PassResult(loaded, decisions(types, blocks, gone), tuple(notes), dict(ranking.measured))
+
+
+def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[Removable, ...]:
+    """Of a module that holds its values."""
+    structure = find_structure(module, sample, compute=True)
+    return find_removable(module, sample, [one.name for one in structure.blocks if one.name], compute=True)
+
+
+def decisions(types: Mapping[str, str], blocks: Sequence[Removable], gone: Sequence[str]) -> tuple[LayerDecision, ...]:
+    """The blocks under the names that they had, then the layers that are left, under those that they have now.
+
+    `types`: layer -> its type, before.
+    """
+    taken = [LayerDecision(one.name, "block", "pruned" if one.name in gone else "kept", "") for one in blocks]
+    moved = renamed_blocks(blocks, gone)
+    lost = {layer for one in blocks if one.name in gone for layer in one.layers}
+    block_of = {layer: one.name for one in blocks for layer in one.layers}
+    found = []
+    for name, kind in ((name, kind) for name, kind in types.items() if name not in lost):
+        block = block_of.get(name, "")
+        new = moved.get(block, block)
+        found.append(LayerDecision(new + name.removeprefix(block), kind, "kept", f"was {name}" if new != block else ""))
+    return (*taken, *found)
+
+
+def _ranked(knobs: PruneLayers, skipping: Skipping, batches: Sequence[MicroBatch], context: PassContext) -> Ranking:
+    """Every block that may go, the first to go first."""
+    names, n = skipping.blocks, len(skipping.blocks)
+    if knobs.layers is not None:
+        return Ranking(tuple(name for k, name in enumerate(names) if k not in knobs.layers), {})
+    if knobs.choose == "uniform":
+        return Ranking(_uniform_order(names) if knobs.speedup else _others(names, knobs.n_kept(n)), {})
+    if knobs.choose == "angular":
+        distances = angular_distances(skipping.module, names, batches)
+        order = sorted(names, key=distances.__getitem__)
+        return Ranking(tuple(order), {name: {"angular_distance": one} for name, one in distances.items()})
+    n_gone = n - 1 if knobs.speedup is not None else n - knobs.n_kept(n)
+    removal = least_error(skipping, n_gone, _few(batches), context.progress)
+    pairs = zip(removal.names, removal.errors, strict=True)
+    return Ranking(removal.names, {name: {"output_error": error} for name, error in pairs})
+
+
+def _others(names: Sequence[str], n_kept: int) -> tuple[str, ...]:
+    stay = evenly_spaced(len(names), n_kept)
+    return tuple(name for k, name in enumerate(names) if k not in stay)
+
+
+def _uniform_order(names: Sequence[str]) -> tuple[str, ...]:
+    """The middle one first, then the middle ones of what is left."""
+    order: list[str] = []
+    for n_kept in range(len(names) - 1, 0, -1):
+        gone = _others(names, n_kept)
+        order.append(next(name for name in gone if name not in order))
+    return tuple(order)
+
+
+def _few(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The first ones, of TRIED_ROWS together, or one."""
+    found, n_rows = [batches[0]], batches[0].n_rows
+    for batch in batches[1:]:
+        n_rows += batch.n_rows
+        if n_rows > TRIED_ROWS:
+            break
+        found.append(batch)
+    return found
+
+
+def _n_gone(
+    knobs: PruneLayers, skipping: Skipping, ranking: Ranking, sample: Mapping[str, Tensor], context: PassContext
+) -> tuple[int, list[Note]]:
+    """How many of the ranking go: as few as the speed-up takes, where one is asked for, found by halving."""
+    if knobs.speedup is None:
+        n = len(skipping.blocks)
+        return (len(ranking.order) if knobs.layers is not None else n - knobs.n_kept(n)), []
+    if context.time_modules is None:
+        raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use keep or drop")
+
+    def speed_without(n_gone: int) -> float:
+        speed = _speed_without(skipping, ranking.order[:n_gone], sample, context)
+        context.log(f"{knobs.kind}: {speed:.2f}x without {n_gone} blocks")
+        return speed
+
+    low, high = 1, len(ranking.order)
+    reached = speed_without(high)
+    if reached < knobs.speedup:
+        raise PassError(f"{knobs.kind}: speedup {knobs.speedup:g} is out of reach: without {high} it is {reached:.2f}")
+    while low < high:
+        middle = (low + high) // 2
+        speed = speed_without(middle)
+        if speed >= knobs.speedup:
+            high, reached = middle, speed
+        else:
+            low = middle + 1
+    text = f"{knobs.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
+    return high, [Note("info", text)]
+
+
+def _speed_without(
+    skipping: Skipping, names: Sequence[str], sample: Mapping[str, Tensor], context: PassContext
+) -> float:
+    assert context.time_modules is not None
+    smaller = copy.deepcopy(skipping.module)
+    shorten(Skipping(smaller, skipping.blocks, sample), names, sample)
+    before_ms, after_ms = context.time_modules([skipping.module, smaller])
+    return before_ms / after_ms
+
+
+def _without(
+    knobs: PruneLayers, skipping: Skipping, gone: Sequence[str], batches: Sequence[MicroBatch], context: PassContext
+) -> tuple[float, float]:
+    """Errors of the outputs without the blocks, before and after what is left is fitted anew, which is done here."""
+    module, few = skipping.module, _few(batches)
+    whole, teacher = Outputs(module, few), copy.deepcopy(module) if knobs.compensate else None
+    with skipping.without(gone):
+        before = whole.error_of(module)
+        if teacher is None:
+            return before, before
+        feeds = [batch.feeds for batch in batches]
+        compensate(module, teacher, feeds, {}, seed=context.seed, progress=context.progress)
+        return before, whole.error_of(module)
+
+
+def _types(module: nn.Module) -> dict[str, str]:
+    return {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
+
+
+def _n_weights(module: nn.Module) -> int:
+    return sum(math.prod(shape) for shape in shapes_of(module).tensors.values())
+
+
+def _note(knobs: PruneLayers, errors: tuple[float, float], share: float, n: int, n_gone: int) -> Note:
+    text = (
+        f"{knobs.kind}: {n - n_gone} of {n} blocks stay, {share:.1%} of the weights; outputs differ by {errors[0]:.3f}"
+    )
+    if knobs.compensate:
+        text += f" without compensation, by {errors[1]:.3f} with it"
+    return Note("info", f"{text} (squared error over the outputs' variance, on calibration data)")

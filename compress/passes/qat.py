@@ -1,0 +1,209 @@
+"""`qat`: a model trained while it computes with rounded numbers, so that what is stored is what was learned.
+
+Weights alone (W2A16 ... W8A16, in groups) or weights and activations (W8A8): one record, two ways of working.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
+from compress.passes.base import Stage
+from compress.passes.int8 import Calibration, Int8, Restore
+from compress.passes.loss_terms import EMBEDDINGS, LabelsTerm, LearningPass, Terms
+from compress.passes.weight_only import WeightPass
+from compress.schemes import Scheme
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.context import PassContext, PassResult
+    from compress.models.load import LoadedModel
+
+NO_LABELS = ("logits", "hidden", "attention", "output")
+"""Terms of the loss that need a teacher."""
+LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate", "scale_rate")
+"""Keys that weights alone have, and int8 has not."""
+INT8_NUMBERS = ("placement", "attention_products", "calibration", "freeze_observers")
+"""Keys that int8 has, and weights alone have not."""
+
+
+class Qat(LearningPass, WeightPass):
+    """Quantization-aware training: the rest of the loss that rounding costs is learned back.
+
+    Weights alone (the default, W4A16) end as `gptq`'s do. `scheme: W8A8` (the same as W8A8_STATIC) ends as `int8` does,
+    with stored ranges. With a teacher (the model as it came) the loss is made of the terms of `distill`; without one it
+    is that of the labels, of texts the next tokens. Everything is trained: weights, scales, norms, biases, embeddings.
+    """
+
+    kind: Literal["qat"] = "qat"
+    teacher: bool = True
+    """Learn from the model as it came, before all passes; false: from the labels alone."""
+    learn_scales: bool = True
+    """Scales are learned, too (LSQ); false: they stay as they were found at the start."""
+    rounding_rate: Annotated[float, Field(ge=0)] = 0.006
+    """Weights alone: how far one step moves a weight at most, in levels. `learning_rate` is that of all other
+    parameters."""
+    scale_rate: Annotated[float, Field(ge=0)] = 0.003
+    """Weights alone: how far one step moves a scale at most, as a part of it."""
+    freeze_observers: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """W8A8: part of the steps over which ranges of activations still follow what is seen; then they stay."""
+    calibration: Calibration = "mse"
+    """W8A8: how the ranges that training begins with are chosen."""
+    placement: Literal["auto", "all", "inputs"] = "auto"
+    """W8A8: which tensors are quantized, as in `int8`."""
+    attention_products: bool = False
+    """W8A8, placement inputs: also quantize the products of two activations (`attention` of `int8`)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Qat:
+        given = [name for name in NO_LABELS if getattr(self, name) is not None]
+        if given and not self.teacher:
+            raise ValueError(f"teacher: false leaves only labels to learn from; leave {', '.join(given)} out")
+        return self
+
+    @property
+    def integer_inputs(self) -> bool:
+        """True for W8A8: activations are rounded, too."""
+        return self.base().activations is not None
+
+    @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]
+        """Ranges of activations start from what the float model gives."""
+        return self.integer_inputs
+
+    @property
+    def lowest_opset(self) -> int:  # type: ignore[override]
+        return Int8.lowest_opset if self.integer_inputs else WeightPass.lowest_opset
+
+    def stage_on(self, facts: ModelFacts) -> Stage:
+        return "graph" if self.integer_inputs else "model"
+
+    def ends_stage(self, facts: ModelFacts) -> bool:
+        return not self.integer_inputs
+
+    def terms(self, task: str) -> Terms:
+        """The loss for a task. W8A8 trains the exported graph, of which the outputs alone are compared."""
+        terms = super().terms(task) if self.teacher else Terms(labels=self.labels or LabelsTerm())
+        return replace(terms, hidden=None, attention=None) if self.integer_inputs else terms
+
+    def int8(self) -> Int8:
+        """The pass that W8A8 ends like: what it would do to the model as it is where training begins.
+
+        Gates are not asked and no bias is corrected: training does both better.
+        """
+        return Int8(
+            calibration=self.calibration,
+            placement=self.placement,
+            attention=self.attention_products,
+            bias_correction=False,
+            targets=self.targets,
+            ignore=self.ignore if "ignore" in self.model_fields_set else (),
+            restore=Restore(max_layers=0),
+        )
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        problems = self.training_problems(facts) + self.term_problems(facts) + self._contradictions()
+        if facts.task == EMBEDDINGS and not self.teacher:
+            problems.append("qat: teacher: false: an embedding has no labels to learn from; leave teacher out")
+        rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
+        if rounded is not None:
+            return PassPlan(facts, problems=(*problems, _must_be_first(rounded)))
+        plan = self._int8_plan(facts, target) if self.integer_inputs else self._weights_plan(facts, target)
+        note = Note("info", f"qat: learns by {self.said(facts.task)}" + ("" if self.teacher else ", without a teacher"))
+        return PassPlan(
+            plan.facts, plan.decisions, (note, *plan.notes), (*problems, *plan.problems), schemes=plan.schemes
+        )
+
+    def refused_by(self, target: Target) -> str | None:
+        if not self.integer_inputs:
+            return super().refused_by(target)
+        return _no_checkpoint(target) or _renamed(self.int8().refused_by(target) or "") or None
+
+    def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
+        return super().cache_bytes(facts, n_samples) if self.teacher else 0
+
+    def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
+        if self.teacher:
+            return super().train_notes(facts, n_samples)
+        course = self.course(n_samples, 0)
+        return [Note("info", f"qat: {course.steps} steps of {course.samples} samples")]
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a LoadedModel, whose module is trained in place; for W8A8 a GraphState. Raises PassError."""
+        from compress.passes.qat_steps import apply_qat  # torch
+
+        return apply_qat(self, model, context)
+
+    def _weights_plan(self, facts: ModelFacts, target: Target) -> PassPlan:
+        """As of any pass that rounds weights; but a weight that two layers share cannot be trained for one of them."""
+        plan = WeightPass.check(self, facts, target)
+        problems = [text for layer in facts.layers if layer.name in plan.schemes and (text := _shared(layer, facts))]
+        return PassPlan(plan.facts, plan.decisions, plan.notes, (*plan.problems, *problems), schemes=plan.schemes)
+
+    def _int8_plan(self, facts: ModelFacts, target: Target) -> PassPlan:
+        """As of the pass that it ends like."""
+        plan = self.int8().check(facts, target)
+        problems = [_renamed(text) for text in plan.problems]
+        problems += [text] if (text := _no_checkpoint(target)) else []
+        return PassPlan(plan.facts, plan.decisions, plan.notes, tuple(problems))
+
+    def _contradictions(self) -> list[str]:
+        """Numbers that training cannot end in, and keys that are for the other way of working."""
+        if self.integer_inputs:
+            problems = [] if _is_int8(self.base()) else [_not_learned(self.base())]
+            odd = [name for name in LAYER_NUMBERS if name in self.model_fields_set]
+            problems += [f"qat: W8A8 has no {', '.join(odd)}; leave it out"] if odd else []
+            inner = [name for name in ("hidden", "attention") if getattr(self, name) is not None]
+            inner += ["dropout"] if self.dropout else []
+            return problems + ([f"qat: {', '.join(inner)}: {_NO_MODULES}; leave it out"] if inner else [])
+        problems = [_not_learned(scheme) for scheme in self.schemes() if scheme.activations or _is_float(scheme)]
+        odd = [name for name in INT8_NUMBERS if name in self.model_fields_set]
+        problems += [f"qat: {', '.join(odd)}: for scheme: W8A8 alone; leave it out"] if odd else []
+        if self.optimizer == "sgd" or self.weight_decay:
+            problems.append(
+                "qat: weights alone are learned as positions between levels, by adamw and without weight_decay; leave "
+                "both out"
+            )
+        return problems
+
+
+_NO_MODULES = "W8A8 trains the exported graph, which has no modules inside"
+
+
+def _is_int8(scheme: Scheme) -> bool:
+    return scheme.name in ("W8A8", "W8A8_STATIC")
+
+
+def _is_float(scheme: Scheme) -> bool:
+    return scheme.weights.kind == "float"
+
+
+def _not_learned(scheme: Scheme) -> str:
+    return f"qat: {scheme.name} cannot be trained for; give one scheme for weights alone (W2A16 to W8A16), or W8A8"
+
+
+def _must_be_first(layer: LayerFacts) -> str:
+    return (
+        f"qat: {layer.name} is in {layer.bits:g} bits already, and qat rounds by itself; put it before the pass that "
+        "rounds, or leave that one out"
+    )
+
+
+def _shared(layer: LayerFacts, facts: ModelFacts) -> str | None:
+    """Why a layer that holds another's weight cannot be taken."""
+    other = next((la.name for la in facts.layers if la.weight == layer.weight and la.name != layer.name), None)
+    return other and f"qat: {layer.name} and {other} share one weight; ignore {layer.name}"
+
+
+def _no_checkpoint(target: Target) -> str | None:
+    if target.reads == "onnx":
+        return None
+    return f"qat: W8A8 ends in an ONNX graph, and {target.name} reads a checkpoint; train for weights alone"
+
+
+def _renamed(text: str) -> str:
+    """A sentence of the pass `int8` as this one's."""
+    return text.replace("int8:", "qat:", 1) if text.startswith("int8:") else text

@@ -1,0 +1,121 @@
+"""`sparsify_iteratively`: train, set the smallest weights to zero, go back, again: the lottery ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from compress.distill.course import Course
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
+from compress.passes.base import LayerPattern
+from compress.passes.choosing import choose_layers, pattern_problems
+from compress.passes.loss_terms import LearningPass
+from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, gain, tied_problems
+from compress.targets import Target
+
+if TYPE_CHECKING:
+    from compress.context import PassContext, PassResult
+    from compress.models.load import LoadedModel
+
+
+class SparsifyIteratively(LearningPass):
+    """Zeros in several rounds, each followed by training: the share that goes is the same of what is left each time.
+
+    The weights that stay go back to what they were early in the first training (a lottery ticket), or keep what they
+    have learned (`rewind: null`). `epochs` and `steps` are those of one training, `max_seconds` that of all together.
+    The loss is made of the terms of `distill`; of `labels` alone it needs no teacher.
+    """
+
+    kind: Literal["sparsify_iteratively"] = "sparsify_iteratively"
+    sparsity: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
+    """Share of the weights that are zero in the end."""
+    rounds: Annotated[int, Field(ge=1)] = 5
+    """Times that weights are set to zero."""
+    rewind: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    """To which part of the first training the weights that stay go back after each round; 0: to the weights that the
+    model came with. null: they stay as they are, and the model, which came trained, is not trained before the first
+    round. Every training begins anew with the highest rate."""
+    scope: Literal["layer", "global"] = "global"
+    """Within what `sparsity` is the share: each layer, or all of them together."""
+    targets: tuple[LayerPattern, ...] = ()
+    """Layers to make sparse, by name, `re:` pattern or type; empty: every matrix product and convolution."""
+    ignore: tuple[LayerPattern, ...] = ("lm_head",)
+    """Layers that keep their weights."""
+
+    @property
+    def trainings(self) -> int:
+        """How often the model is trained."""
+        return self.rounds + (self.rewind is not None)
+
+    def needs_teacher(self, task: str) -> bool:
+        """True unless the labels alone are learned from."""
+        terms = self.terms(task)
+        return any(term is not None for term in (terms.logits, terms.hidden, terms.attention, terms.output))
+
+    def course(self, n_samples: int, seed: int) -> Course:
+        """Of one training."""
+        course = super().course(n_samples, seed)
+        return course if self.max_seconds is None else replace(course, max_seconds=self.max_seconds / self.trainings)
+
+    def train_runs(self, n_samples: int) -> float:
+        return self.trainings * super().train_runs(n_samples)
+
+    def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
+        return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0
+
+    def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
+        course = self.course(n_samples, 0)
+        text = f"{self.kind}: {self.trainings} trainings of {course.steps} steps of {course.samples} samples"
+        return [Note("info", text)]
+
+    def taken(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
+        """The layers to make sparse, and a decision for each of the others."""
+        return choose_layers(layers, self.targets, self.ignore, _unfit)
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        taken, kept = self.taken(facts.layers)
+        problems = [*self.training_problems(facts), *self.term_problems(facts), *self._order_problems(facts)]
+        problems += pattern_problems(facts.layers, self.kind, self._patterns())
+        if not taken:
+            problems.append(f"{self.kind}: no layer is left to make sparse")
+        if not self.keep_zeros:
+            problems.append(f"{self.kind}: keep_zeros: false would fill what becomes zero; leave it out")
+        problems += [text for layer in taken if (text := self._problem(layer))]
+        problems += tied_problems(self.kind, facts.layers, taken)
+        notes = (Note("info", f"{self.kind}: learns by {self.said(facts.task)}"), gain("unstructured", target))
+        after = facts.with_zeros(layer.name for layer in taken)
+        return PassPlan(after, (*map(self.decision, taken), *kept), notes, tuple(problems))
+
+    def decision(self, layer: LayerFacts) -> LayerDecision:
+        part = "its part of " if self.scope == "global" else ""
+        back = "as learned" if self.rewind is None else f"rewound to {self.rewind:.0%} of the training"
+        how = f"{part}{self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
+        return LayerDecision(layer.name, layer.type, "sparse", how)
+
+    def apply(self, model: Any, context: PassContext) -> PassResult:
+        """`model`: a LoadedModel, whose module is trained in place. Raises PassError."""
+        from compress.passes.sparsify_iteratively_steps import apply_sparsify_iteratively  # torch
+
+        return apply_sparsify_iteratively(self, model, context)
+
+    def _order_problems(self, facts: ModelFacts) -> list[str]:
+        rounded = [layer.name for layer in facts.layers if layer.bits < 16]
+        return [f"{self.kind}: must come before the pass that rounds {rounded[0]}"] if rounded else []
+
+    def _problem(self, layer: LayerFacts) -> str | None:
+        if self.scope == "layer" and round(self.sparsity * layer.n_weights) == layer.n_weights:
+            return f"{self.kind}: {layer.name}: sparsity {self.sparsity:g} leaves none of its weights; take less"
+        return None
+
+    def _patterns(self) -> dict[str, Sequence[str]]:
+        """Those that must select something: all that the recipe gives."""
+        ignore = self.ignore if "ignore" in self.model_fields_set else ()
+        return {"targets": self.targets, "ignore": [pattern for pattern in ignore if pattern != "lm_head"]}
+
+
+def _unfit(layer: LayerFacts) -> str | None:
+    """Why a layer cannot be taken, or None."""
+    return None if layer.type in (*PRODUCTS, *CONVOLUTIONS) else "not a matrix product or convolution"

@@ -1,0 +1,59 @@
+"""Batch norms whose running statistics are those of the data again, after what lies before them has changed. Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from compress.prune.statistics import Batch
+
+
+@torch.no_grad()
+def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
+    """Set running means and variances to those of the calibration data, in place; what the module gives stays.
+
+    Each norm's weight and bias take up what its statistics change by. Units that are gone, and layers that were fitted
+    anew, leave the old statistics far from the data: in eval mode that is as good as any affine map, but training
+    normalises by each batch's own, and would begin with another model than the one that was pruned.
+    """
+    sums: dict[_BatchNorm, Tensor] = {}
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and _can_follow(part)]
+    handles = [norm.register_forward_pre_hook(_adding(norm, sums), with_kwargs=True) for norm in norms]
+    try:
+        for batch in batches:
+            module(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for norm, (n, x, xx) in sums.items():
+        _restate(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
+
+
+def _can_follow(norm: _BatchNorm) -> bool:
+    return norm.affine and norm.running_mean is not None
+
+
+def _adding(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+    """Adds up, over all batches: values, their sum and that of their squares, float64 [3, C]."""
+
+    def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next(iter((*args, *kwargs.values()))).double().movedim(1, 0).flatten(1)  # [C, values]
+        own = torch.stack([torch.full((len(x),), float(x.shape[1])).double(), x.sum(1), x.square().sum(1)])
+        sums[norm] = sums[norm] + own if norm in sums else own
+
+    return hook
+
+
+def _restate(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """The same map, by another mean and variance (float64 [C])."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    before, after = ((one.double() + norm.eps).sqrt() for one in (norm.running_var, variance))
+    weight = norm.weight.double()
+    norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
+    norm.weight.copy_((weight * after / before).float())
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance)

@@ -1,0 +1,52 @@
+"""Whether what each pass leaves is measured on the way, and what a plan says of it."""
+
+from __future__ import annotations
+
+from compress.exports import OnnxExport
+from compress.facts import ModelFacts, Note
+from compress.inspect import size_text
+from compress.schema import Recipe
+
+LARGEST_BYTES = 512 * 2**20
+"""Of a float model's weights: what lies between its passes is exported, scored and timed without being asked for."""
+
+
+def n_between(recipe: Recipe, facts: ModelFacts) -> int:
+    """Models between the float one and the candidate that are measured, too. `facts`: of the float model."""
+    wanted = recipe.validate_.steps
+    if wanted is False or not recipe.passes or not _runs_here(recipe):
+        return 0
+    return len(recipe.passes) - 1 if wanted is True or facts.n_bytes <= LARGEST_BYTES else 0
+
+
+def measures_steps(recipe: Recipe, facts: ModelFacts) -> bool:
+    """True if the report will have a row for each pass."""
+    return n_between(recipe, facts) > 0 or (recipe.validate_.steps is True and len(recipe.passes) == 1)
+
+
+def step_problems(recipe: Recipe) -> list[str]:
+    """Why steps cannot be measured though the recipe asks for it."""
+    if recipe.validate_.steps is not True or _runs_here(recipe):
+        return []
+    return [
+        f"validate.steps: true measures what each pass leaves as an ONNX graph, and target {recipe.target} gets a "
+        "checkpoint, which nothing here runs; use auto, or export {kind: onnx} for onnxruntime-cpu"
+    ]
+
+
+def step_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note | None:
+    """What the plan says of it; None where there is nothing to say. `n_samples`: of the evaluation set."""
+    n = n_between(recipe, facts)
+    names = ", ".join(one.kind for one in recipe.passes[:-1])
+    if n:
+        cost = f"each is exported, run over the {n_samples} evaluation samples once, and timed with the candidate"
+        return Note("info", f"validate: what {names} left is measured, too: {cost} (steps: false leaves it out)")
+    if recipe.validate_.steps == "auto" and len(recipe.passes) > 1 and _runs_here(recipe):
+        why = f"the model has {size_text(facts.n_bytes)} of weights, more than {size_text(LARGEST_BYTES)}"
+        return Note("info", f"validate: what {names} left is not measured, as {why} (steps: true does it all the same)")
+    return None
+
+
+def _runs_here(recipe: Recipe) -> bool:
+    """True if the candidate is an ONNX file, which the runtime can run and time."""
+    return any(isinstance(one, OnnxExport) and recipe.target_of(one) == recipe.target for one in recipe.export)

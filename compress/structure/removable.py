@@ -1,0 +1,74 @@
+"""Which whole blocks a model would run without: those of its chain, and residual ones that give the shape they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from compress.blocks.experts import first_expert_only
+from compress.blocks.materialise import plain
+from compress.blocks.trace import is_layer
+from compress.facts import Removable
+from compress.structure.dataflow import Call, Flow, record, within
+
+PASSED = ("relu", "hardtanh", "clamp", "add", "clone", "alias", "contiguous", "dropout", "native_dropout")
+"""Operators behind which what a block read is looked for: sums, and those that do nothing the second time."""
+
+
+def find_removable(
+    module: nn.Module, feeds: Mapping[str, Tensor], chain: Sequence[str], compute: bool = False
+) -> tuple[Removable, ...]:
+    """Blocks that can go, in the order in which they run. `chain`: names of the model's chain of blocks, if it has one.
+
+    From one run, as `find_structure`. A block of the chain gives the shape that it reads. Elsewhere it is a module that
+    gives x + f(x), or relu(x + f(x)), for the x that it reads (He et al. 2016), the innermost such.
+    """
+    with first_expert_only():
+        flow = record(module, feeds, compute)
+    chained = [name for name in chain if _keeps_shape(flow, name)]
+    alone = [name for name in flow.modules if not any(within(name, b) or within(b, name) for b in chain)]
+    residual = [name for name in alone if name and _is_residual(flow, name)]
+    inner = [name for name in residual if not any(other != name and within(other, name) for other in residual)]
+    names = sorted([*chained, *inner], key=lambda name: flow.calls[name][0].start)
+    return tuple(Removable(name, _layers_in(flow, name), _is_listed(flow, name)) for name in names)
+
+
+def _call(flow: Flow, name: str) -> Call | None:
+    """The only call of a module that gives one tensor, or several of which the first counts."""
+    calls = flow.calls.get(name, ())
+    return calls[0] if len(calls) == 1 and calls[0].inputs and calls[0].outputs else None
+
+
+def _keeps_shape(flow: Flow, name: str) -> bool:
+    call = _call(flow, name)
+    return call is not None and flow.shapes[call.outputs[0]] in {flow.shapes[value] for value in call.inputs}
+
+
+def _is_residual(flow: Flow, name: str) -> bool:
+    """True if it holds a layer, reads one tensor and gives one of its shape, to which it has only added."""
+    call = _call(flow, name)
+    if call is None or len(call.inputs) != 1 or len(call.outputs) != 1 or not _layers_in(flow, name):
+        return False
+    (read,), (given,) = call.inputs, call.outputs
+    return flow.shapes[read] == flow.shapes[given] and read != given and _reaches(flow, call, given, read)
+
+
+def _reaches(flow: Flow, call: Call, value: int, read: int) -> bool:
+    """True if `read` is `value`, or what PASSED operators made it from inside the call."""
+    if value == read:
+        return True
+    op = flow.producers.get(value)
+    if op is None or not call.start <= op.index < call.stop or op.name not in PASSED:
+        return False
+    return any(_reaches(flow, call, one, read) for one in op.inputs)
+
+
+def _layers_in(flow: Flow, name: str) -> tuple[str, ...]:
+    parts = flow.modules[name].named_modules()
+    return tuple(f"{name}.{path}" if path else name for path, part in parts if is_layer(part))
+
+
+def _is_listed(flow: Flow, name: str) -> bool:
+    parent = flow.modules[plain(name.rpartition(".")[0])]
+    return isinstance(parent, nn.ModuleList)

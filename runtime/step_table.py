@@ -1,0 +1,127 @@
+"""The table of a build's steps, from what was measured of their models beside the bundle's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from runtime.benchmark import BenchmarkResult
+from runtime.columns import Array
+from runtime.evidence import quality_evidence
+from runtime.findings import Report, Side
+from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
+from runtime.steps import Change, StepModel, StepRow, StepTable
+
+if TYPE_CHECKING:
+    from runtime.validate import Case
+
+FLOAT = "float"
+
+
+def step_table(
+    case: Case, models: Sequence[StepModel], candidate: Outputs, timed: BenchmarkResult, report: Report
+) -> StepTable:
+    """A row for the float model and one for each step; both ends are the report's own numbers.
+
+    `models`: at least one, the last being the candidate, whose outputs over the frozen samples are `candidate`.
+    `timed`: with the models that have a path, in their order.
+    """
+    rows, before = [_end(StepRow(FLOAT), report.baseline, _latency(timed))], case.baseline
+    for row, outputs in _measured(case, models, candidate, timed, report):
+        rows.append(replace(row, changes=_changes(case, row, outputs, _last_measured(rows), before)))
+        before = outputs if outputs is not None and row.metrics else before
+    return StepTable(
+        rows=tuple(rows),
+        latency=_latency(timed),
+        shown=shown_metrics(report),
+        cpu=str(report.environment.get("cpu", "")),
+        manifest_digest=report.manifest_digest,
+    )
+
+
+def shown_metrics(report: Report) -> tuple[str, ...]:
+    """The quality metrics that the gates are about; where none is, the first that was measured."""
+    measured = [name for name in METRICS if name in report.candidate.metrics]
+    gated = {gate.metric for gate in report.gates}
+    return tuple(name for name in measured if name in gated) or tuple(measured[:1])
+
+
+def _measured(
+    case: Case, models: Sequence[StepModel], candidate: Outputs, timed: BenchmarkResult, report: Report
+) -> Iterator[tuple[StepRow, Outputs | None]]:
+    """Each step's row, still without its changes, and the outputs that it was measured on."""
+    seconds = iter(timed.between_s)
+    for model in models[:-1]:
+        row = StepRow(model.name, model.seconds, model.size_bytes, error=model.error)
+        if model.path is not None:
+            row = _timed(row, next(seconds), timed, report.baseline)
+        yield _scored(row, model.outputs, case), model.outputs
+    last = _end(StepRow(models[-1].name, models[-1].seconds), report.candidate, _latency(timed))
+    faster = report.ratios.get(_latency(timed))
+    error = "" if report.candidate.metrics else next(iter(report.advice), "")
+    yield replace(last, smaller=report.ratios.get("size"), faster=faster, error=error), candidate
+
+
+def _latency(timed: BenchmarkResult) -> str:
+    """The metric that a step's speed is told by."""
+    return "latency_p50" if timed.requests is None else "tpot"
+
+
+def _end(row: StepRow, side: Side, latency: str) -> StepRow:
+    """The row with what the report has measured of a side."""
+    ms = side.generation.get("tpot") if latency == "tpot" else side.latency_ms.get("p50")
+    metrics = {name: _finite(value) for name, value in side.metrics.items()}
+    return replace(row, size_bytes=side.size_bytes, metrics=metrics, latency_ms=ms)
+
+
+def _timed(row: StepRow, seconds: Array, timed: BenchmarkResult, baseline: Side) -> StepRow:
+    """`seconds`: of each round, [rounds]; the baseline's were taken in the same ones."""
+    first = timed.latency_s[0] if timed.requests is None else timed.requests.per_token[0]
+    smaller = baseline.size_bytes / row.size_bytes if baseline.size_bytes and row.size_bytes else None
+    ms, faster = 1000 * float(np.median(seconds)), float(np.median(first / seconds))
+    return replace(row, smaller=smaller, latency_ms=ms, faster=faster)
+
+
+def _scored(row: StepRow, outputs: Outputs | None, case: Case) -> StepRow:
+    if outputs is None:
+        return row
+    try:
+        check_finite(outputs)
+    except NonFiniteOutputs as error:
+        return replace(row, error=f"its outputs are broken: {error}")
+    references = {"labels": case.labels, "baseline": case.baseline, "texts": None}
+    found = {one.name: _finite(one.compute(outputs, references[one.against])) for one in case.metrics}
+    return replace(row, metrics=found)
+
+
+def _changes(
+    case: Case, row: StepRow, outputs: Outputs | None, previous: StepRow, before: Outputs
+) -> dict[str, Change]:
+    """By metric, since the last step that was measured; with an interval where both rows are held against the truth."""
+    found = {
+        name: Change(value - then)
+        for name, value in row.metrics.items()
+        if value is not None and (then := previous.metrics.get(name)) is not None
+    }
+    paired = [one for one in case.metrics if one.against != "baseline" and one.name in found]
+    if outputs is None or not paired:
+        return found
+    evidence = quality_evidence(paired, outputs, before, case.labels, case.manifest.judgement)
+    for name, one in evidence.items():
+        if one.difference is not None:
+            low, high = one.difference.low, one.difference.high
+            found[name] = Change(one.difference.value, (low, high) if math.isfinite(high - low) else None)
+    return found
+
+
+def _last_measured(rows: Sequence[StepRow]) -> StepRow:
+    """The last row that quality was measured of."""
+    return next((row for row in reversed(rows) if row.metrics), rows[0])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,295 @@
+"""`qat` for W8A8: it ends in the graph that it trained, better than where int8 begins; resume; what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import graphs
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from distilling import Arrays, conv_net, images
+from onnx import helper
+
+from compress.context import PassContext
+from compress.distill import train as loop
+from compress.distill.course import Course
+from compress.errors import PassError
+from compress.export.onnx import export_float
+from compress.graph import torch_graph
+from compress.graph.edit import append, initializer
+from compress.graph.layers import constant
+from compress.graph.specs import input_specs, output_specs
+from compress.graph.torch_graph import TorchGraph
+from compress.models.load import LoadedModel
+from compress.passes import Int8
+from compress.passes.qat import Qat
+from compress.passes.qat_int8 import apply_qat_int8, check_in_torch
+from compress.passes.training import Augmentation, TrainingPass
+from compress.quantize.measure import outputs_of
+from compress.quantize.qdq import write_state
+from compress.quantize.state import GraphState
+from compress.targets import TARGETS
+from runtime.bundle import TensorSpec
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def separable() -> ir.Model:
+    """x [N, 3, 8, 8] -> logits [N, 4]; a depthwise convolution whose channels differ sixty times in size."""
+    random = np.random.default_rng(0)
+    make, sizes = helper.make_node, np.logspace(-1.3, 0.5, 16).astype(np.float32)
+    constants = {
+        "stem.weight": random.normal(size=(16, 3, 3, 3)).astype(np.float32) / 5 * sizes[:, None, None, None],
+        "depth.weight": random.normal(size=(16, 1, 3, 3)).astype(np.float32) / 3 / sizes[:, None, None, None],
+        "point.weight": random.normal(size=(16, 16, 1, 1)).astype(np.float32) / 4,
+        "fc.weight": random.normal(size=(16, 4)).astype(np.float32),
+        **{f"{name}.bias": random.normal(0, 0.1, n).astype(np.float32) for name, n in (("depth", 16), ("fc", 4))},
+    }
+    nodes = [
+        make("Conv", ["x", "stem.weight"], ["a"], pads=[1] * 4),
+        make("Relu", ["a"], ["b"]),
+        make("Conv", ["b", "depth.weight", "depth.bias"], ["c"], pads=[1] * 4, group=16),
+        make("Relu", ["c"], ["d"]),
+        make("Conv", ["d", "point.weight"], ["e"]),
+        make("Add", ["e", "d"], ["f"]),
+        make("GlobalAveragePool", ["f"], ["g"]),
+        make("Flatten", ["g"], ["h"]),
+        make("Gemm", ["h", "fc.weight", "fc.bias"], ["logits"]),
+    ]
+    return graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"logits": ("n", 4)})
+
+
+def mlp() -> ir.Model:
+    """x [N, 3, 8, 8] -> logits [N, 4]; two layers on the mean colours."""
+    random = np.random.default_rng(0)
+    make = helper.make_node
+    constants = {
+        "one.weight": 4 * random.normal(size=(3, 16)).astype(np.float32),
+        "one.bias": random.normal(size=16).astype(np.float32),
+        "two.weight": random.normal(size=(16, 4)).astype(np.float32),
+        "two.bias": random.normal(size=4).astype(np.float32),
+    }
+    nodes = [
+        make("GlobalAveragePool", ["x"], ["mean"]),
+        make("Flatten", ["mean"], ["flat"]),
+        make("MatMul", ["flat", "one.weight"], ["product"]),
+        make("Add", ["product", "one.bias"], ["hidden"]),
+        make("Gelu", ["hidden"], ["active"]),
+        make("Gemm", ["active", "two.weight", "two.bias"], ["logits"]),
+    ]
+    return graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"logits": ("n", 4)})
+
+
+def loaded_of(graph: ir.Model, task: str = "image-classification") -> LoadedModel:
+    """The graph as the torch model that it might have come from."""
+    inputs, outputs = input_specs(graph), output_specs(graph)
+    names = {spec.name: spec.name for spec in inputs}
+    return LoadedModel("torch", "Net", inputs, outputs, TorchGraph(graph, ()), parameters=names, task=task)
+
+
+def pictures(n: int = 48, seed: int = 0) -> Arrays:
+    found = images(n, seed)
+    return Arrays({"x": found.columns["pixel_values"]}, found.labels)
+
+
+def texts(n: int = 24, seed: int = 0) -> Arrays:
+    return Arrays({"ids": np.random.default_rng(seed).integers(0, graphs.VOCABULARY, (n, graphs.LENGTH))})
+
+
+def around(loaded: LoadedModel, data: Arrays, work: Path | None = None, target: str = "onnxruntime-cpu") -> PassContext:
+    calibration = [data.feeds(np.arange(start, start + 8)) for start in (0, 8)]
+    context = PassContext(calibration, TARGETS[target], 0, lambda text: None, lambda items, text: items, work=work)
+    return replace(context, train=data, teacher=lambda: loaded)
+
+
+def knobs(**more: Any) -> Qat:
+    return Qat(**{"scheme": "W8A8", "steps": 30, "batch_size": 16, "learning_rate": 5e-3, "held_out": 0.2} | more)
+
+
+def error_on(
+    state: GraphState, model: ir.Model, feeds: dict[str, np.ndarray], target: str = "onnxruntime-cpu"
+) -> float:
+    """Mean squared error of the written graph's outputs, over that of the float ones' variance."""
+    (exact,), (found,) = outputs_of(model, [feeds]), outputs_of(write_state(state, TARGETS[target].flavour), [feeds])
+    return float(np.square(found - exact).mean() / exact.var())
+
+
+@pytest.mark.parametrize(
+    ("model", "target"),
+    [
+        (graphs.residual_cnn(), "onnxruntime-cpu"),
+        (graphs.residual_cnn(batchnorm=True), "tensorrt"),
+        (separable(), "onnxruntime-cpu"),
+        (mlp(), "tensorrt"),
+    ],
+)
+def test_training_ends_nearer_to_the_float_model_than_int8_does(model: ir.Model, target: str) -> None:
+    """On images that neither calibration nor training saw; ranges begin far too wide, as one image was too bright."""
+    data = pictures(64)
+    context = around(loaded_of(model, "generic"), data, target=target)
+    bright = data.columns["x"][:8] * np.linspace(1, 20, 8, dtype=np.float32)[:, None, None, None]
+    context = replace(context, batches=[{"x": bright}])
+    wanted = knobs(calibration="minmax", learning_rate=5e-2, freeze_observers=0.8)
+    result = apply_qat_int8(wanted, GraphState(model), context)
+    int8 = Int8(calibration="minmax").apply(GraphState(model), context).model
+    unseen = pictures(64, seed=9).columns
+    assert error_on(result.model, model, unseen, target) < 0.9 * error_on(int8, model, unseen, target)
+    assert result.model.integer == int8.integer and result.model.ranges.keys() == int8.ranges.keys()
+    taken = [one for one in result.decisions if one.action == "int8"]
+    assert {one.layer for one in taken} == set(int8.integer) and "W8A8, trained for" in taken[0].reason
+    assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"]
+    assert all("sqnr_db" in result.measured[name] for name in int8.integer)
+
+
+def test_a_transformer_is_trained_by_its_outputs() -> None:
+    model, data = graphs.transformer(), texts()
+    context = around(loaded_of(model, "feature-extraction"), data)
+    result = apply_qat_int8(knobs(batch_size=8, steps=20, precision="bfloat16"), GraphState(model), context)
+    assert "qat: trained with products in bfloat16; the graph's are those of integers" in [n.text for n in result.notes]
+    assert result.model.placement == "inputs" and result.model.weight_only == ["embedding"]
+    assert result.measured["qat"]["loss_after"] < 0.9 * result.measured["qat"]["loss_before"]
+
+
+def test_batch_norms_lie_in_the_convolutions_that_are_trained() -> None:
+    """As the exporter leaves them: what is trained has no statistics that could drift."""
+    net, data = conv_net(), images(48)
+    names = {"pixel_values": "x"}
+    inputs, outputs = (
+        (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),),
+        (TensorSpec("logits", "float32", ("batch", 4)),),
+    )
+    loaded = LoadedModel("torch", "Net", inputs, outputs, net, parameters=names, task="image-classification")
+    graph = GraphState(export_float(loaded, data.feeds(np.arange(2)), 20))
+    assert "BatchNormalization" not in graphs.operators(graph.model)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    result = apply_qat_int8(knobs(steps=2, held_out=0.0), graph, around(loaded, data))
+    assert not np.array_equal(values(result.model)["conv1.weight"], values(graph)["conv1.weight"])
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_a_graph_may_have_inputs_and_outputs_that_the_torch_module_has_not() -> None:
+    """As a decoder's, its caches."""
+    plain, model = graphs.one_layer(16, 8), graphs.one_layer(16, 8)
+    past, fc = (
+        ir.Value(name="past", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n", 8])),
+        model.graph.outputs[0],
+    )
+    model.graph.inputs.append(past)
+    present = append(model, "Add", [fc, past], "present")
+    present.type, present.shape = fc.type, fc.shape
+    model.graph.outputs.append(present)
+    random = np.random.default_rng(0)
+    data = Arrays({"x": random.normal(size=(32, 16)).astype(np.float32), "past": np.zeros((32, 8), np.float32)})
+    context = around(loaded_of(plain, "generic"), data)
+    result = apply_qat_int8(knobs(steps=2), GraphState(model), context)
+    assert result.model.integer == ["fc"] and [value.name for value in result.model.model.graph.outputs] == [
+        "y",
+        "present",
+    ]
+
+
+def test_labels_alone_teach_too() -> None:
+    model = separable()
+    context = around(loaded_of(model), pictures(64))
+    result = apply_qat_int8(knobs(teacher=False, learn_scales=False), GraphState(model), context)
+    assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"] - 0.01
+    start = Int8(bias_correction=False).apply(GraphState(model), context).model
+    grown = [span.high / max(start.ranges[name].high, 1e-9) for name, span in result.model.ranges.items()]
+    assert max(abs(ratio - 1) for ratio in grown) > 1e-4
+    for name, weight in result.model.weights.items():
+        np.testing.assert_array_equal(weight.scales, start.weights[name].scales)
+
+
+def test_zeros_stay() -> None:
+    model = graphs.residual_cnn()
+    weight = constant(model.graph.initializers["one.conv2.weight"]).copy()
+    weight[:, ::2] = 0.0
+    initializer(model, "one.conv2.weight", weight)
+    context = around(loaded_of(model), pictures())
+    kept, freed = (
+        apply_qat_int8(knobs(steps=2, held_out=0.0, keep_zeros=keep), GraphState(model), context).model
+        for keep in (True, False)
+    )
+    assert not kept.weights["one.conv2"].values[:, ::2].any()
+    assert values(freed)["one.conv2.weight"][:, ::2].any()
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_a_broken_off_run_ends_in_the_same_bytes(learn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    course = TrainingPass.course
+    monkeypatch.setattr(TrainingPass, "course", lambda self, n, seed: replace(course(self, n, seed), save_seconds=0.0))
+    learning_rate, struck = loop.learning_rate, []
+
+    def strike(course: Course, step: int, seconds: float) -> float:
+        if step in (2, 7) and step not in struck:
+            struck.append(step)
+            raise KeyboardInterrupt
+        return learning_rate(course, step, seconds)
+
+    model = graphs.residual_cnn()
+    context = around(loaded_of(model), pictures())
+    wanted = knobs(steps=10, freeze_observers=0.5, learn_scales=learn, augment=Augmentation(crop=1), held_out=0.0)
+    whole = apply_qat_int8(wanted, GraphState(model), context)
+    monkeypatch.setattr(loop, "learning_rate", strike)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            apply_qat_int8(wanted, GraphState(model), replace(context, work=tmp_path))
+    again = apply_qat_int8(wanted, GraphState(model), replace(context, work=tmp_path))
+    same(whole.model, again.model)
+    assert whole.measured["qat: training loss"] == again.measured["qat: training loss"]
+
+
+def same(one: GraphState, other: GraphState) -> None:
+    assert one.record() == other.record()
+    for found, expected in ((one.arrays(), other.arrays()), (values(one), values(other))):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(array, expected[name]) for name, array in found.items())
+
+
+def values(state: GraphState) -> dict[str, np.ndarray]:
+    return {name: constant(value) for name, value in state.model.graph.initializers.items()}
+
+
+def test_refusals() -> None:
+    model = graphs.residual_cnn()
+    context = around(loaded_of(model), pictures())
+    with pytest.raises(PassError, match=r"qat: there is no training set; give the recipe data\.train"):
+        apply_qat_int8(knobs(), GraphState(model), replace(context, train=None))
+    with pytest.raises(PassError, match="qat: there is no torch model to train: an onnx: source has none; use int8"):
+        apply_qat_int8(knobs(), GraphState(model), replace(context, teacher=None))
+
+
+def test_a_graph_that_torch_cannot_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, feeds = GraphState(graphs.residual_cnn()), graphs.images(1)[0]
+    check_in_torch(graph, feeds)
+    with monkeypatch.context() as patch:
+        patch.delitem(torch_graph.OPERATORS, "GlobalAveragePool")
+        with pytest.raises(PassError, match=r"qat: GlobalAveragePool cannot be trained through: .* use int8, which"):
+            check_in_torch(graph, feeds)
+    monkeypatch.setitem(torch_graph.OPERATORS, "Relu", lambda node: lambda x: x)
+    with pytest.raises(PassError, match="torch computes the exported graph otherwise than ONNX Runtime does"):
+        check_in_torch(graph, feeds)
+
+
+def test_where_nothing_is_better_the_start_is_kept() -> None:
+    model = graphs.residual_cnn()
+    context = around(loaded_of(model), pictures())
+    result = apply_qat_int8(knobs(steps=3, learning_rate=50.0, warmup=0.0), GraphState(model), context)
+    start = Int8(bias_correction=False).apply(GraphState(model), context).model
+    assert (result.notes[-1].level, "nothing was better than the start" in result.notes[-1].text) == ("warning", True)
+    for name, weight in start.weights.items():
+        np.testing.assert_array_equal(result.model.weights[name].values, weight.values)
+        np.testing.assert_array_equal(result.model.weights[name].scales, weight.scales)
+    for name, span in result.model.ranges.items():
+        assert (span.low, span.high) == pytest.approx((start.ranges[name].low, start.ranges[name].high))
