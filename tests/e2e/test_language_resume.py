@@ -53,7 +53,7 @@ def arm(kill):
             die()
         return path
     compress.blocks.stream.write_step = write
-    compress.runner.validate = lambda path: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+    compress.runner.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     return calls
 
 def run(task):

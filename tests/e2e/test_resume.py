@@ -54,7 +54,7 @@ def arm(point, n):
         if point == "published" and source.name.endswith(".partial"):
             die()
     compress.cache.StepCache.put, os.rename = put, rename
-    compress.runner.validate = lambda path: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+    compress.runner.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     if point == "assemble":
         compress.export.bundle.write_bundle = die
     if point == "judge":
