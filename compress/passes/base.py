@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -31,6 +32,14 @@ class Record(BaseModel):
     """A frozen piece of a recipe; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+def one_of(record: Record, names: Sequence[str]) -> None:
+    """ValueError unless exactly one of these fields is given."""
+    given = [name for name in names if getattr(record, name) is not None]
+    if len(given) != 1:
+        have = f"{' and '.join(given)} are given" if given else "none is given"
+        raise ValueError(f"give exactly one of {', '.join(names)}; {have}")
 
 
 Stage = Literal["model", "blocks", "graph"]

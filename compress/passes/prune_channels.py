@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, Prunable, matches
-from compress.passes.base import LayerPattern, Pass, Stage
+from compress.passes.base import LayerPattern, Pass, Stage, one_of
 from compress.passes.widths import kept_units, least_ratio, shrunk
 from compress.targets import Target
 
@@ -61,10 +61,7 @@ class PruneChannels(Pass):
 
     @model_validator(mode="after")
     def _one_budget(self) -> PruneChannels:
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if len(given) != 1:
-            have = f"{' and '.join(given)} are given" if given else "none is given"
-            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}; {have}")
+        one_of(self, BUDGETS)
         return self
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:

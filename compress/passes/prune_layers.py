@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
-from compress.passes.base import Pass, Stage
+from compress.passes.base import Pass, Stage, one_of
 from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
 from compress.targets import Target
 
@@ -49,10 +49,7 @@ class PruneLayers(Pass):
 
     @model_validator(mode="after")
     def _one_budget(self) -> PruneLayers:
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if len(given) != 1:
-            have = f"{' and '.join(given)} are given" if given else "none is given"
-            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}; {have}")
+        one_of(self, BUDGETS)
         return self
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:

@@ -25,7 +25,7 @@ class SparsifyIteratively(LearningPass):
     """Zeros in several rounds, each followed by training: the share that goes is the same of what is left each time.
 
     The weights that stay go back to what they were early in the first training (a lottery ticket), or keep what they
-    have learned (`rewind: null`). `epochs` and `steps` are those of one training, `max_seconds` that of all together.
+    have learned (`rewind: never`). `epochs` and `steps` are those of one training, `max_seconds` that of all together.
     The loss is made of the terms of `distill`; of `labels` alone it needs no teacher.
     """
 
@@ -34,9 +34,9 @@ class SparsifyIteratively(LearningPass):
     """Share of the weights that are zero in the end."""
     rounds: Annotated[int, Field(ge=1)] = 5
     """Times that weights are set to zero."""
-    rewind: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
+    rewind: Annotated[float, Field(ge=0, lt=1)] | Literal["never"] = 0.0
     """To which part of the first training the weights that stay go back after each round; 0: to the weights that the
-    model came with. null: they stay as they are, and the model, which came trained, is not trained before the first
+    model came with. never: they stay as they are; the model, which came trained, is not trained before the first
     round. Every training begins anew with the highest rate."""
     scope: Literal["layer", "global"] = "global"
     """Within what `sparsity` is the share: each layer, or all of them together."""
@@ -48,7 +48,7 @@ class SparsifyIteratively(LearningPass):
     @property
     def trainings(self) -> int:
         """How often the model is trained."""
-        return self.rounds + (self.rewind is not None)
+        return self.rounds + (self.rewind != "never")
 
     def needs_teacher(self, task: str) -> bool:
         """True unless the labels alone are learned from."""
@@ -91,7 +91,7 @@ class SparsifyIteratively(LearningPass):
 
     def decision(self, layer: LayerFacts) -> LayerDecision:
         part = "its part of " if self.scope == "global" else ""
-        back = "as learned" if self.rewind is None else f"rewound to {self.rewind:.0%} of the training"
+        back = "as learned" if self.rewind == "never" else f"rewound to {self.rewind:.0%} of the training"
         how = f"{part}{self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
         return LayerDecision(layer.name, layer.type, "sparse", how)
 

@@ -87,7 +87,7 @@ class _Work:
     def run(self) -> list[Round]:
         """All trainings, in order; those that a killed run has finished are read from its work."""
         found, rewind = [], None
-        if self.knobs.rewind is not None:
+        if self.knobs.rewind != "never":
             rewind = Rewind(self.pupil, round(self.knobs.rewind * self.course.steps), self.context.work)
             found.append(Round(0.0, self._train(0, rewind.after_step)))
         for number, share in enumerate(round_shares(self.knobs.sparsity, self.knobs.rounds), start=1):
@@ -106,7 +106,7 @@ class _Work:
             )
         if rewind is not None and not rewind.restore():
             raise PassError(
-                f"{NAME}: the first training ended before step {rewind.step}, to which rewind {self.knobs.rewind:g} "
+                f"{NAME}: the first training ended before step {rewind.step}, to which rewind {self.knobs.rewind} "
                 "goes back; use a lower rewind, or leave patience and max_seconds out"
             )
         set_to_zero(self.weights, masks)

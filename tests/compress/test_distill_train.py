@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,7 @@ SCRIPT = textwrap.dedent("""
 SCRIPTED = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def command(out: Path, work: str, steps: int, *launcher: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,7 @@ PIXELS = (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),)
 LOGITS = (TensorSpec("logits", "float32", ("batch", 10)),)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def conv_net(seed: int = 0, n_blocks: int = 3) -> CifarResNet:

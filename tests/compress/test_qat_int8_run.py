@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import compress
 from compress.cache import StepCache
@@ -27,12 +25,7 @@ from runtime.bundle import verify
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def knobs(**more: Any) -> Qat:

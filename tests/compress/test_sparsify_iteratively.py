@@ -38,12 +38,7 @@ LOGITS = (TensorSpec("logits", "float32", ("batch", 4)),)
 MATRICES = ("conv1", "conv2", "fc")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_round_takes_the_same_part_of_what_is_left() -> None:
@@ -132,20 +127,20 @@ def kernel(state: dict[str, Tensor]) -> Tensor:
     return state["student.conv2.weight"]
 
 
-@pytest.mark.parametrize(("rewind", "step"), [(0.0, None), (0.25, 2), (None, None)])
+@pytest.mark.parametrize(("rewind", "step"), [(0.0, None), (0.25, 2), ("never", None)])
 def test_weights_go_back_where_they_were(
-    monkeypatch: pytest.MonkeyPatch, rewind: float | None, step: int | None
+    monkeypatch: pytest.MonkeyPatch, rewind: float | str, step: int | None
 ) -> None:
     """To the start, to a step of the first training, or nowhere: norms, biases and statistics too, zeros excepted."""
     watch, net = Watch(monkeypatch), noisy(conv_net())
     came = {f"student.{name}": value for name, value in module_state(net).items()}
     small(rewind=rewind).apply(image_model(net), around())
-    assert len(watch.before) == (3 if rewind is None else 4)
-    if rewind is not None:
+    assert len(watch.before) == (3 if rewind == "never" else 4)
+    if rewind != "never":
         assert all(torch.equal(watch.before[0][name], value) for name, value in came.items())
     for number in range(1, len(watch.before)):
         point = watch.after[number - 1]
-        if rewind is not None:
+        if rewind != "never":
             point = came if step is None else watch.during[0][step]
         for name, value in watch.before[number].items():
             gone = value == 0
@@ -204,7 +199,7 @@ def test_rounds_lose_less_than_everything_at_once() -> None:
     """The loss held out at the end, the last training being as long."""
     losses = {}
     for rounds in (1, 4):
-        more = {"rewind": None, "scope": "layer", "steps": 60, "batch_size": 16, "learning_rate": 0.02}
+        more = {"rewind": "never", "scope": "layer", "steps": 60, "batch_size": 16, "learning_rate": 0.02}
         result = small(rounds=rounds, sparsity=0.9, **more).apply(image_model(conv_net()), around(None, images(96)))
         losses[rounds] = result.measured["sparsify_iteratively"]["loss_after"]
     assert losses[4] < 0.8 * losses[1]
@@ -291,7 +286,7 @@ def test_a_layer_that_would_be_empty_is_refused() -> None:
     net = conv_net()
     net.conv2.weight.mul_(1e-6)
     with pytest.raises(PassError, match=r"round 1 of 1 leaves none of the weights of conv2; ignore it, take a lower"):
-        small(sparsity=0.9, rounds=1, rewind=None).apply(image_model(net), around())
+        small(sparsity=0.9, rounds=1, rewind="never").apply(image_model(net), around())
 
 
 FACTS = ModelFacts(
@@ -325,7 +320,7 @@ def test_how_long_it_takes() -> None:
     knobs = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=4, max_seconds=100, labels=LabelsTerm())
     assert knobs.course(1000, 0).steps == 180 and knobs.course(1000, 0).max_seconds == 20
     assert knobs.train_notes(FACTS, 1000)[0].text == "sparsify_iteratively: 5 trainings of 180 steps of 10 samples"
-    one = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=1, rewind=None, labels=LabelsTerm())
+    one = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=1, rewind="never", labels=LabelsTerm())
     assert knobs.train_runs(1000) == pytest.approx(5 * one.train_runs(1000))
     assert one.cache_bytes(FACTS, 1000) == 0  # there is no teacher
     assert one.model_copy(update={"labels": None}).cache_bytes(FACTS, 1000) == 4 * 1000 * 4
