@@ -78,7 +78,7 @@ class PruneChannels(Pass):
         ratio = self.ratio if self.ratio is not None else self._ratio_of_budget(facts, taken)
         if ratio is None:
             return PassPlan(facts, problems=(self._out_of_reach(facts, taken),))
-        units = {one.name: kept_units(one.n_units, one.kind, ratio, self.round_to) for one in taken}
+        units = {one.name: self._kept(one, ratio) for one in taken}
         problems = [
             f"{self.kind}: ratio {ratio:g} would leave nothing of the {one.n_units} {one.kind} of {one.name}; "
             f"use at most {1 - 1 / one.n_units:.3g}, or ignore it"
@@ -148,13 +148,22 @@ class PruneChannels(Pass):
         """The least ratio that meets it, alike for all: for the forecast; the widths are chosen when it runs."""
 
         def holds(ratio: float) -> bool:
-            units = {one.name: max(1, kept_units(one.n_units, one.kind, ratio, self.round_to)) for one in taken}
+            units = {one.name: self._kept(one, ratio) for one in taken}
             return self.cost(shrunk(facts, taken, units)) <= self.share * self.cost(facts)
 
         return least_ratio(holds)
 
+    def _kept(self, one: Prunable, ratio: float) -> int:
+        """Units that a ratio leaves; under a budget, which chooses by itself, no fewer than may be chosen."""
+        units = kept_units(one.n_units, one.kind, ratio, self.round_to)
+        return units if self.ratio is not None else max(units, self._least(one))
+
+    def _least(self, one: Prunable) -> int:
+        """The fewest units that a budget may choose."""
+        return 1 if one.kind == "heads" else min(self.round_to, one.n_units)
+
     def _out_of_reach(self, facts: ModelFacts, taken: list[Prunable]) -> str:
-        least = {one.name: 1 if one.kind == "heads" else min(self.round_to, one.n_units) for one in taken}
+        least = {one.name: self._least(one) for one in taken}
         best = self.cost(shrunk(facts, taken, least)) / self.cost(facts)
         field = next(name for name in BUDGETS if getattr(self, name) is not None)
         reach = f"speedup: {1 / best:.2f} by multiply-accumulates" if field == "speedup" else f"{field}: {best:.3g}"
