@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.blocks.folding import fold_scales
 from compress.blocks.materialise import plain
@@ -28,6 +28,12 @@ OPS = {"Linear": "MatMul", "Conv1D": "MatMul", "Embedding": "Gather"}
 """Type of layer -> the operator it becomes; all others are convolutions."""
 
 
+def layer_facts(name: str, layer: nn.Module, bits: float = 32) -> LayerFacts:
+    """Of a layer as the plan has them. `bits`: that its weight is stored in."""
+    kind = layer_type(layer)
+    return LayerFacts(name, kind, OPS.get(kind, "Conv"), f"{name}.weight", weight_shape(layer), bits=bits)
+
+
 @dataclass(frozen=True)
 class StepLayers:
     """Of one step: what each layer to round gets, in the order in which the step holds them, and the others."""
@@ -46,10 +52,8 @@ def step_facts(step: BlockStep) -> list[LayerFacts]:
     quantized = step.quantized
     found = []
     for name, module in step.layers.items():
-        kind = layer_type(module)
         bits = float(quantized[name].bits) if name in quantized else 32.0
-        op = OPS.get(kind, "Conv")
-        found.append(LayerFacts(name, kind, op, f"{name}.weight", weight_shape(module), bits=bits))
+        found.append(layer_facts(name, module, bits))
     return found
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.rounded import Rounded
-from compress.blocks.trace import is_hf_conv1d, is_layer, layer_type, weight_shape
+from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassContext, PassResult
 from compress.distill.train import Around, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note
-from compress.passes.blockwork import OPS, nearest
+from compress.passes.blockwork import layer_facts, nearest
 from compress.passes.loss_steps import batches_of, objective, teacher_module, training_set
 from compress.passes.qat import Qat
 from compress.passes.training_steps import kept_steps, measured, no_keeper, told, zero_keeper
@@ -67,7 +67,7 @@ def apply_qat_weights(knobs: Qat, loaded: LoadedModel, context: PassContext) -> 
 def _begin(knobs: Qat, student: nn.Module, context: PassContext) -> tuple[Trained, list[LayerDecision]]:
     """The layers that are rounded, to the nearest with scales searched for; a decision for each of the others."""
     modules = {name: part for name, part in module_names(student).items() if is_layer(part)}
-    facts, kept = knobs.taken([_facts(name, part) for name, part in modules.items()])
+    facts, kept = knobs.taken([layer_facts(name, part) for name, part in modules.items()])
     layers = {one.name: modules[one.name] for one in facts}
     schemes = {one.name: knobs.setting(one, context.target) for one in facts}
     weights = {}
@@ -97,12 +97,6 @@ def _named(trained: Trained) -> nn.ModuleDict:
 
 def _key(name: str) -> str:
     return name.replace(".", "/")
-
-
-def _facts(name: str, layer: nn.Module) -> LayerFacts:
-    """As the plan has them."""
-    kind = layer_type(layer)
-    return LayerFacts(name, kind, OPS.get(kind, "Conv"), f"{name}.weight", weight_shape(layer))
 
 
 def _matrix(layer: nn.Module) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from compress.blocks.trace import is_layer, layer_type, weight_shape
+from compress.blocks.trace import is_layer
 from compress.context import PassContext, PassResult
 from compress.distill.course import Course
 from compress.distill.rewind import Rewind
@@ -18,7 +18,7 @@ from compress.distill.training_log import TrainLog, numbers
 from compress.distill.watch import module_names
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note
-from compress.passes.blockwork import OPS
+from compress.passes.blockwork import layer_facts
 from compress.passes.loss_steps import batches_of, objective, teacher_module, training_set
 from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.passes.training_steps import measured, told, zero_keeper
@@ -45,7 +45,7 @@ def apply_sparsify_iteratively(knobs: SparsifyIteratively, loaded: LoadedModel, 
     assert student is not None
     teacher = teacher_module(NAME, context) if knobs.needs_teacher(loaded.task) else None
     modules: dict[str, Any] = {name: part for name, part in module_names(student).items() if is_layer(part)}
-    taken, kept = knobs.taken([_facts(name, part) for name, part in modules.items()])
+    taken, kept = knobs.taken([layer_facts(name, part) for name, part in modules.items()])
     weights: dict[str, Tensor] = {one.name: modules[one.name].weight for one in taken}
     course = knobs.course(trainset.n, context.seed)
     with objective(knobs, loaded, student, teacher, trainset, context) as goal:
@@ -57,12 +57,6 @@ def apply_sparsify_iteratively(knobs: SparsifyIteratively, loaded: LoadedModel, 
     figures |= {f"{NAME}: with {one.share:.1%} zeros": numbers(one.log) for one in rounds}
     notes = (*goal.notes, *_notes(knobs, _distinct(weights), rounds))
     return PassResult(replace(loaded), (*decisions, *kept), notes, figures | measured(NAME, rounds[-1].log))
-
-
-def _facts(name: str, layer: nn.Module) -> LayerFacts:
-    """As the plan has them."""
-    kind = layer_type(layer)
-    return LayerFacts(name, kind, OPS.get(kind, "Conv"), f"{name}.weight", weight_shape(layer))
 
 
 def _distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
