@@ -16,12 +16,16 @@ UNIFORM, REGEX = "uniform", "re:"
 
 
 def paired(
-    wanted: LayerMap, student: Sequence[str], teacher: Sequence[str], blocks: tuple[Sequence[str], Sequence[str]]
+    kind: str,
+    wanted: LayerMap,
+    student: Sequence[str],
+    teacher: Sequence[str],
+    blocks: tuple[Sequence[str], Sequence[str]],
 ) -> Pairs:
     """The pairs that `wanted` means. `student`, `teacher`: names of all modules; `blocks`: of both, in order.
 
-    `re:`: every module of the student that matches, and the teacher's of the same name. PassError: a module that is not
-    there, or nothing to pair.
+    `kind`: the pass that asks, for messages. `re:`: every module of the student that matches, and the teacher's of the
+    same name. PassError: a module that is not there, or nothing to pair.
     """
     if not isinstance(wanted, str):
         pairs = wanted
@@ -31,11 +35,11 @@ def paired(
         pairs = tuple((name, name) for name in student if re.match(wanted.removeprefix(REGEX), name))
     if not pairs:
         where = "no chain of blocks was found" if wanted == UNIFORM else f"{wanted!r} matches no module"
-        raise PassError(f"distill: {where}; name the pairs, such as layers: [[student, teacher]]")
+        raise PassError(f"{kind}: {where}; name the pairs, such as layers: [[student, teacher]]")
     problems = [text for name, _ in pairs if (text := missing(name, student, "student"))]
     problems += [text for _, name in pairs if (text := missing(name, teacher, "teacher"))]
     if problems:
-        raise PassError([f"distill: {text}" for text in problems])
+        raise PassError([f"{kind}: {text}" for text in problems])
     return pairs
 
 

@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, shared_statistics
-from compress.distill.course import Course, Rows, learning_rate, split_rows, step_random, step_rows, step_seed
+from compress.distill.course import (
+    Course,
+    Rows,
+    learning_rate,
+    progress_made,
+    split_rows,
+    step_random,
+    step_rows,
+    step_seed,
+)
 from compress.distill.optimizer import check_sizes, make_optimizer, reduce_gradients
 from compress.distill.state import (
     module_state,
@@ -54,7 +63,7 @@ class Lessons:
     loss: Callable[[Batch], Tensor]
 
 
-def _nothing(step: int) -> None:
+def _nothing(step: int, done: float = 0.0) -> None:
     pass
 
 
@@ -63,8 +72,9 @@ class Around:
     """What training may use beside its lessons. `name`: what bar, log and errors call it.
 
     `work`: a folder that outlives a killed run; None: nothing is saved. `rates`: parameter -> a factor on the learning
-    rate. `before_step`, `after_step`: called with each step's number; what they do must follow from that number and the
-    module alone, for a resumed run calls them from its first step on.
+    rate. `before_step`, `after_step`: called with each step's number, the first also with the part of the run that is
+    done, in [0, 1); what they do must follow from these and the module alone, for a resumed run calls them from its
+    first step on.
     """
 
     name: str
@@ -72,7 +82,7 @@ class Around:
     progress: Callable[[Sequence[Any], str], Iterable[Any]]
     work: Path | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
-    before_step: Callable[[int], None] = _nothing
+    before_step: Callable[[int, float], None] = _nothing
     after_step: Callable[[int], None] = _nothing
 
 
@@ -140,7 +150,7 @@ class _Training:
 
     def _step(self, step: int) -> float:
         """One step of the optimizer; its loss, or NaN where loss or gradient are not finite and nothing was done."""
-        self.around.before_step(step)
+        self.around.before_step(step, progress_made(self.course, step, self._agreed_seconds()))
         set_mode(self.module, self.course.dropout, self.course.freeze_batchnorm)
         self.optimizer.zero_grad(set_to_none=True)
         drawn = enumerate(step_rows(self.rows, self.course, step))

@@ -33,10 +33,13 @@ class Seen:
 
 
 class Watched(AbstractContextManager["Watched"]):
-    """A module that tells what the named parts of it gave at each call. Inside `with` only."""
+    """A module that tells what the named parts of it gave at each call. Inside `with` only.
 
-    def __init__(self, module: nn.Module, hidden: Sequence[str] = (), maps: Sequence[str] = ()) -> None:
-        self.module, self.hidden, self.maps = module, tuple(hidden), tuple(maps)
+    `kind`: the pass that watches, for messages.
+    """
+
+    def __init__(self, kind: str, module: nn.Module, hidden: Sequence[str] = (), maps: Sequence[str] = ()) -> None:
+        self.kind, self.module, self.hidden, self.maps = kind, module, tuple(hidden), tuple(maps)
         self.handles: list[RemovableHandle] = []
         self.given: dict[str, Any] = {}
 
@@ -57,11 +60,18 @@ class Watched(AbstractContextManager["Watched"]):
         outputs = named_outputs(self.module(**feeds))
         silent = [name for name in (*self.hidden, *self.maps) if name not in self.given]
         if silent:
-            raise PassError(f"distill: the model runs without calling {silent[0]}; map another module")
-        hidden = {name: _first_tensor(self.given[name], name) for name in self.hidden}
+            raise PassError(f"{self.kind}: the model runs without calling {silent[0]}; map another module")
+        hidden = {name: self._tensor(name) for name in self.hidden}
         seen = Seen(outputs, hidden, {name: self.given[name][1] for name in self.maps})
         self.given.clear()
         return seen
+
+    def _tensor(self, name: str) -> Tensor:
+        out = self.given[name]
+        item = out[0] if isinstance(out, tuple) and out else out
+        if not isinstance(item, Tensor):
+            raise PassError(f"{self.kind}: {name} gives {type(out).__name__}, not a tensor; map another module")
+        return item
 
     def _keeper(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -102,10 +112,3 @@ def _has_map(out: Any) -> bool:
         return False
     sums = out[1].sum(-1)
     return out[1].shape[2] == out[1].shape[3] and bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-2))
-
-
-def _first_tensor(out: Any, name: str) -> Tensor:
-    item = out[0] if isinstance(out, tuple) and out else out
-    if not isinstance(item, Tensor):
-        raise PassError(f"distill: {name} gives {type(out).__name__}, not a tensor; map another module")
-    return item

@@ -115,7 +115,7 @@ def objective(
     """
     terms, batch_of = knobs.terms(loaded.task), batches_of(knobs, trainset, loaded)
     if teacher is None:
-        with fused_attention(student), Watched(student) as watched:
+        with fused_attention(student), Watched(knobs.kind, student) as watched:
             yield Objective(_loss(_weighted(terms, NOTHING, loaded.task), watched, _no_answer, "none"), nn.ModuleDict())
         return
     pair = Pair(student, teacher, batch_of(np.arange(min(2, trainset.n)), None))
@@ -125,8 +125,8 @@ def objective(
     with ExitStack() as stack:
         if terms.attention is None:
             stack.enter_context(fused_attention(student, teacher))
-        watched = stack.enter_context(Watched(student, *_own(compared)))
-        answering = stack.enter_context(Watched(teacher, *_others(compared)))
+        watched = stack.enter_context(Watched(knobs.kind, student, *_own(compared)))
+        answering = stack.enter_context(Watched(knobs.kind, teacher, *_others(compared)))
         told = _told(answering, teacher, pooling)
         if context.work is not None and knobs.cache_bytes(loaded, trainset.n):
             told = keep_outputs(told, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
@@ -160,9 +160,9 @@ def _compared(terms: Terms, pair: Pair, knobs: LearningPass, seed: int) -> Compa
         text = f"{knobs.kind}: no chain of blocks was found; hidden states are left out of the loss"
         notes = (Note("info", text),)
     elif terms.hidden is not None:
-        hidden = paired(terms.hidden.layers, names[0], names[1], blocks)
-    maps = _map_pairs(terms, pair, names, blocks)
-    return Compared(hidden, maps, _projections(pair, hidden, seed), notes)
+        hidden = paired(knobs.kind, terms.hidden.layers, names[0], names[1], blocks)
+    maps = _map_pairs(knobs.kind, terms, pair, names, blocks)
+    return Compared(hidden, maps, _projections(knobs.kind, pair, hidden, seed), notes)
 
 
 def _needs_blocks(terms: Terms) -> bool:
@@ -177,34 +177,34 @@ def _blocks(module: nn.Module, pair: Pair) -> Sequence[str]:
 
 
 def _map_pairs(
-    terms: Terms, pair: Pair, names: Sequence[Sequence[str]], blocks: tuple[Sequence[str], Sequence[str]]
+    kind: str, terms: Terms, pair: Pair, names: Sequence[Sequence[str]], blocks: tuple[Sequence[str], Sequence[str]]
 ) -> Pairs:
     """Pairs of modules that give attention maps; a block stands for the one inside it."""
     if terms.attention is None:
         return ()
     found = [attention_modules(module, pair.probe.feeds) for module in (pair.student, pair.teacher)]
-    wanted = paired(terms.attention.layers, names[0], names[1], blocks)
-    return tuple((_inside(own, found[0]), _inside(other, found[1])) for own, other in wanted)
+    wanted = paired(kind, terms.attention.layers, names[0], names[1], blocks)
+    return tuple((_inside(kind, own, found[0]), _inside(kind, other, found[1])) for own, other in wanted)
 
 
-def _inside(name: str, giving: Sequence[str]) -> str:
+def _inside(kind: str, name: str, giving: Sequence[str]) -> str:
     found = [one for one in giving if one == name or one.startswith(f"{name}.") or not name]
     if len(found) != 1:
         raise PassError(
-            f"distill: attention: {name or 'the model'} has {len(found)} modules that give an attention map, one is "
+            f"{kind}: attention: {name or 'the model'} has {len(found)} modules that give an attention map, one is "
             f"needed; those of the model: {', '.join(giving) or 'none'}"
         )
     return found[0]
 
 
-def _projections(pair: Pair, hidden: Pairs, seed: int) -> nn.ModuleDict:
+def _projections(kind: str, pair: Pair, hidden: Pairs, seed: int) -> nn.ModuleDict:
     """From a student's width to the teacher's, where they differ; PassError for other differences of shape."""
     found = nn.ModuleDict()
     if not hidden:
         return found
-    with torch.no_grad(), Watched(pair.student, [a for a, _ in hidden]) as student:
+    with torch.no_grad(), Watched(kind, pair.student, [a for a, _ in hidden]) as student:
         own = student(pair.probe.feeds).hidden
-    with torch.no_grad(), Watched(pair.teacher, [b for _, b in hidden]) as teacher:
+    with torch.no_grad(), Watched(kind, pair.teacher, [b for _, b in hidden]) as teacher:
         other = teacher(pair.probe.feeds).hidden
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -212,7 +212,7 @@ def _projections(pair: Pair, hidden: Pairs, seed: int) -> nn.ModuleDict:
             x, y = features_last(own[a]), features_last(other[b])
             if x.shape[:-1] != y.shape[:-1]:
                 raise PassError(
-                    f"distill: hidden: {a} gives {list(own[a].shape)}, {b} of the teacher {list(other[b].shape)}"
+                    f"{kind}: hidden: {a} gives {list(own[a].shape)}, {b} of the teacher {list(other[b].shape)}"
                 )
             if x.shape[-1] != y.shape[-1]:
                 found[projection_name(a, b)] = nn.Linear(x.shape[-1], y.shape[-1], bias=False)

@@ -49,7 +49,7 @@ class Qat(LearningPass, WeightPass):
     scale_rate: Annotated[float, Field(ge=0)] = 0.003
     """Weights alone: how far one step moves a scale at most, as a part of it."""
     freeze_observers: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """W8A8: part of the steps over which ranges of activations still follow what is seen; then they stay."""
+    """W8A8: part of the run over which ranges of activations still follow what is seen; then they stay."""
     calibration: Calibration = "mse"
     """W8A8: how the ranges that training begins with are chosen."""
     placement: Literal["auto", "all", "inputs"] = "auto"
@@ -112,9 +112,14 @@ class Qat(LearningPass, WeightPass):
         if rounded is not None:
             return PassPlan(facts, problems=(*problems, _must_be_first(rounded)))
         plan = self._int8_plan(facts, target) if self.integer_inputs else self._weights_plan(facts, target)
-        note = Note("info", f"qat: learns by {self.said(facts.task)}" + ("" if self.teacher else ", without a teacher"))
+        texts = [f"qat: learns by {self.said(facts.task)}" + ("" if self.teacher else ", without a teacher")]
+        if self.integer_inputs:
+            texts.append(
+                f"qat: trains the {target.flavour} form, for {target.name}; the other is scaled from it, untrained"
+            )
+        notes = [Note("info", text) for text in texts]
         return PassPlan(
-            plan.facts, plan.decisions, (note, *plan.notes), (*problems, *plan.problems), schemes=plan.schemes
+            plan.facts, plan.decisions, (*notes, *plan.notes), (*problems, *plan.problems), schemes=plan.schemes
         )
 
     def refused_by(self, target: Target) -> str | None:

