@@ -22,6 +22,7 @@ from compress.quality import run_graph
 from compress.quantize.state import GraphState
 from compress.schema import Recipe
 from compress.stages import FloatModel
+from compress.step_rules import step_names
 from compress.targets import TARGETS, Target
 from runtime.benchmark import choose_backend
 from runtime.bundle import model_size
@@ -47,7 +48,7 @@ class Chain:
     def add(self, index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
         """Write and score what the pass of that number left. What cannot be measured is a step that says why."""
         passes = self.plan.recipe.passes
-        name, seconds = passes[index].kind, _seconds(passes[index].kind, result)
+        name, seconds = step_names(passes)[index], _seconds(passes[index].kind, result)
         if index == len(passes) - 1:  # it left the candidate, which is judged anyway
             self.steps.append(StepModel(name, seconds))
             return
@@ -66,7 +67,7 @@ class Chain:
         cache = cache_of(model)
         specs = self.exported.inputs if cache is None else input_specs(model)
         outputs = self._outputs(self.plan.keys.outputs[index], lambda: self._run(path, specs))
-        name = self.plan.recipe.passes[index].kind
+        name = step_names(self.plan.recipe.passes)[index]
         return StepModel(name, seconds, path, model_size(path), cache, outputs)
 
     def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from compress.planner import Plan, make_plan
 from compress.recipe import recipe_to_yaml
 from compress.schema import Recipe
 from compress.stages import FloatModel, baseline_step
-from compress.step_rules import measures_steps
+from compress.step_rules import measures_steps, step_names
 from compress.targets import TARGETS
 from runtime.report import Report
 from runtime.steps import StepModel
@@ -119,7 +119,7 @@ def _build(ground: Ground, staging: Path, between: Path) -> Sequence[StepModel]:
                 tokenizer=inputs.tokenizer,
                 samples=evaluation.columns,
                 baseline_outputs=baseline,
-                layers=layer_rows([one.kind for one in recipe.passes], passed.results),
+                layers=layer_rows(step_names(recipe.passes), passed.results),
                 graphs=_graphs(exported, passed),
                 streamed=passed.streamed,
                 candidate_outputs=candidate,
@@ -173,23 +173,24 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     return sets
 
 
-def layer_rows(kinds: Sequence[str], results: Sequence[PassResult]) -> list[dict[str, Any]]:
+def layer_rows(names: Sequence[str], results: Sequence[PassResult]) -> list[dict[str, Any]]:
     """One row for each layer: its last deciding pass, what was done and why, and what every pass measured of it.
 
-    What a pass measured under its own name ("distill: training loss") is a row of its own.
+    `names`: of the passes, as `step_names` gives them. What a pass measured under its own name ("distill: training
+    loss") is a row of its own.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for kind, result in zip(kinds, results, strict=True):
+    for step, result in zip(names, results, strict=True):
         for decision in result.decisions:
             row = rows.setdefault(decision.layer, {"layer": decision.layer, "type": decision.type, "action": "kept"})
             if decision.action != "kept" or row["action"] == "kept":
-                row |= {"action": decision.action, "pass": kind, "reason": decision.reason}
-            row.setdefault("history", []).append(f"{kind}: {decision.action} {decision.reason}".strip())
+                row |= {"action": decision.action, "pass": step, "reason": decision.reason}
+            row.setdefault("history", []).append(f"{step}: {decision.action} {decision.reason}".strip())
             row |= result.measured.get(decision.layer, {})
-    for kind, result in zip(kinds, results, strict=True):
-        rows |= {
-            name: {"layer": name, "type": "measured", "action": "measured", "pass": kind, **numbers}
-            for name, numbers in result.measured.items()
-            if name.startswith(f"{kind}: ")
-        }
+    for step, result in zip(names, results, strict=True):
+        kind = step.partition(" ")[0]
+        for name, numbers in result.measured.items():
+            if name.startswith(f"{kind}: "):
+                own = step + name.removeprefix(kind)
+                rows[own] = {"layer": own, "type": "measured", "action": "measured", "pass": step, **numbers}
     return [*rows.values(), *note_rows([note for result in results for note in result.notes])]

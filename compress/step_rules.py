@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compress.exports import OnnxExport
 from compress.facts import ModelFacts, Note
 from compress.inspect import size_text
+from compress.passes import Pass
 from compress.schema import Recipe
 
 LARGEST_BYTES = 512 * 2**20
@@ -22,6 +25,13 @@ def n_between(recipe: Recipe, facts: ModelFacts) -> int:
 def measures_steps(recipe: Recipe, facts: ModelFacts) -> bool:
     """True if the report will have a row for each pass."""
     return n_between(recipe, facts) > 0 or (recipe.validate_.steps is True and len(recipe.passes) == 1)
+
+
+def step_names(passes: Sequence[Pass]) -> list[str]:
+    """What each pass is called in a report: its kind, from the second of a kind on with a number ("distill 2")."""
+    kinds = [one.kind for one in passes]
+    counts = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
+    return [kind if count == 1 else f"{kind} {count}" for kind, count in zip(kinds, counts, strict=True)]
 
 
 def step_problems(recipe: Recipe) -> list[str]:

@@ -101,6 +101,11 @@ def test_the_layer_table_says_the_last_word_and_the_way_there() -> None:
     ]
     (row,) = layer_rows(["smoothquant", "int8"], [result("kept"), result("kept")])
     assert (row["action"], row["pass"], len(row["history"])) == ("kept", "int8", 2)
+    curves = [PassResult(None, (), (), {"distill: training loss": {"1": loss}}) for loss in (2.0, 1.0)]
+    assert [(row["layer"], row["pass"], row["1"]) for row in layer_rows(["distill", "distill 2"], curves)] == [
+        ("distill: training loss", "distill", 2.0),
+        ("distill 2: training loss", "distill 2", 1.0),
+    ]
     assert layer_rows(["int8"], [PassResult(None, (), (Note("info", "hear"),))]) == [
         {"layer": "", "type": "note", "action": "info", "reason": "hear"}
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ def quick_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge on the main backend alone and without the probes of load time and memory, which each take a process."""
     monkeypatch.setattr("runtime.validate.available_others", lambda main: ())
     monkeypatch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+
+
+@pytest.fixture(scope="module")
+def unprobed() -> Iterator[None]:
+    """Without these probes, for the bundles that the tests of a module share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from makers import REPOSITORY, apply, bundle_bytes, cli, write_recipe
 from tiny_lm import CHARACTERS, MIXTURES, language_folder, language_recipe
 
 import runtime
-from runtime.probe import Probe
 
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 BOTH = [{"kind": "onnx"}, {"kind": "checkpoint"}]
@@ -39,12 +38,7 @@ With exact inputs the same file is within EXACT of torch, as the first two tests
 EXACT = 1e-4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unprobed() -> Iterator[None]:
-    """As `quick_judge`, for the bundles that a module shares."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
-        yield
+pytestmark = pytest.mark.usefixtures("unprobed")
 
 
 @pytest.fixture(scope="module")

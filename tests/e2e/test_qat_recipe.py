@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from tiny_lm import language_folder, language_recipe, write_texts
 from compress.errors import PlanError
 from compress.planner import make_plan
 from compress.recipe import load_recipe
-from runtime.probe import Probe
 
 QAT: dict[str, Any] = {"kind": "qat", "scheme": "W4A16", "group_size": 32, "steps": 6, "batch_size": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unprobed() -> Iterator[None]:
-    """As `quick_judge`, for the bundle that this module shares."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
-        yield
+pytestmark = pytest.mark.usefixtures("unprobed")
 
 
 @pytest.fixture(scope="module")
