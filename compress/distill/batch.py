@@ -63,8 +63,8 @@ def part(batch: Batch, rank: int, size: int) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The same on a device, images held channels last: shapes stay, and convolutions run faster (measured: 1.2 times a
-    training step of ResNet-56 on a CPU)."""
+    """The same on a device, images held channels last: shapes stay, and convolutions run faster (measured: a training
+    step of ResNet-56 in bfloat16 on a CPU 1.15 times as fast)."""
     mixed = batch.mixed and replace(batch.mixed, labels=_moved(batch.mixed.labels, device))
     feeds = {name: _placed(tensor, device) for name, tensor in batch.feeds.items()}
     weights, labels = batch.weights.to(device), _moved(batch.labels, device)
