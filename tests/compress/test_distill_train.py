@@ -180,8 +180,11 @@ def test_patience_ends_a_run_that_stands_still() -> None:
 def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100_000))
     monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(clock)))
-    _, log = taught(replace(COURSE, steps=10_000, max_seconds=60.0, save_seconds=1e9))
+    done: list[float] = []
+    course = replace(COURSE, steps=10_000, max_seconds=60.0, save_seconds=1e9)
+    _, log = taught(course, before_step=lambda step, part: done.append(part))
     assert log.end == "time" and 3 < log.step < 60 and log.looks[-1][0] == log.step
+    assert done == sorted(done) and done[-1] > 0.5  # by the clock: 10,000 steps are far
 
 
 def poisoned(net: nn.Module, at: int) -> Lessons:
