@@ -10,6 +10,7 @@ from typing import Any
 import greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from compress.blocks.trace import removed_after
 from compress.errors import PassError
 from compress.facts import Reading
 
@@ -46,11 +47,8 @@ def tapped(taps: Sequence[Tap], heard: Callable[[int, Tensor], None]) -> Iterato
     handles = [
         module.register_forward_pre_hook(hook(number), with_kwargs=True) for number, (_, module) in enumerate(taps)
     ]
-    try:
+    with removed_after(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run_in_lockstep(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from compress.errors import SourceError
 
@@ -86,6 +87,16 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     return shape
 
 
+@contextlib.contextmanager
+def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks that work while inside, and are taken off whatever happens there."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Trace:
     """Run `module` once on one sample ([1, ...] by parameter name, on the module's device) and note what happens.
 
@@ -94,20 +105,17 @@ def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False)
     """
     found = Trace()
     handles = [m.register_forward_hook(_count(found, name)) for name, m in module.named_modules() if is_layer(m)]
-    try:
-        with (
-            torch.no_grad(),
-            contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True) as fake,
-        ):
-            prepare = fake.from_tensor if fake is not None else torch.Tensor.detach
-            state = {name: prepare(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-            inputs = {name: prepare(tensor) for name, tensor in feeds.items()}
-            live = _Live([*state.values()])
-            with live:
-                out = torch.func.functional_call(module, state, kwargs=inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        removed_after(handles),
+        torch.no_grad(),
+        contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True) as fake,
+    ):
+        prepare = fake.from_tensor if fake is not None else torch.Tensor.detach
+        state = {name: prepare(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        inputs = {name: prepare(tensor) for name, tensor in feeds.items()}
+        live = _Live([*state.values()])
+        with live:
+            out = torch.func.functional_call(module, state, kwargs=inputs)
     found.outputs, found.operators, found.peak_activation_bytes = (
         named_outputs(out),
         tuple(sorted(live.operators)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import named_outputs
+from compress.blocks.trace import named_outputs, removed_after
 from compress.errors import PassError
 
 Feeds = Mapping[str, Tensor]
@@ -97,12 +97,8 @@ def attention_modules(module: nn.Module, feeds: Feeds) -> list[str]:
         return keep
 
     handles = [part.register_forward_hook(keeper(name)) for name, part in module_names(module).items()]
-    try:
-        with torch.no_grad():
-            module(**feeds)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removed_after(handles), torch.no_grad():
+        module(**feeds)
     return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
 
 

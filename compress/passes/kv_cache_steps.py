@@ -19,6 +19,7 @@ from compress.blocks.sharing import gathered
 from compress.blocks.step import BlockStep
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
+from compress.blocks.trace import removed_after
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.passes.blockwork import full_name
@@ -111,12 +112,8 @@ def _watched(step: BlockStep, peaks: dict[str, _Peaks]) -> Iterator[None]:
                 for layer in attentions(step.readings)[name].layers
             ),
         ]
-    try:
-        with _Watch(running):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removed_after(handles), _Watch(running):
+        yield
 
 
 def _entering(running: list[_Peaks], seen: _Peaks) -> Callable[..., None]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from compress.blocks.activations import MicroBatch
 from compress.blocks.materialise import plain
+from compress.blocks.trace import removed_after
 from compress.errors import PassError
 from compress.prune.importance import first_output
 
@@ -50,12 +51,8 @@ def _given_in_tuples(module: nn.Module, blocks: Mapping[str, nn.Module], sample:
         return lambda block, args, out: found.add(name) if isinstance(out, tuple) else None
 
     handles = [block.register_forward_hook(watch(name)) for name, block in blocks.items()]
-    try:
-        with torch.no_grad():
-            module(**sample)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removed_after(handles), torch.no_grad():
+        module(**sample)
     return found
 
 
@@ -121,14 +118,10 @@ def angular_distances(module: nn.Module, blocks: Sequence[str], batches: Sequenc
         return hook
 
     handles = [modules[name].register_forward_hook(watch(name), with_kwargs=True) for name in blocks]
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                rows[0] = batch.rows
-                module(**batch.feeds)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removed_after(handles), torch.no_grad():
+        for batch in batches:
+            rows[0] = batch.rows
+            module(**batch.feeds)
     return {name: total / n for name, (total, n) in sums.items()}
 
 

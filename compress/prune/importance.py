@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.blocks.materialise import plain
+from compress.blocks.trace import removed_after
 from compress.errors import PassError
 from compress.prune.dimension import Dimension
 from compress.prune.obs import Elimination, Reading
@@ -120,14 +121,8 @@ def output_fisher(module: nn.Module, names: Sequence[str], batches: Sequence[Bat
     for batch in batches:
         outputs: dict[str, Tensor] = {}
         handles = [parts[name].register_forward_hook(_wanting(outputs, name)) for name in names]
-        try:
-            with torch.enable_grad():
-                gradients = torch.autograd.grad(
-                    loss(module, batch), [outputs[name] for name in names], allow_unused=True
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removed_after(handles), torch.enable_grad():
+            gradients = torch.autograd.grad(loss(module, batch), [outputs[name] for name in names], allow_unused=True)
         n_samples += n_in(batch)
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:

@@ -25,6 +25,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from compress.blocks.trace import removed_after
 from compress.prune.costs import Cost, Size, Term, sizes_of
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
@@ -109,10 +110,8 @@ def wanted_layers(
         return hook
 
     handles = [layer.register_forward_hook(heard(name)) for name, layer in layers.items()]
-    with torch.no_grad():
+    with removed_after(handles), torch.no_grad():
         module(**sample)
-    for handle in handles:
-        handle.remove()
     found = []
     for name, where in places.items():
         layer = layers[name]

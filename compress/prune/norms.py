@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from compress.blocks.trace import removed_after
 from compress.prune.statistics import Batch
 
 
@@ -23,12 +24,9 @@ def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
     sums: dict[_BatchNorm, Tensor] = {}
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and _can_follow(part)]
     handles = [norm.register_forward_pre_hook(_adding(norm, sums), with_kwargs=True) for norm in norms]
-    try:
+    with removed_after(handles):
         for batch in batches:
             module(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     for norm, (n, x, xx) in sums.items():
         _restate(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.lockstep import layer_input
+from compress.blocks.trace import removed_after
 from compress.errors import PassError
 from compress.prune.layers import input_rows, layers_of, n_features, n_groups, n_rows
 
@@ -170,8 +171,5 @@ def _listening(
         )
         for name, own in sums.items()
     ]
-    try:
+    with removed_after(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -86,8 +86,15 @@ def together(batches: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.concatenate([one[name] for one in batches])) for name in batches[0]}
 
 
-def context(batches: Any = (), work: Path | None = None, log: Callable[[str], None] = lambda text: None) -> PassContext:
-    return PassContext(batches, TARGETS["onnxruntime-cpu"], 0, log, lambda items, label: items, work=work)
+def context(
+    batches: Any = (),
+    work: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
+    target: str = "onnxruntime-cpu",
+    **more: Any,
+) -> PassContext:
+    """What a pass is given, quietly; `more`: further fields."""
+    return PassContext(batches, TARGETS[target], 0, log, lambda items, label: items, work=work, **more)
 
 
 def nearest(matrix: Tensor, scheme: Scheme = W4) -> QuantizedWeight:

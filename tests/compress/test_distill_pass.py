@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from distilling import Arrays, conv_net, images, noisy
-from streaming import TEXT, bert, llama, output_of
+from streaming import TEXT, bert, context, llama, output_of
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
@@ -82,16 +82,7 @@ def text_model(net: nn.Module) -> LoadedModel:
 
 
 def around(trainset: Any, teacher: Callable[[], LoadedModel] | None, work: Path | None = None) -> PassContext:
-    return PassContext(
-        batches=(),
-        target=TARGET,
-        seed=0,
-        log=lambda text: None,
-        progress=lambda items, text: items,
-        train=trainset,
-        teacher=teacher,
-        work=work,
-    )
+    return context(work=work, train=trainset, teacher=teacher)
 
 
 def small(**more: Any) -> Distill:

@@ -15,7 +15,7 @@ import torch
 from distilling import Arrays
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from streaming import VOCABULARY
+from streaming import VOCABULARY, context
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from transformers import AutoModel, BertConfig, BertModel
 import compress
 from compress.block_stage import open_streamed
 from compress.cache import StepCache
-from compress.context import PassContext
 from compress.distill.student import called_as, start_from
 from compress.errors import PassError, PlanError
 from compress.export.checkpoint import write_checkpoint
@@ -350,17 +349,9 @@ def test_a_student_that_takes_something_else_is_refused() -> None:
     spec = (TensorSpec("x", "float32", ("batch", 2)),)
     loaded = LoadedModel("torch", "Net", spec, spec, module, parameters={"x": "input"})
     other = replace(loaded, inputs=(TensorSpec("z", "float32", ("batch", 2)),))
-    context = PassContext(
-        (),
-        TARGET,
-        0,
-        lambda text: None,
-        lambda items, text: items,
-        train=Arrays({"x": np.zeros((4, 2), np.float32)}),
-        student=lambda student, seed: other,
-    )
+    given = context(train=Arrays({"x": np.zeros((4, 2), np.float32)}), student=lambda student, seed: other)
     knobs = Distill(student=Student(source="python:a:b"))
     with pytest.raises(PassError, match="the student takes z, the teacher x"):
-        knobs.begin(loaded, context)
+        knobs.begin(loaded, given)
     with pytest.raises(PassError, match="no torch model"):
-        knobs.begin(loaded, replace(context, student=None))
+        knobs.begin(loaded, replace(given, student=None))

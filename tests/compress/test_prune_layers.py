@@ -16,7 +16,7 @@ import torch
 from architectures import MODELS, build, feeds
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from streaming import TEXT, llama, texts
+from streaming import TEXT, context, llama, texts
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -84,7 +84,7 @@ def loaded_text(net: Any) -> LoadedModel:
 
 
 def around(batches: Any, **more: Any) -> PassContext:
-    return PassContext(batches, TARGET, 0, lambda text: None, lambda items, text: items, **more)
+    return context(batches, **more)
 
 
 def image_batches(n: int = 4) -> list[dict[str, np.ndarray]]:

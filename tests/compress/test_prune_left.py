@@ -7,15 +7,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+from streaming import context
 from torch import Tensor, nn
 
-from compress.context import PassContext
 from compress.models.load import LoadedModel
 from compress.passes import PruneChannels
 from compress.prune.compensate import compensate
 from compress.prune.left_alone import left_alone
 from compress.prune.points import find_points
-from compress.targets import TARGETS
 from runtime.bundle import TensorSpec
 
 
@@ -74,11 +73,11 @@ def test_the_report_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(0).integers(0, 20, (16, 5))
     spec = TensorSpec("ids", "int64", ("batch", 5))
     batches = [{"ids": rows[i : i + 4]} for i in range(0, 16, 4)]
-    context = PassContext(batches, TARGETS["onnxruntime-cpu"], 0, lambda text: None, lambda items, text: items)
+    given = context(batches)
     for on in (True, False):
         module = uneven(monkeypatch)
         loaded = LoadedModel("torch", "Uneven", (spec,), (), module=module, parameters={"ids": "ids"})
-        result = PruneChannels(ratio=0.5, compensate=on, importance="l2").apply(loaded, context)
+        result = PruneChannels(ratio=0.5, compensate=on, importance="l2").apply(loaded, given)
         said = {decision.layer: decision.reason for decision in result.decisions}
         assert said["up"] == "16 of 32 neurons stay"
         assert {name: reason.partition("; not fitted: ")[2] for name, reason in said.items() if "fitted" in reason} == (

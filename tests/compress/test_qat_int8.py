@@ -13,6 +13,7 @@ import pytest
 import torch
 from distilling import Arrays, conv_net, images
 from onnx import helper
+from streaming import context
 
 from compress.context import PassContext
 from compress.distill import train as loop
@@ -102,8 +103,7 @@ def texts(n: int = 24, seed: int = 0) -> Arrays:
 
 def around(loaded: LoadedModel, data: Arrays, work: Path | None = None, target: str = "onnxruntime-cpu") -> PassContext:
     calibration = [data.feeds(np.arange(start, start + 8)) for start in (0, 8)]
-    context = PassContext(calibration, TARGETS[target], 0, lambda text: None, lambda items, text: items, work=work)
-    return replace(context, train=data, teacher=lambda: loaded)
+    return context(calibration, work, target=target, train=data, teacher=lambda: loaded)
 
 
 def knobs(**more: Any) -> Qat:

@@ -17,6 +17,7 @@ from test_distill_pass import FACTS, LAYERS, TARGET, TOKENS, around, text_model,
 from torch import Tensor, nn
 
 from compress.blocks.rounded import Rounded, read_rounded, with_rounded, write_rounded
+from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.distill import train as loop
 from compress.distill.attention import fused_attention
@@ -292,12 +293,18 @@ def _same(one: QuantizedWeight, other: QuantizedWeight) -> None:
     assert one.zero_points is None or np.array_equal(one.zero_points, other.zero_points)
 
 
-def test_a_stream_takes_the_integers_up(trained: LoadedModel) -> None:
+def taken_up(trained: LoadedModel) -> StreamedModel:
+    """A stream of a copy of the module, with the integers."""
     module = copy.deepcopy(trained.module)
     assert module is not None and trained.parameters is not None
     feeds = {name: torch.from_numpy(values) for name, values in token_set(2).columns.items()}
     streamed = streamed_module(module, find_structure(module, feeds, compute=True), trained.parameters)
-    found = with_rounded(streamed, trained.rounded)
+    return with_rounded(streamed, trained.rounded)
+
+
+def test_a_stream_takes_the_integers_up(trained: LoadedModel) -> None:
+    assert trained.module is not None
+    found = taken_up(trained)
     assert set(found.quantized_layers()) == set(trained.rounded)
     for name, one in trained.rounded.items():
         stored = found.store.quantized(name)
@@ -309,11 +316,7 @@ def test_a_stream_takes_the_integers_up(trained: LoadedModel) -> None:
 
 def test_passes_over_blocks_go_on_from_the_integers(trained: LoadedModel) -> None:
     """Tuning that changes nothing hands them on as they are, and nothing is left for gptq."""
-    module = copy.deepcopy(trained.module)
-    assert module is not None and trained.parameters is not None
-    feeds = {name: torch.from_numpy(values) for name, values in token_set(2).columns.items()}
-    streamed = streamed_module(module, find_structure(module, feeds, compute=True), trained.parameters)
-    before = with_rounded(streamed, trained.rounded)
+    before = taken_up(trained)
     after = Tune(steps=1, rounding_rate=0.0, scale_rate=0.0, norm_rate=0.0).apply(before, context(texts())).model
     for name, one in trained.rounded.items():
         _same(after.store.quantized(name), one.weight)

@@ -15,6 +15,7 @@ import torch
 from distilling import Arrays, ConvNet, conv_net, images, noisy
 from onnx import numpy_helper
 from pydantic import ValidationError
+from streaming import context
 from torch import Tensor, nn
 
 import compress
@@ -81,16 +82,7 @@ def image_model(net: nn.Module) -> LoadedModel:
 
 
 def around(work: Path | None = None, trainset: Any = None, teacher: Callable[[], Any] | None = None) -> PassContext:
-    return PassContext(
-        batches=(),
-        target=TARGET,
-        seed=0,
-        log=lambda text: None,
-        progress=lambda items, text: items,
-        train=images() if trainset is None else trainset,
-        teacher=teacher,
-        work=work,
-    )
+    return context(work=work, train=images() if trainset is None else trainset, teacher=teacher)
 
 
 def small(**more: Any) -> SparsifyIteratively:
