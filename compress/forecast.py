@@ -28,6 +28,8 @@ EXPORT_BYTES_PER_S = 20e6
 """Weights that are exported, written and checked in a second."""
 EVALUATION_RUNS = 3
 """Forward passes over the evaluation set: the baseline's, the candidate's, one for the gates."""
+BFLOAT16 = 0.65
+"""Part of float32's time that a training step takes in bfloat16, where the processor has it."""
 THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
 """Timed calls of the large batch, and the most that they are given."""
 FLOAT_TOO = ("autoround", "tune")
@@ -57,12 +59,14 @@ def forecast(
     samples: dict[str, int],
     batch: int,
     tokens: int = 0,
+    filled: float = 1.0,
     decisions: Sequence[Sequence[LayerDecision]] = (),
 ) -> Forecast:
     """Add up what each step needs.
 
     `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
-    set. `decisions`: what each pass will do to the layers; not given, it is taken to work on all.
+    set; `filled`: how long a text of the training set is, as a part of the longest. `decisions`: what each pass will do
+    to the layers; not given, it is taken to work on all.
     """
     flops = 2 * before.macs
     per_second = matrix_rate() * EFFICIENCY
@@ -73,7 +77,7 @@ def forecast(
     between = n_between(recipe, before)  # as slow as the float model at most
     seconds += (EVALUATION_RUNS + between) * evaluation * forward + between * before.n_bytes / EXPORT_BYTES_PER_S
     trained = [one for one in recipe.passes if isinstance(one, TrainingPass)]
-    seconds += sum(_training_seconds(one, samples.get("train", 0), forward) for one in trained)
+    seconds += sum(_training_seconds(one, samples.get("train", 0), forward * filled) for one in trained)
     speed = recipe.validate_.benchmark
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
     seconds += (2 + between) * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
@@ -93,7 +97,7 @@ def forecast(
 
 def _training_seconds(one: TrainingPass, n_samples: int, forward: float) -> float:
     """`forward`: seconds of one sample through the model."""
-    wanted = one.train_runs(n_samples) * forward
+    wanted = one.train_runs(n_samples) * forward * (BFLOAT16 if one.precision == "bfloat16" else 1)
     return wanted if one.max_seconds is None else min(wanted, one.max_seconds)
 
 

@@ -29,6 +29,8 @@ from runtime.manifest import GENERATION, Generation, TensorSpec, fixed_batch
 from runtime.predict import encoding_views
 from runtime.preprocess import PreprocessSpec, make_preprocessor
 
+BYTES_A_TOKEN = 2.0
+"""Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
 TEXTS = ("text", "language")
@@ -113,6 +115,14 @@ def calibration_tokens(inputs: Inputs) -> int:
         return 0
     samples = load_set(inputs, "calibration", None)
     return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
+
+
+def training_fill(inputs: Inputs) -> float:
+    """How long a text of the training set is in a batch, as a part of `max_length`: told by its file's size; else 1."""
+    train, longest = inputs.data.get("train"), getattr(inputs.preprocess, "max_length", None)
+    if train is None or longest is None:
+        return 1.0
+    return min(train.n_bytes / max(train.n_rows, 1) / BYTES_A_TOKEN / longest, 1.0)
 
 
 def _tokens_checked(samples: Samples, name: str, inputs: Inputs) -> Samples:

@@ -13,7 +13,7 @@ from compress.export_rules import checkpoint_notes, checkpoint_problems
 from compress.exports import CheckpointExport
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.forecast import Forecast, forecast
-from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs
+from compress.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, training_fill
 from compress.legality import objections
 from compress.network import restrict_network
 from compress.passes import KvCache, Pass
@@ -88,7 +88,8 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     tokens = calibration_tokens(inputs) if recipe.model.task in GENERATION else 0
-    expected = forecast(recipe, before, after, samples, batch, tokens, [one.step.decisions for one in done])
+    decisions = [one.step.decisions for one in done]
+    expected = forecast(recipe, before, after, samples, batch, tokens, training_fill(inputs), decisions)
     checkpoints = [_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word

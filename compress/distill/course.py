@@ -26,7 +26,8 @@ class Course:
     `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`: steps
     between two looks at the samples held out. `patience`: looks without a better one after which training ends; None:
     never. `epsilon`: adamw's, against which gradients that are smaller vanish. `max_seconds`: rates fall to zero by
-    then, too, and what a run gives depends on the machine. `save_seconds`: what a killed run may lose.
+    then, too, and what a run gives depends on the machine. `ema_decay`: of the average of the states, which is kept in
+    their place; 0: none. `save_seconds`: what a killed run may lose.
     """
 
     steps: int
@@ -47,6 +48,7 @@ class Course:
     max_seconds: float | None = None
     dropout: bool = False
     freeze_batchnorm: bool = False
+    ema_decay: float = 0.0
     save_seconds: float = 10.0
     seed: int = 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from compress.blocks.sharing import share, wait
+from compress.distill.average import Average
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, shared_statistics
 from compress.distill.course import (
@@ -115,7 +116,7 @@ def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -
 
 
 class _Training:
-    """One run. What changes is the module, the optimizer, `log` and `best`; these are what is saved."""
+    """One run. What changes is the module, the optimizer, `average`, `log` and `best`; these are what is saved."""
 
     def __init__(self, module: nn.Module, lessons: Lessons, course: Course, around: Around) -> None:
         self.accelerator = _accelerator()
@@ -127,6 +128,7 @@ class _Training:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(module, course, around.rates)
         self.log, self.best = TrainLog(), module_state(module)
+        self.average = Average(self.module, course.ema_decay) if course.ema_decay else None
         self.file = None if around.work is None else around.work / FILE
         self.begun = self.saved = time.monotonic()
 
@@ -187,6 +189,8 @@ class _Training:
             group["lr"] = rate * group["factor"]
         self.optimizer.step()
         self.around.after_step(step)
+        if self.average is not None:
+            self.average.follow(step)
 
     def _judge(self) -> None:
         """After a step: look where it is time, end where it is time, save where it is time."""
@@ -204,11 +208,12 @@ class _Training:
 
     def _look(self) -> None:
         """The loss on what is held out; the best state is kept. Where nothing is held out, the last state is."""
-        if not len(self.held):
-            self.best, self.log.best_step = module_state(self.module), self.log.step
-            return
-        if self.log.look(self._held_out_loss()):
-            self.best = module_state(self.module)
+        with self.average.in_place() if self.average is not None else nullcontext():
+            if not len(self.held):
+                self.best, self.log.best_step = module_state(self.module), self.log.step
+                return
+            if self.log.look(self._held_out_loss()):
+                self.best = module_state(self.module)
         self.around.log(line(self.around.name, self.log, self.course, self._seconds()))
 
     def _held_out_loss(self) -> float:
@@ -231,6 +236,7 @@ class _Training:
             return
         tensors = prefixed("now", module_state(self.module)) | prefixed("best", self.best)
         tensors |= prefixed("optimizer", optimizer_state(self.optimizer))
+        tensors |= {} if self.average is None else prefixed("average", self.average.state())
         write_state(self.file, tensors, asdict(self.log))
 
     def resume(self) -> None:
@@ -242,6 +248,8 @@ class _Training:
         tensors, record = found
         restore_module(self.module, unprefixed("now", tensors))
         restore_optimizer(self.optimizer, unprefixed("optimizer", tensors))
+        if self.average is not None:
+            self.average.restore(unprefixed("average", tensors))
         self.best, self.log = unprefixed("best", tensors), log_of(record)
         self.around.log(f"{self.around.name}: goes on from step {self.log.step} of {self.course.steps}")
 

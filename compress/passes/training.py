@@ -78,6 +78,9 @@ class TrainingPass(Pass):
     """Let the model's own dropout work."""
     freeze_batchnorm: bool = False
     """Leave running means and variances as they are, and normalise by them."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the exponential moving average of the weights, which is judged and kept in their place (0.99: over about the
+    last hundred steps); 0: the weights as they are."""
     keep_zeros: bool = True
     """Weights of matrices and kernels that are exactly 0 stay so, as a sparse model's must."""
     seed: int | None = None
@@ -133,5 +136,6 @@ _SHARED = (
     "max_seconds",
     "dropout",
     "freeze_batchnorm",
+    "ema_decay",
 )
 """Knobs that the course takes as they are."""

@@ -151,6 +151,32 @@ def test_running_statistics_follow_the_data_unless_frozen() -> None:
     assert not torch.equal(moved.running_mean, before.running_mean)
 
 
+def test_the_average_of_the_states_is_looked_at_and_kept() -> None:
+    last = replace(COURSE, held_out=0.0, evaluate_every=100, schedule="constant")
+    states: list[dict[str, torch.Tensor]] = []
+    net = conv_net().requires_grad_(True)
+
+    def note(step: int) -> None:
+        states.append({name: value.detach().clone() for name, value in net.state_dict().items()})
+
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    train(net, label_lessons(net, images()), replace(last, ema_decay=0.6), quiet(after_step=note))
+    for step, state in enumerate(states):
+        decay = min(0.6, (1 + step) / (10 + step))
+        for name, value in state.items():
+            expected[name] = decay * expected[name] + (1 - decay) * value if value.is_floating_point() else value
+    found = net.state_dict()
+    assert len(states) == COURSE.steps
+    assert all(torch.allclose(found[name].float(), value.float(), atol=1e-6) for name, value in expected.items())
+    assert not torch.allclose(found["conv1.weight"], states[-1]["conv1.weight"])
+    plain, _ = taught(last)
+    assert near_states(plain.state_dict(), states[-1])  # training itself goes on from the weights as they are
+
+
+def near_states(a: Any, b: Any) -> bool:
+    return all(torch.allclose(a[name].float(), b[name].float(), atol=1e-6) for name in a)
+
+
 def test_dropout_works_only_when_it_is_let() -> None:
     seen: list[bool] = []
     for dropout in (False, True):
@@ -231,10 +257,11 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_run_that_is_broken_off_ends_with_the_same_bytes(tmp_path: Path, optimizer: Any) -> None:
+@pytest.mark.parametrize(("optimizer", "ema_decay"), [("adamw", 0.0), ("sgd", 0.0), ("adamw", 0.7)])
+def test_a_run_that_is_broken_off_ends_with_the_same_bytes(tmp_path: Path, optimizer: Any, ema_decay: float) -> None:
     rate = {"adamw": 0.01, "sgd": 0.1}[optimizer]
     course = replace(COURSE, optimizer=optimizer, learning_rate=rate, dropout=True, accumulate=2, schedule="linear")
+    course = replace(course, ema_decay=ema_decay)
     expected, whole = taught(course)
     assert whole.best_step > 0
     for stop in (0, 1, 4, 7, 11):

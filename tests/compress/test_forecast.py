@@ -9,8 +9,8 @@ import pytest
 
 from compress import forecast as room
 from compress.facts import LayerFacts, ModelFacts
-from compress.forecast import EFFICIENCY, LIBRARIES_BYTES, ONNX_BYTES, Forecast, forecast, matrix_rate
-from compress.passes import Int8, SmoothQuant
+from compress.forecast import BFLOAT16, EFFICIENCY, LIBRARIES_BYTES, ONNX_BYTES, Forecast, forecast, matrix_rate
+from compress.passes import Distill, Int8, SmoothQuant
 from compress.schema import ModelSpec, Recipe
 
 MIB = 2**20
@@ -58,6 +58,20 @@ def test_more_work_takes_more() -> None:
     assert expect(batch=64).memory_bytes == base.memory_bytes + 2 * 32 * MIB
     larger = expect(facts=replace(FACTS, other_bytes=100 * MIB))
     assert larger.memory_bytes == base.memory_bytes + 400 * MIB and larger.disk_bytes > base.disk_bytes
+
+
+def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() -> None:
+    samples = {**SAMPLES, "train": 1000}
+
+    def seconds(filled: float = 1.0, **knobs: Any) -> float:
+        recipe = RECIPE.model_copy(update={"passes": (Distill(epochs=10, held_out=0, **knobs),)})
+        return forecast(recipe, FACTS, FACTS, samples, 32, filled=filled).seconds
+
+    whole = seconds() - seconds(filled=0.0)
+    assert whole > 10
+    assert seconds(filled=0.25) - seconds(filled=0.0) == pytest.approx(whole / 4)
+    assert seconds(precision="bfloat16") - seconds(filled=0.0) == pytest.approx(BFLOAT16 * whole)
+    assert seconds(max_seconds=3.0) - seconds(filled=0.0) == pytest.approx(3.0)
 
 
 def test_the_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
