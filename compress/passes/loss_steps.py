@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from compress.blocks.trace import named_outputs
 from compress.context import PassContext, TrainSet
@@ -88,7 +89,8 @@ def teacher_module(kind: str, context: PassContext, student: LoadedModel | None 
         raise PassError(f"{kind}: there is no teacher: an onnx: source has no torch model; give a torch source")
     given: LoadedModel = context.teacher()
     assert given.module is not None
-    module = given.module.requires_grad_(False).eval().to(memory_format=torch.channels_last)
+    module = given.module.requires_grad_(False).eval()
+    module = convert_conv2d_weight_memory_format(module, torch.channels_last)
     if student is None or given.parameters is None or student.parameters is None:
         return module
     return called_as(module, given.parameters, student.parameters)
