@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check format schema clean
+.PHONY: setup demo test check gpu-check format schema clean
 
 setup: $(STAMP)
 
@@ -16,14 +16,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/compress apply recipes/quickstart.yaml --out bundles/quickstart-digits
 
+# Two processes of one thread each; the files that take longest come first.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_notebooks.py tests/e2e tests
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+gpu-check: setup
+	$(BIN)/python benchmarks/gpu_check.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ from compress.cache import StepCache
 from compress.context import PassResult
 from compress.errors import CompressError
 from compress.export.onnx import finish, float_graph, save_graph
-from compress.exports import OnnxExport
+from compress.exports import GraphExport
 from compress.graph.cache import cache_of
 from compress.graph.specs import input_specs
 from compress.journal import Journal
@@ -24,7 +24,7 @@ from compress.schema import Recipe
 from compress.stages import FloatModel
 from compress.step_rules import step_names
 from compress.targets import TARGETS, Target
-from runtime.benchmark import choose_backend
+from runtime.benchmark import graph_backend
 from runtime.bundle import model_size
 from runtime.errors import RuntimeFailure
 from runtime.manifest import GENERATION
@@ -92,8 +92,8 @@ class Chain:
 
 def flavour_of(recipe: Recipe) -> Target:
     """The target whose form of the graph is judged: the backend's own where a file is written for it."""
-    backend, _ = choose_backend(recipe.target, None, recipe.model.task)
-    written = [recipe.target_of(one) for one in recipe.export if isinstance(one, OnnxExport)]
+    backend = graph_backend(recipe.target, recipe.model.task)
+    written = [recipe.target_of(one) for one in recipe.export if isinstance(one, GraphExport)]
     return TARGETS[next((name for name in written if name == backend), recipe.target)]
 
 

@@ -149,6 +149,61 @@ def validate(bundle: BundleFolder, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def compile(
+    bundle: BundleFolder,
+    again: Annotated[bool, typer.Option("--again", help="Also those engines that are there and run here.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the engines that a bundle waits for, on this machine, and judge it anew."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.compile import compile_bundle
+
+            report = compile_bundle(bundle, again)
+        _show_report(report, as_json, bundle)
+
+
+@app.command()
+def parity(
+    bundle: BundleFolder,
+    backend: Annotated[str, typer.Option("--backend", help="tensorrt or tensorrt-rtx.")] = "tensorrt",
+    as_json: AsJson = False,
+) -> None:
+    """Compare an engine with the ONNX file that it was compiled from, and name the first tensor that differs."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.parity import bundle_parity, lines, to_dict
+
+            found = bundle_parity(bundle, backend)
+        if as_json:
+            print_json(to_dict(found))
+        else:
+            typer.echo("\n".join(lines(found)))
+        raise typer.Exit(0 if found.holds else 3)
+
+
+@app.command()
+def deploy(
+    bundle: BundleFolder,
+    to: Annotated[str, typer.Option("--to", metavar="PLACE", help="triton, docker or genai.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write; it must not exist.")],
+    backend: Annotated[str, typer.Option("--backend", help="Default: the bundle's target.")] = "",
+    max_batch_size: Annotated[
+        int | None, typer.Option("--max-batch-size", min=1, help="triton: requests together.")
+    ] = None,
+    instances: Annotated[int, typer.Option("--instances", min=1, help="triton: copies of the model.")] = 1,
+) -> None:
+    """Write what a server reads: a Triton model repository, a Docker build context, an onnxruntime-genai folder."""
+    with ending():
+        from compress.deploy.places import deploy as write
+        from compress.deploy.places import known_place
+        from compress.deploy.triton import Serving
+
+        serving = Serving(max_batch_size=max_batch_size, instances=instances, backend=backend)
+        typer.echo(f"{write(bundle, known_place(to), out, serving)}: written")
+
+
+@app.command()
 def compare(
     bundles: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Bundles that have been validated.")],
     as_json: AsJson = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -15,11 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from compress.errors import CompressError
+from runtime.engine import ENGINES, EngineOrder
 from runtime.environment import cpu_info
+from runtime.isolated import trouble
 
 OWN_NAME = "compress"
 SKIPPED_EXTRAS = {"dev"}
-PROBE_SECONDS = 120
 _MODULES = {"pillow": "PIL", "huggingface-hub": "huggingface_hub", "ruamel.yaml": "ruamel.yaml", "onnx-ir": "onnx_ir"}
 
 
@@ -62,11 +62,15 @@ def diagnose(console: Console) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """{"python", "cpu", "cpu_flags", "findings"}: each requirement and backend, imported in a process of its own, for a
-    broken installation may crash."""
+    """{"python", "cpu", "cpu_flags", "findings"}: each requirement, backend and compiler of engines, imported in a
+    process of its own, for a broken installation may crash."""
     cpu, flags = cpu_info()
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = [*pool.map(_examine_package, _requirements()), *pool.map(_examine_backend, _backends())]
+        found = [
+            *pool.map(_examine_package, _requirements()),
+            *pool.map(_examine_backend, _backends()),
+            *pool.map(_examine_compiler, ENGINES),
+        ]
     findings = [asdict(finding) for finding in found]
     return {"python": sys.version.split()[0], "cpu": cpu, "cpu_flags": flags, "findings": findings}
 
@@ -98,9 +102,9 @@ def _examine_package(wanted: Requirement) -> Finding:
         return Finding(part, wanted.name, "missing", mend=mend)
     if _numbers(version) < _numbers(wanted.least):
         return Finding(part, wanted.name, "too old", version, f"needs {wanted.least}", f"pip install -U {wanted.name}")
-    trouble = _probe(f"import {_MODULES.get(wanted.name, wanted.name.replace('-', '_'))}")
-    if trouble:
-        return Finding(part, wanted.name, "broken", version, trouble, f"pip install --force-reinstall {wanted.name}")
+    found = trouble(f"import {_MODULES.get(wanted.name, wanted.name.replace('-', '_'))}")
+    if found:
+        return Finding(part, wanted.name, "broken", version, found, f"pip install --force-reinstall {wanted.name}")
     return Finding(part, wanted.name, "ok", version)
 
 
@@ -123,21 +127,13 @@ def _backends() -> list[str]:
 
 def _examine_backend(name: str) -> Finding:
     code = f"import sys; from runtime.backends import BACKENDS; sys.exit(BACKENDS[{name!r}].available())"
-    trouble = _probe(code)
-    return Finding("backend", name, "missing" if trouble else "ok", why=trouble)
+    found = trouble(code)
+    return Finding("backend", name, "missing" if found else "ok", why=found)
 
 
-def _probe(code: str) -> str:
-    """ "" if the Python code runs in a fresh process, else what it says last."""
-    command = [sys.executable, "-c", code]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"did not answer within {PROBE_SECONDS} s"
-    if done.returncode < 0:
-        return f"crashed (signal {-done.returncode})"
-    return "" if done.returncode == 0 else (_last_line(done.stderr) or f"exit code {done.returncode}")
+def _examine_compiler(runtime: str) -> Finding:
+    """Whether engines for it are compiled here, which is another question than whether they run."""
+    from compress.engine.compile import why_not_here
 
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    found = why_not_here(EngineOrder("", runtime, "", ()))
+    return Finding("compiler", runtime, "missing" if found else "ok", why=found)

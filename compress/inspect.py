@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def inspect_bundle(path: Path, console: Console) -> None:
         f"digest {manifest.digest}, {len(manifest.files)} files; verdict: {described['verdict'] or 'not judged yet'}"
     )
     console.print(_models(manifest))
+    for text in _engines(manifest):
+        console.print(escape(text))
     console.print(_signature(manifest.artifacts[0]) if manifest.artifacts else "no models")
     _print_judgement(manifest, console)
     _print_layers(described["layers"], console)
@@ -60,6 +63,19 @@ def _models(manifest: Manifest) -> Table:
     for a in manifest.artifacts:
         table.add_row(a.name, a.path, a.target, a.precision, size_text(a.size_bytes))
     return table
+
+
+def _engines(manifest: Manifest) -> Iterator[str]:
+    """What each engine was compiled with and for, and those that are left to compile."""
+    for artifact in manifest.artifacts:
+        if (record := artifact.engine) is not None:
+            gpus = ", ".join(record.compute_capabilities)
+            yield (
+                f"{artifact.name}: {record.runtime} {record.version} on {record.platform} for compute capability "
+                f"{gpus}; {record.held:.0%} of the products in the precision asked for"
+            )
+    for order in manifest.waiting():
+        yield f"{order.name}: left for `compress compile` on a machine with {order.runtime}"
 
 
 def _signature(artifact: Artifact) -> str:

@@ -6,14 +6,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from compress.exports import OnnxExport
+from compress.engine_rules import engine_problems
+from compress.exports import GraphExport
 from compress.facts import LOWEST_OPSET, ModelFacts
 from compress.forecast import Forecast
 from compress.inputs import Inputs, generation_of
-from compress.passes import Distill, Pass
+from compress.passes import Autocast, Distill, Pass
 from compress.schema import Recipe
 from compress.step_rules import step_problems
 from compress.targets import TARGETS
+from runtime.backends import BACKENDS
 from runtime.errors import UsageError
 from runtime.gates import check_gates
 from runtime.manifest import fixed_batch
@@ -36,6 +38,8 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *gate_problems(inputs),
         *step_problems(recipe),
         *benchmark_problems(inputs),
+        *judging_problems(recipe),
+        *engine_problems(inputs),
         *limit_problems(recipe, expected, root),
     ]
 
@@ -97,13 +101,14 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     for index, export in enumerate(recipe.export):
         name = recipe.target_of(export)
         where, target = f"export.{index}", TARGETS[name]
-        if isinstance(export, OnnxExport) and export.opset != recipe.opset:
+        if isinstance(export, GraphExport) and export.opset != recipe.opset:
             problems.append(f"{where}: opset {export.opset}, but another has {recipe.opset}; one graph serves them all")
-        if export.kind != target.reads:
+        form = "onnx" if isinstance(export, GraphExport) else export.kind
+        if form != target.reads:
             problems.append(f"{where}: target {name} reads kind: {target.reads}; name this file's own target")
-        if (export.kind, name) in seen:
+        if (form, name) in seen:
             problems.append(f"{where}: a second file for target {name}; give each target once")
-        seen.add((export.kind, name))
+        seen.add((form, name))
         for one in recipe.passes:
             if name != recipe.target and (text := one.refused_by(target)):
                 problems.append(f"{where}: {text}")
@@ -160,6 +165,20 @@ def benchmark_problems(inputs: Inputs) -> list[str]:
     except UsageError as error:
         return [f"validate.{problem}" for problem in error.problems]
     return []
+
+
+def judging_problems(recipe: Recipe) -> list[str]:
+    """A graph that nothing on this machine runs could not be judged."""
+    halved = [i for i, one in enumerate(recipe.passes) if isinstance(one, Autocast) and one.dtype == "bfloat16"]
+    if not halved or not recipe.has_onnx:
+        return []
+    why = BACKENDS[recipe.target].available() if recipe.target in BACKENDS else "it is not a backend"
+    if why is None:
+        return []
+    return [
+        f"passes.{halved[0]}: autocast: {recipe.target} does not work here ({why}), and ONNX Runtime computes no "
+        "bfloat16 on CPUs, so that the result could not be judged; use dtype: float16, or apply it where that works"
+    ]
 
 
 def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.cache import StepCache, default_root
 from compress.data.training import n_rows
+from compress.engine_rules import engine_notes
 from compress.errors import PlanError
 from compress.export_rules import checkpoint_notes, checkpoint_problems
 from compress.exports import CheckpointExport
@@ -149,6 +150,7 @@ def _checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str]
 
 EXPERTS = ".experts."
 """In the name of every expert's layers, once they are single."""
+_IN_ONNXRUNTIME = "quality is judged in onnxruntime-cpu instead, and gates on speed and memory stay undecided"
 _BY_TORCH = "torch measures its quality as it is built, and nothing measures its speed"
 
 
@@ -159,7 +161,7 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
     _, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
     if elsewhere is not None:
-        how = "the bundle is judged in onnxruntime-cpu instead" if recipe.has_onnx else _BY_TORCH
+        how = _IN_ONNXRUNTIME if recipe.has_onnx else _BY_TORCH
         texts.append(f"{recipe.target} does not run here: {how}")
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be pass whatever is measured")
@@ -169,4 +171,4 @@ def _notes(inputs: Inputs) -> tuple[Note, ...]:
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
     steps = step_note(recipe, inputs.facts, data["evaluation"].n_samples)
-    return (*notes, *([steps] if steps else []))
+    return (*notes, *engine_notes(inputs), *([steps] if steps else []))

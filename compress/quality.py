@@ -15,7 +15,7 @@ import onnx_ir as ir
 from compress.inputs import Inputs
 from compress.steps import quality_gates
 from runtime.backends import find_backend
-from runtime.benchmark import choose_backend
+from runtime.benchmark import graph_backend
 from runtime.bundle import TensorSpec
 from runtime.evidence import quality_evidence, select_metrics
 from runtime.gates import GateResult, judge
@@ -37,7 +37,7 @@ def run_graph(
     `beside`: of a language model, the file of the float one, which its tokens are compared with.
     """
     recipe = inputs.recipe
-    name, _ = choose_backend(recipe.target, None, recipe.model.task)  # the plan says where it is not the target
+    name = graph_backend(recipe.target, recipe.model.task)  # the plan says where it is not the target
     with ExitStack() as stack:
         sessions = []
         for file in (path, beside):

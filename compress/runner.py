@@ -125,6 +125,7 @@ def _build(ground: Ground, staging: Path, between: Path) -> Sequence[StepModel]:
                 candidate_outputs=candidate,
                 class_names=exported.class_names if exported else (),
                 generation=generation_of(plan.inputs),
+                cache=ground.cache.root,
                 source_bytes=None if exported else _source_bytes(plan),
             ),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from compress.exports import CHECKPOINT_TARGET, Export, OnnxExport
+from compress.exports import CHECKPOINT_TARGET, CheckpointExport, Export, GraphExport, OnnxExport
 from compress.passes import PASSES, Pass
 from compress.passes.base import Record
 from compress.targets import TargetName
@@ -166,16 +166,18 @@ class Recipe(Record):
     @property
     def opset(self) -> int:
         """Of the ONNX graph that every ONNX file is made from."""
-        return next((export.opset for export in self.export if isinstance(export, OnnxExport)), OnnxExport().opset)
+        return next((export.opset for export in self.export if isinstance(export, GraphExport)), OnnxExport().opset)
 
     @property
     def has_onnx(self) -> bool:
         """True if an ONNX file is written, which the runtime can run."""
-        return any(isinstance(export, OnnxExport) for export in self.export)
+        return any(isinstance(export, GraphExport) for export in self.export)
 
     def target_of(self, export: Export) -> TargetName:
         """The runtime that a file is for."""
-        return export.target or (self.target if isinstance(export, OnnxExport) else CHECKPOINT_TARGET)
+        if isinstance(export, CheckpointExport):
+            return export.target or CHECKPOINT_TARGET
+        return (export.target or self.target) if isinstance(export, OnnxExport) else export.kind
 
     def __eq__(self, other: object) -> bool:
         """Equal if they say the same, wherever they stand."""

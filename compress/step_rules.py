@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compress.exports import OnnxExport
+from compress.exports import GraphExport
 from compress.facts import ModelFacts, Note
 from compress.inspect import size_text
 from compress.passes import Pass
@@ -59,4 +59,4 @@ def step_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note | None:
 
 def _runs_here(recipe: Recipe) -> bool:
     """True if the candidate is an ONNX file, which the runtime can run and time."""
-    return any(isinstance(one, OnnxExport) and recipe.target_of(one) == recipe.target for one in recipe.export)
+    return any(isinstance(one, GraphExport) and recipe.target_of(one) == recipe.target for one in recipe.export)

@@ -19,10 +19,10 @@ WeightFormat = Literal[
 """Integers with one scale for each group or channel (and zero points: -asym); activations stay float."""
 Format = Literal[
     "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
-    "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8",
+    "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8", "fp8-static",
 ]  # fmt: skip
-"""int8-static, int8-dynamic: of the graph pass `int8`. w8a8 and what follows: schemes as compressed-tensors names them
-(w8a8: inputs dynamic for each token), and those of a KV cache."""
+"""int8-static, int8-dynamic, fp8-static: of the graph passes `int8` and `fp8`. w8a8 and what follows: schemes as
+compressed-tensors names them (w8a8: inputs dynamic for each token), and those of a KV cache."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ _AS_INT4 = FormatFact("fast", "ONNX has no such type: stored in 4 bits, a file a
 _AS_INT8 = FormatFact("fast", "ONNX has no such type: stored in 8 bits, a file as large and as fast as with W8A16")
 _NO_INT8_SCHEME = FormatFact("refused", "takes 8-bit activations from the graph; use kind: int8, or target: vllm")
 _NO_FP8 = FormatFact("refused", "gets no FP8 graphs; use target: vllm, or kind: int8")
+_NO_FP8_PRODUCTS = FormatFact("refused", "has no kernels of float8 products; use kind: int8, or target: tensorrt")
+_FP8_IN_GRAPH = FormatFact("refused", "takes float8 from the graph; use kind: fp8, or target: vllm")
 _NO_KV_CACHE = FormatFact("refused", "gets graphs with a float KV cache; use target: vllm")
 _CHECKPOINTS_ONLY = {
     "w8a8": _NO_INT8_SCHEME,
@@ -75,6 +77,7 @@ _CHECKPOINTS_ONLY = {
     "w4a8": FormatFact("refused", "has no kernel of 4-bit weights with 8-bit activations; use scheme: W4A16"),
     "fp8": _NO_FP8,
     "fp8-dynamic": _NO_FP8,
+    "fp8-static": _NO_FP8_PRODUCTS,
     "kv-int8": _NO_KV_CACHE,
     "kv-fp8": _NO_KV_CACHE,
 }
@@ -91,6 +94,11 @@ _TENSORRT_8BIT = FormatFact("refused", "takes block-wise weights in 4 bits only;
 _TENSORRT_ASYM = FormatFact("refused", "refuses uint4 and zero points; use scheme: W4A16")
 _TENSORRT_FORMATS = {
     **_CHECKPOINTS_ONLY,
+    "fp8": _FP8_IN_GRAPH,
+    "fp8-dynamic": _FP8_IN_GRAPH,
+    "fp8-static": FormatFact(
+        "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"
+    ),
     "w2": _AS_INT4,
     "w3": _AS_INT4,
     **_same(_TENSORRT_8BIT, 5, 6, 7, 8),
@@ -194,6 +202,7 @@ TARGETS: dict[str, Target] = {
             "kv-int8": FormatFact("refused", "has no int8 KV cache; use scheme: fp8"),
             "kv-fp8": FormatFact("fast", "keeps keys and values in FP8 with the stored scales"),
             "int8-static": _NO_GRAPH,
+            "fp8-static": _NO_GRAPH,
             "int8-dynamic": _NO_GRAPH,
             "float16": _NO_GRAPH,
             "bfloat16": _NO_GRAPH,
@@ -211,6 +220,7 @@ TARGETS: dict[str, Target] = {
             "kv-int8": FormatFact("plain", "reads the stored scales and keeps its cache in float"),
             "kv-fp8": FormatFact("plain", "reads the stored scales and keeps its cache in float"),
             "int8-static": _NO_GRAPH,
+            "fp8-static": _NO_GRAPH,
             "int8-dynamic": _NO_GRAPH,
             "float16": _NO_GRAPH,
             "bfloat16": _NO_GRAPH,

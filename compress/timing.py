@@ -18,6 +18,7 @@ from compress.schema import Recipe
 from compress.stages import example_batch
 from runtime.backends import find_backend
 from runtime.benchmark import choose_backend
+from runtime.engine import ENGINES
 from runtime.manifest import GENERATION
 from runtime.timing import time_rounds
 
@@ -32,10 +33,11 @@ def module_timer(recipe: Recipe, loaded: LoadedModel, batches: Batches) -> TimeM
     The first's is its median; each other's is that times the median of the rounds' own ratios to the first. Other work
     that slows some rounds down then falls on both; on a busy machine ratios of medians of 5 were seen where 1.5 is so.
 
-    None for language models, and where the target does not run here: another runtime's times would be no answer.
+    None for language models, where the target runs engines, and where it does not run here: another runtime's times
+    would be no answer.
     """
     name, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
-    if elsewhere is not None or recipe.model.task in GENERATION:
+    if elsewhere is not None or recipe.model.task in GENERATION or name in ENGINES:
         return None
     example = example_batch(batches, loaded.inputs)
     one = {key: np.ascontiguousarray(values[:1]) for key, values in example.items()}

@@ -72,35 +72,37 @@ class Bundle:
 
     def _outputs(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The candidate's outputs over the frozen samples; a decoder's beside the baseline's."""
-        from runtime.backends import find_backend
         from runtime.manifest import GENERATION
+        from runtime.opening import open_artifact
         from runtime.predict import run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if task not in GENERATION:
             return run_samples(self.session, self.preprocessor, task, columns, batch_size)
-        baseline = self.root / self.manifest.artifact("baseline").path
-        reference = find_backend(self.backend).open(baseline, self.threads, {})
+        baseline = self.manifest.baseline_for(self.backend)
+        reference = open_artifact(self.root, baseline, self.backend, self.threads)
         try:
             return run_samples(self.session, self.preprocessor, task, columns, batch_size, reference)
         finally:
             reference.close()
 
     @overload
-    def generate(self, prompt: str, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
+    def generate(self, prompt: str, /, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
 
     @overload
-    def generate(self, prompt: str, *, stream: Literal[False] = False, **settings: Any) -> Result: ...
+    def generate(self, prompt: str, /, *, stream: Literal[False] = False, **settings: Any) -> Result: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[Any], *, stream: Literal[True], **settings: Any
+        self, prompt: Sequence[Any], /, *, stream: Literal[True], **settings: Any
     ) -> Iterator[tuple[int, str]]: ...
 
     @overload
-    def generate(self, prompt: Sequence[Any], *, stream: Literal[False] = False, **settings: Any) -> list[Result]: ...
+    def generate(
+        self, prompt: Sequence[Any], /, *, stream: Literal[False] = False, **settings: Any
+    ) -> list[Result]: ...
 
-    def generate(self, prompt: Any, *, stream: bool = False, **settings: Any) -> Any:
+    def generate(self, prompt: Any, /, *, stream: bool = False, **settings: Any) -> Any:
         """The model's answer to a prompt, a `runtime.generate.Result`; for a list of prompts a list of them, one batch.
 
         `settings` are `runtime.generate.Request`'s: max_new_tokens, temperature (0: greedy, the default), top_k, top_p,
@@ -176,16 +178,18 @@ def open_bundle(
     from runtime import bundle as format_
     from runtime.backends import find_backend
     from runtime.errors import UsageError
+    from runtime.opening import open_artifact
     from runtime.predict import bundle_preprocessor
 
-    root, opened = Path(path), find_backend(backend)
+    root = Path(path)
+    find_backend(backend)  # an unknown one is told before the files are read
     manifest = format_.verify(root) if verify else format_.read_manifest(root)
     candidate = manifest.candidate_for(backend)
     if candidate.kind == "checkpoint":
         raise UsageError(
             f"{root}: the candidate is a checkpoint for {candidate.target}: open {candidate.path} with that"
         )
-    session = opened.open(root / candidate.path, threads, options or {})
+    session = open_artifact(root, candidate, backend, threads, options)
     return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))
 
 

@@ -1,4 +1,4 @@
-"""`python -m runtime verify|validate|bench|predict|generate DIR`: judge and run a bundle with numpy and a backend.
+"""`python -m runtime verify|validate|bench|predict|generate|serve DIR`: judge and run a bundle, numpy and a backend.
 
 Exit codes: 0 the gates hold, 1 a run failed, 2 the call is wrong, 3 it ran and a gate fell short.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
-from runtime.benchmark import benchmark, choose_backend
+from runtime.benchmark import backend_of, benchmark
 from runtime.bundle import Manifest, read_manifest, verify
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.report import Report, render_json, render_text
@@ -59,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         generate.add_argument(flag, type=kind, metavar="N", help=about)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    server = _command(
+        commands, "serve", _serve, "answer requests over HTTP, by the core of the Open Inference Protocol (v2)"
+    )
+    server.add_argument(
+        "--host", default="127.0.0.1", metavar="NAME", help="the address to listen on; default: this machine"
+    )
+    server.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
     return parser
 
 
@@ -128,7 +136,7 @@ def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     refuse_decoder(manifest.task)
     samples = _samples(manifest, options.inputs)
-    backend, note = choose_backend(manifest.target, options.backend)
+    backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
@@ -150,7 +158,7 @@ def _generate(options: argparse.Namespace) -> int:
     names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SAMPLING]
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    backend, note = choose_backend(manifest.target, options.backend, manifest.task)
+    backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
@@ -161,6 +169,21 @@ def _generate(options: argparse.Namespace) -> int:
         for piece in bundle.generate(prompt, stream=True, **more):
             print(piece, end="", flush=True)
     print()
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from runtime.serve import serve
+
+    manifest = read_manifest(options.bundle)
+    backend, note = backend_of(manifest, options.backend)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    threads = options.threads or manifest.judgement.benchmark.threads
+    with open_bundle(options.bundle, backend, threads) as bundle, serve(bundle, options.host, options.port) as server:
+        print(f"{manifest.name} on http://{options.host}:{server.server_port}/v2/models/{manifest.name}", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from runtime.backends import BACKENDS, Session
-from runtime.benchmark import LATENCY_BUDGET_S, Variant, opened, pair
+from runtime.benchmark import LATENCY_BUDGET_S, Variant, engine_trouble, opened, pair
 from runtime.bundle import Manifest
 from runtime.columns import count, take
 from runtime.errors import RuntimeFailure
@@ -45,9 +45,10 @@ def variants(manifest: Manifest, main: str, others: Sequence[str]) -> list[Varia
     return found
 
 
-def available_others(main: str) -> list[str]:
-    """The backends besides `main` that work here."""
-    return [name for name, backend in BACKENDS.items() if name != main and backend.available() is None]
+def available_others(manifest: Manifest, main: str) -> list[str]:
+    """The backends besides `main` that work here, and have what they run."""
+    working = [name for name, backend in BACKENDS.items() if name != main and backend.available() is None]
+    return [name for name in working if engine_trouble(manifest, name) is None]
 
 
 def compare(

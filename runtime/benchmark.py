@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from runtime.backends import BACKENDS, Feeds, Session, find_backend
+from runtime.backends.tensorrt import engine_problems
 from runtime.bundle import Artifact, Benchmark, Judgement, KvCache, Manifest, inside, read_samples, verify
+from runtime.engine import ENGINES
 from runtime.environment import environment
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.evidence import (
@@ -36,16 +38,17 @@ from runtime.in_time import goodput, large_batch_rounds, limited_batches
 from runtime.kv_cache import Decoder
 from runtime.manifest import GENERATION
 from runtime.metrics import LATENCY_PERCENTILES
+from runtime.opening import open_artifact, open_options
 from runtime.predict import bundle_preprocessor, encoding_views
 from runtime.probe import Probe, probe
 from runtime.request_evidence import request_evidence
 from runtime.request_times import RequestTimes, make_prompts, time_requests
 from runtime.scoring import language_encoder
 from runtime.settings import bound_batch, settings_for
-from runtime.timing import time_rounds
+from runtime.timing import device_rounds, time_rounds
 
-DECODERS = "onnxruntime-cpu"
-"""The backend that decoders run on."""
+USUAL = "onnxruntime-cpu"
+"""The backend that runs everything."""
 LATENCY_BUDGET_S = 60.0
 THROUGHPUT_BUDGET_S = 30.0
 Between = tuple[Path, KvCache | None]
@@ -81,6 +84,8 @@ class BenchmarkResult:
     """Of a decoder."""
     between_s: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
     """[models, rounds]: of the models between the two, in the same rounds; of a decoder for each token."""
+    device_s: np.ndarray | None = None
+    """[2, rounds] by the GPU's own clock, copies left out; None where there is none."""
 
     @property
     def rounds(self) -> int:
@@ -96,29 +101,64 @@ def benchmark(path: str | Path, backend: str | None = None, threads: int | None 
     root = Path(path)
     manifest = verify(root)
     columns = read_samples(root, manifest)
-    chosen, _ = choose_backend(manifest.target, backend, manifest.task)
+    chosen, _ = backend_of(manifest, backend)
     return measure(root, manifest, columns, chosen, threads)
 
 
 def choose_backend(target: str, asked: str | None, task: str = "") -> tuple[str, str | None]:
     """The backend to run on, and a note where it is not the one that the bundle was made for.
 
-    A decoder runs on onnxruntime-cpu alone. UsageError for an unknown backend, RuntimeFailure for one that does not
-    work here.
+    UsageError for an unknown backend or one that does not run the task, RuntimeFailure where it does not work here.
     """
     if asked is not None:
         _check_backend(asked)
-        if task in GENERATION and asked != DECODERS:
-            raise UsageError(f"backend '{asked}' does not run decoders here; use {DECODERS}")
+        if task in GENERATION and not BACKENDS[asked].decoders:
+            some = ", ".join(backend.name for backend in BACKENDS.values() if backend.decoders)
+            raise UsageError(f"backend '{asked}' does not run decoders; use one of {some}")
         return asked, None
-    if task in GENERATION and target != DECODERS:
-        _check_backend(DECODERS)
-        return DECODERS, f"The bundle was made for {target}, but it runs on {DECODERS} here, as every decoder does."
-    if target in BACKENDS and BACKENDS[target].available() is None:
+    reason = _why_not(target, task)
+    if reason is None:
         return target, None
-    _check_backend("onnxruntime-cpu")
-    reason = BACKENDS[target].available() if target in BACKENDS else "there is no backend of that name here"
-    return "onnxruntime-cpu", f"The bundle was made for {target}, but it runs on onnxruntime-cpu here: {reason}."
+    _check_backend(USUAL)
+    return USUAL, f"The bundle was made for {target}, but it runs on {USUAL} here: {reason}."
+
+
+def graph_backend(target: str, task: str = "") -> str:
+    """What runs ONNX files on the way to a bundle for `target`: its backend, but where that runs engines alone."""
+    name, _ = choose_backend(target, None, task)
+    return USUAL if name in ENGINES else name
+
+
+def backend_of(manifest: Manifest, asked: str | None) -> tuple[str, str | None]:
+    """`choose_backend` for a bundle: its engine must be there, and run on this machine."""
+    name, note = choose_backend(manifest.target, asked, manifest.task)
+    why = engine_trouble(manifest, name)
+    if why is None:
+        return name, note
+    if asked is not None:
+        raise RuntimeFailure(f"backend '{name}': {why}")
+    return USUAL, f"The bundle was made for {manifest.target}, but it runs on {USUAL} here: {why}."
+
+
+def engine_trouble(manifest: Manifest, backend: str) -> str | None:
+    """Why the bundle's engines for a backend that works here cannot be run; None where they can, or it runs graphs."""
+    if backend not in ENGINES:
+        return None
+    for artifact in (manifest.candidate_for(backend), manifest.baseline_for(backend)):
+        if artifact.engine is None:
+            return f"the {artifact.name} has not been compiled for it: compress compile BUNDLE"
+        if problems := engine_problems(artifact.engine):
+            return f"{artifact.name}: {problems[0]}"
+    return None
+
+
+def _why_not(target: str, task: str) -> str | None:
+    """Why a bundle for `target` is not run on it here; None where it is."""
+    if target not in BACKENDS:
+        return "there is no backend of that name here"
+    if task in GENERATION and not BACKENDS[target].decoders:
+        return "that backend does not run decoders"
+    return BACKENDS[target].available()
 
 
 def _check_backend(name: str) -> None:
@@ -132,7 +172,7 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
     names = {artifact.name for artifact in manifest.artifacts}
     if "baseline" not in names:
         raise BundleError(f"the bundle has no artifact 'baseline' to compare with; it has {', '.join(sorted(names))}")
-    before, after = manifest.artifact("baseline"), manifest.candidate_for(backend)
+    before, after = manifest.baseline_for(backend), manifest.candidate_for(backend)
     for artifact in (before, after):
         if artifact.kind == "checkpoint":
             raise BundleError(f"the {artifact.name} is a checkpoint for {artifact.target}, which is not run here")
@@ -166,12 +206,13 @@ def measure(
         single = feeds(settings.batch_size)
         latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, budget_s)
         del sessions[2:], preprocessors[2:], single[2:]
+        on_device = device_rounds(sessions, single, settings.iterations)
         many, rounds = feeds(settings.throughput_batch_size), large_batch_rounds(settings)
         throughput = time_rounds(sessions, many, rounds, min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S)
         fixed = bound_batch(manifest)
         limited = limited_batches(sessions, feeds, fixed, settings, seed) if settings.latency_limit_ms else None
     before, after = (
-        probe(v.backend, inside(root, v.artifact.path), n_threads, own[0], v.options)
+        probe(v.backend, inside(root, v.artifact.path), n_threads, own[0], open_options(root, v.artifact, v.options))
         for v, own in zip(variants, single, strict=True)
     )
     sizes = variants[0].artifact.size_bytes, variants[1].artifact.size_bytes
@@ -185,6 +226,7 @@ def measure(
         sizes,
         environment(n_threads),
         between_s=latency[2:],
+        device_s=on_device,
     )
 
 
@@ -219,7 +261,13 @@ def _measure_requests(
     }
     before, after = (
         probe(
-            v.backend, inside(root, v.artifact.path), threads, prompts, v.options, v.artifact.cache, settings.new_tokens
+            v.backend,
+            inside(root, v.artifact.path),
+            threads,
+            prompts,
+            open_options(root, v.artifact, v.options),
+            v.artifact.cache,
+            settings.new_tokens,
         )
         for v in variants
     )
@@ -239,13 +287,13 @@ def _measure_requests(
 
 def opened(stack: ExitStack, root: Path, variant: Variant, threads: int) -> Session:
     """A session of the variant, which closes with the stack."""
-    return _open(stack, variant.backend, inside(root, variant.artifact.path), threads, variant.options)
+    session = open_artifact(root, variant.artifact, variant.backend, threads, variant.options)
+    stack.callback(session.close)
+    return session
 
 
-def _open(
-    stack: ExitStack, backend: str, path: Path, threads: int, options: Mapping[str, Any] | None = None
-) -> Session:
-    session = find_backend(backend).open(path, threads, options or {})
+def _open(stack: ExitStack, backend: str, path: Path, threads: int) -> Session:
+    session = find_backend(backend).open(path, threads, {})
     stack.callback(session.close)
     return session
 

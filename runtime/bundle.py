@@ -9,29 +9,33 @@ evaluation/            the frozen samples (samples.npz, samples.jsonl) and basel
 report.* compress.log  what validation measured: in no manifest, because it is written afterwards
 ```
 
-A bundle may come from anyone. Nothing in it is executed, no path in it leaves its folder, and one wrong byte stops the
-load.
+A bundle may come from anyone. Nothing in it is executed but engines, on the backends made for them; no path in it
+leaves its folder, and one wrong byte stops the load.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runtime.columns import Array, Columns, count
+from runtime.engine import ENGINES
 from runtime.errors import BundleError, UsageError
 from runtime.files import (
     checkpoint_files,
     checkpoint_size,
+    engine_files,
     inside,
     model_files,
     model_size,
     regular_files,
     sha256_of,
+    write_whole,
 )
 from runtime.manifest import (
     FORMAT_VERSION,
@@ -51,6 +55,9 @@ from runtime.manifest import (
 from runtime.preprocess import spec_from_dict
 from runtime.records import Mismatch, from_json, to_json
 from runtime.samples import digest_columns, read_jsonl, read_npz, split_columns, write_jsonl, write_npz
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""What a bundle may be called: deployments make folders and files of the name."""
 
 __all__ = [
     "FORMAT_VERSION",
@@ -91,6 +98,8 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
 )
 CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 MAX_MANIFEST_BYTES = 64 * 2**20
+FILES_OF = {"onnx": model_files, "checkpoint": checkpoint_files, "engine": engine_files}
+"""Kind of artifact -> the files that its size counts."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -112,7 +121,7 @@ def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
     }
     manifest = replace(manifest, files=records, digest="")
     manifest = replace(manifest, digest=_digest(to_json(manifest)))
-    (staging / MANIFEST).write_bytes(canonical_json(manifest))
+    write_whole(staging / MANIFEST, canonical_json(manifest))
     return read_manifest(staging)
 
 
@@ -255,6 +264,8 @@ def _parse(data: Any) -> Manifest:
             f"format_version is {data.get('format_version')!r}; this version of runtime reads {FORMAT_VERSION}"
         )
     manifest = from_json(Manifest, data, "manifest")
+    if not NAME.fullmatch(manifest.name):
+        raise ValueError(f"manifest.name: {manifest.name!r} is more than letters, digits, dot, dash and underscore")
     spec_from_dict(manifest.preprocess)
     if manifest.task not in TASKS:
         raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
@@ -265,6 +276,9 @@ def _parse(data: Any) -> Manifest:
         raise ValueError(
             f"manifest.artifacts: {', '.join(names) or 'none'}; names must differ and one must be 'candidate'"
         )
+    for order in manifest.orders:
+        if order.runtime not in ENGINES or order.graph not in names:
+            raise ValueError(f"manifest.orders: {order.name}: there is no runtime {order.runtime} or no {order.graph}")
     return manifest
 
 
@@ -284,6 +298,8 @@ def _path_problems(root: Path, manifest: Manifest) -> Iterator[str]:
     """Paths that leave the folder, that differ only in case, or that `files` does not list."""
     evaluation = manifest.evaluation
     used = [artifact.path for artifact in manifest.artifacts]
+    for record in (artifact.engine for artifact in manifest.artifacts if artifact.engine is not None):
+        used += [name for name in (record.weights_from, record.layers) if name]
     used += [p for p in (evaluation.arrays, evaluation.texts, evaluation.baseline_outputs) if p] if evaluation else []
     for name in dict.fromkeys([*manifest.files, *used]):
         try:
@@ -318,8 +334,7 @@ def _file_problems(file: Path | None, name: str, record: FileRecord) -> list[str
 
 def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> list[str]:
     try:
-        find = checkpoint_files if artifact.kind == "checkpoint" else model_files
-        files = find(inside(root, artifact.path))
+        files = FILES_OF[artifact.kind](inside(root, artifact.path))
     except BundleError as error:
         return [f"{artifact.path}: {problem}" for problem in error.problems]
     unlisted = [file.name for file in files if file.relative_to(root).as_posix() not in manifest.files]
@@ -327,6 +342,6 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        what = "in its tensors" if artifact.kind == "checkpoint" else "with external data"
+        what = {"checkpoint": "in its tensors", "engine": "in the file"}.get(artifact.kind, "with external data")
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []

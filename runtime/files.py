@@ -30,6 +30,16 @@ def inside(root: Path, relative: str) -> Path:
     return path
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` under another name first, so that no half of it ever stands under `path`."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def model_files(model: Path) -> tuple[Path, ...]:
     """The .onnx file and the files of external data that it names.
 
@@ -42,6 +52,13 @@ def model_files(model: Path) -> tuple[Path, ...]:
     if missing:
         raise BundleError(f"{model}: its external data is missing: {', '.join(missing)}")
     return (model, *data)
+
+
+def engine_files(engine: Path) -> tuple[Path, ...]:
+    """The engine's own file. BundleError if it is missing."""
+    if not engine.is_file():
+        raise BundleError(f"{engine}: the engine's file is missing")
+    return (engine,)
 
 
 def model_size(model: Path) -> int:

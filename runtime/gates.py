@@ -89,15 +89,27 @@ def _rule_problems(gate: Gate) -> list[str]:
 
 
 def judge(
-    judgement: Judgement, evidence: Mapping[str, Evidence], failures: Mapping[str, str] | None = None
+    judgement: Judgement,
+    evidence: Mapping[str, Evidence],
+    failures: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[GateResult, ...]:
-    """Decide every rule of every gate. A metric in `failures` could not be measured: its gates fail, saying why."""
+    """Decide every rule of every gate. A metric in `failures` could not be measured: its gates fail, saying why.
+
+    Of a metric in `elsewhere` this machine cannot tell, for the reason there: its gates are undecided.
+    """
     results = []
     for gate in judgement.gates:
         undecided_holds = (gate.undecided or judgement.undecided) == "pass"
         for rule, limit in gate.bounds.items():
             if failures and gate.metric in failures:
                 results.append(_failed(gate.metric, rule, limit, failures[gate.metric]))
+            elif elsewhere and gate.metric in elsewhere:
+                counted = "; counted as a pass" if undecided_holds else "; counted as a failure"
+                why = elsewhere[gate.metric] + counted
+                results.append(
+                    GateResult(gate.metric, f"{rule} {limit:g}", None, None, "undecided", undecided_holds, why)
+                )
             else:
                 results.append(_decide(evidence[gate.metric], rule, limit, judgement.confidence, undecided_holds))
     return tuple(results)

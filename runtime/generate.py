@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,13 @@ class Result:
     prompt_tokens: int
 
 
+NUMBERS: dict[str, type] = {
+    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "min_p": Real,
+    "repetition_penalty": Real, "seed": Integral,
+}  # fmt: skip
+"""Settings of a request that are numbers, whole ones or any."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked for. None: what the model's makers say, `Generation`; tokens: as many as fit, at most 128."""
@@ -58,9 +66,17 @@ class Request:
     """A prompt is what a user says, or a list of messages, put into the model's chat template."""
 
     def __post_init__(self) -> None:
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, NUMBERS[name]) and not isinstance(value, bool)):
+                raise UsageError(f"{name} is {value!r}: give a number{'' if NUMBERS[name] is Real else ', whole'}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if (
+            not isinstance(self.stop, Sequence)
+            or isinstance(self.stop, str)
+            or not all(isinstance(text, str) and text for text in self.stop)
+        ):
             raise UsageError(f"stop is {self.stop!r}: give a list of texts, none of them empty")
 
     def sampling(self, defaults: Generation) -> Sampling:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from runtime.engine import EngineOrder, EngineRecord
 from runtime.records import PYDANTIC_CONFIG
 
 FORMAT_VERSION = 1
@@ -79,12 +80,12 @@ class KvCache:
 
 @dataclass(frozen=True)
 class Artifact:
-    """One model of the bundle: an .onnx file, or a checkpoint's folder that another engine loads."""
+    """One model of the bundle: an .onnx file, a checkpoint's folder that another engine loads, or a compiled engine."""
 
     name: str
     """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend."""
     path: str
-    """Of the .onnx file, or of a checkpoint's config.json; relative to the bundle's folder."""
+    """Of the .onnx file, of a checkpoint's config.json, or of an engine; relative to the bundle's folder."""
     target: str
     """The backend it was made for."""
     precision: str
@@ -95,8 +96,14 @@ class Artifact:
     """The file and its external data; all the folder's safetensors of a checkpoint."""
     cache: KvCache | None = None
     """A decoder's; None: each call reads whole texts."""
-    kind: Literal["onnx", "checkpoint"] = "onnx"
+    kind: Literal["onnx", "checkpoint", "engine"] = "onnx"
     """A checkpoint is not run here: its quality was measured when it was built."""
+    engine: EngineRecord | None = None
+    """An engine's: what it was compiled with and for."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "engine") != (self.engine is not None):
+            raise ValueError(f"artifact '{self.name}': an engine has a record of its build, and nothing else has one")
 
 
 @dataclass(frozen=True)
@@ -285,6 +292,8 @@ class Manifest:
     """text-generation: what generating needs to know."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where the bundle holds no baseline to run."""
+    orders: tuple[EngineOrder, ...] = ()
+    """Engines that the recipe asks for; those without an artifact of their name are left for `compress compile`."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file of the bundle but the manifest itself and what validation writes; `write_bundle` fills it."""
     created_by: str
@@ -295,10 +304,28 @@ class Manifest:
         """The artifact called `name`; KeyError if there is none."""
         return {artifact.name: artifact for artifact in self.artifacts}[name]
 
+    def waiting(self) -> tuple[EngineOrder, ...]:
+        """Orders that no artifact fills yet."""
+        built = {artifact.name for artifact in self.artifacts}
+        return tuple(order for order in self.orders if order.name not in built)
+
     def candidate_for(self, backend: str) -> Artifact:
-        """The compressed model to run on `backend`: the flavour made for it if there is one, else the candidate."""
-        flavours = [a for a in self.artifacts if a.name == f"candidate-{backend}"]
-        return flavours[0] if flavours else self.artifact("candidate")
+        """The compressed model to run on `backend`: its engine or flavour if there is one, else the candidate."""
+        return self._first(f"engine-{backend}", f"candidate-{backend}", "candidate")
+
+    def graph_for(self, backend: str) -> Artifact:
+        """The ONNX file that `candidate_for` is, or was compiled from."""
+        chosen = self.candidate_for(backend)
+        graphs = {order.name: order.graph for order in self.orders}
+        return self.artifact(graphs.get(chosen.name, chosen.name))
+
+    def baseline_for(self, backend: str) -> Artifact:
+        """The float model to run on `backend`; KeyError if there is none."""
+        return self._first(f"baseline-{backend}", "baseline")
+
+    def _first(self, *names: str) -> Artifact:
+        there = {artifact.name for artifact in self.artifacts}
+        return self.artifact(next((name for name in names if name in there), names[-1]))
 
 
 def fixed_batch(specs: Sequence[TensorSpec]) -> int | None:

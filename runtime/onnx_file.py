@@ -1,4 +1,4 @@
-"""Which other files an .onnx file reads its weights from, found in its bytes: no onnx package, no weights loaded.
+"""What an .onnx file holds, found in its bytes: no onnx package, no weights loaded.
 
 A bundle may come from anyone, and an external-data location is a path that a runtime will open. Only the wire format
 and the field numbers of onnx.proto are needed to see them.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.errors import BundleError
-from runtime.protobuf import fields
+from runtime.protobuf import Data, fields
 
 # message -> {field number: the message it holds}, for every way that leads to a TensorProto
 _CHILDREN: dict[str, dict[int, str]] = {
@@ -23,6 +23,7 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
     "sparse": {1: "tensor", 2: "tensor"},
     "tensor": {13: "entry"},
+    "entry": {},
 }
 
 
@@ -38,15 +39,19 @@ def external_files(path: Path) -> frozenset[str]:
                 raise BundleError(f"{path}: not an ONNX model ({error}); build the bundle again") from error
 
 
-def _locations(data: mmap.mmap) -> Iterator[str]:
+def messages(data: Data) -> Iterator[tuple[str, int, int]]:
+    """(kind, first byte, last byte + 1) of each message on a way to a tensor, the model first; errors of `fields`."""
     pending = [("model", 0, len(data))]
     while pending:
-        message, start, stop = pending.pop()
-        for number, first, last, _ in fields(data, start, stop):
-            child = _CHILDREN[message].get(number)
-            if child == "entry":
-                entry = {n: bytes(data[a:b]) for n, a, b, _ in fields(data, first, last)}
-                if entry.get(1) == b"location":
-                    yield entry.get(2, b"").decode()
-            elif child is not None:
-                pending.append((child, first, last))
+        kind, start, stop = pending.pop()
+        yield kind, start, stop
+        children = _CHILDREN[kind]
+        pending += [(children[n], first, last) for n, first, last, _ in fields(data, start, stop) if n in children]
+
+
+def _locations(data: Data) -> Iterator[str]:
+    for kind, start, stop in messages(data):
+        if kind == "entry":
+            entry = {n: bytes(data[a:b]) for n, a, b, _ in fields(data, start, stop)}
+            if entry.get(1) == b"location":
+                yield entry.get(2, b"").decode()

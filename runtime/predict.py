@@ -12,7 +12,7 @@ from runtime.backends.base import Feeds, Session
 from runtime.columns import Array, Columns, count, take_texts
 from runtime.errors import BundleError, UsageError
 from runtime.manifest import GENERATION, TASKS, Manifest, TensorSpec
-from runtime.preprocess import Preprocessor, make_preprocessor, pool, spec_from_dict
+from runtime.preprocess import Preprocessor, TextPreprocess, make_preprocessor, pool, spec_from_dict
 from runtime.scoring import score
 from runtime.texts import TextEncoder
 
@@ -111,15 +111,22 @@ def _batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> I
 
 def _outputs(session: Session, preprocessor: Preprocessor, task: str, columns: Columns, rows: Array) -> Feeds:
     if task != "feature-extraction":
-        outputs = session.run(preprocessor.encode(columns, rows))
-        return {"logits": _logits(outputs)} if task.endswith("classification") else _per_sample(outputs, len(rows))
+        return task_outputs(session.run(preprocessor.encode(columns, rows)), task, len(rows))
     if not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"feature-extraction needs preprocess kind: text, not {preprocessor.spec.kind}")
     tokens = preprocessor.tokenize(columns, rows)
     outputs = session.run(preprocessor.feeds(tokens))
-    return {
-        "embeddings": pool(_hidden(outputs, preprocessor.spec.pooling), tokens["attention_mask"], preprocessor.spec)
-    }
+    return {"embeddings": pooled(outputs, tokens["attention_mask"], preprocessor.spec)}
+
+
+def task_outputs(outputs: Feeds, task: str, n: int) -> Feeds:
+    """What a model gave for `n` samples, by the task's own names: logits of a classifier, else as they are."""
+    return {"logits": _logits(outputs)} if task.endswith("classification") else _per_sample(outputs, n)
+
+
+def pooled(outputs: Feeds, mask: Array, spec: TextPreprocess) -> Array:
+    """[B, D], one embedding for each text. `mask` [B, T], 1 at tokens."""
+    return pool(_hidden(outputs, spec.pooling), mask, spec)
 
 
 def _logits(outputs: Feeds) -> Array:

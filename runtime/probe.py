@@ -5,7 +5,6 @@ The process imports the backend's library first, so that what is counted is the 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -98,7 +97,7 @@ def main(task: str) -> None:
     """Measure here and print one JSON line."""
     order = json.loads(task)
     backend = BACKENDS[order["backend"]]
-    importlib.import_module(order["backend"].partition("-")[0])  # onnxruntime-cpu: onnxruntime
+    backend.library()
     with np.load(order["feeds"], allow_pickle=False) as saved:
         feeds = dict(saved)
     bare = peak_memory_bytes()

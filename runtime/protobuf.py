@@ -8,11 +8,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 
+Data = bytes | mmap.mmap
 Field = tuple[int, int, int, int]
 """(field number, first byte, last byte + 1, value): value for a varint, the bytes for anything longer."""
 
 
-def fields(data: mmap.mmap, start: int, stop: int) -> Iterator[Field]:
+def fields(data: Data, start: int, stop: int) -> Iterator[Field]:
     """The fields of the message in data[start:stop], in order.
 
     ValueError where a field is longer than the message, of a type that proto3 lacks, or a number of more than 64 bits;
@@ -35,7 +36,7 @@ def fields(data: mmap.mmap, start: int, stop: int) -> Iterator[Field]:
         start += length
 
 
-def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
+def _varint(data: Data, at: int) -> tuple[int, int]:
     """The number at `at`, seven bits a byte with the lowest first, and where it ends."""
     value = shift = 0
     while True:

@@ -84,6 +84,9 @@ def table_rows(report: Report) -> list[Row]:
             _times(report, f"latency_{p}"),
         )
         rows.append(row)
+    if on_device := report.benchmark.get("device_p50_ms"):
+        first, second = on_device["baseline"], on_device["candidate"]
+        rows.append(Row("on the GPU alone", ms_text(first), ms_text(second), f"{first / second:.2f}x"))
     batch = after.throughput_batch_size
     rows.append(_rate_row(report, f"throughput, batch {batch}", "throughput"))
     if after.throughput_under_latency_per_s is not None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from runtime.backends import Feeds, Session
+from runtime.backends import DeviceTimed, Feeds, Session
 
 MIN_ROUNDS = 10
 """Rounds that are made whatever they take: fewer give no interval."""
@@ -43,6 +43,22 @@ def time_rounds(
                 if repeats[m] == 2:
                     sessions[m].run(batch)
                 seconds[m, turn] = _timed(sessions[m], batch)
+    return seconds
+
+
+def device_rounds(sessions: Sequence[Session], feeds: Sequence[Sequence[Feeds]], rounds: int) -> np.ndarray | None:
+    """Seconds per call by the device's own clock (CUDA events), copies left out: float64 [models, rounds].
+
+    The models take turns. None where one of them runs on no such device.
+    """
+    clocks = [session for session in sessions if isinstance(session, DeviceTimed)]
+    if len(clocks) < len(sessions):
+        return None
+    seconds = np.empty((len(sessions), rounds))
+    for turn in range(rounds):
+        for m, (session, clock) in enumerate(zip(sessions, clocks, strict=True)):
+            session.run(feeds[m][turn % len(feeds[m])])
+            seconds[m, turn] = clock.device_ms / 1000
     return seconds
 
 

@@ -15,20 +15,21 @@ from runtime.advice import advise, larger
 from runtime.alternatives import available_others, compare, only_main
 from runtime.benchmark import (
     BenchmarkResult,
-    choose_backend,
+    backend_of,
     measure,
     opened,
     pair,
     speed_evidence,
 )
 from runtime.bundle import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
+from runtime.engine import ENGINES
 from runtime.environment import environment
 from runtime.errors import BundleError
 from runtime.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.findings import Report, differences, ratios, side
 from runtime.gates import check_gates, judge, overall
 from runtime.manifest import GENERATION
-from runtime.metrics import MEASURED, METRICS, Metric, NonFiniteOutputs, Outputs, check_finite
+from runtime.metrics import MEASURED, METRICS, SIZES, Metric, NonFiniteOutputs, Outputs, check_finite
 from runtime.onnx_graph import graph_facts
 from runtime.predict import bundle_preprocessor, run_samples
 from runtime.report import remove_report, write_report
@@ -53,6 +54,8 @@ class Case:
     others: Sequence[str]
     threads: int | None
     notes: Sequence[str]
+    elsewhere: str = ""
+    """Why speed and memory are not judged here; "": they are."""
 
     @property
     def labels(self) -> Any | None:
@@ -92,11 +95,13 @@ def judge_model(case: Case, steps: Sequence[StepModel] = ()) -> Report:
     """The report on a candidate that is run and timed here."""
     candidate = run_candidate(case)
     evidence, failures = quality(case, candidate)
+    if case.backend in ENGINES:  # what a step left is an ONNX file
+        steps = [replace(step, path=None) for step in steps]
     between = [(step.path, step.cache) for step in steps if step.path is not None]
     timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, between)
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = other_ways(case, timed)
-    graph = graph_facts(inside(case.root, case.manifest.candidate_for(case.backend).path))
+    graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))
     advice = [*list(failures.values())[:1], *advise(evidence, case.backend, timed.environment, graph, rows, case.notes)]
     report = assemble(case, timed, evidence, failures, rows, advice)
     return replace(report, steps=step_table(case, steps, candidate, timed, report)) if steps else report
@@ -126,10 +131,10 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     check_gates(manifest.judgement, manifest.task, labels is not None)
     _, batch_note = settings_for(manifest, threads)
     task = manifest.task
-    main, backend_note = choose_backend(manifest.target, backends[0] if backends else None, task)
-    others = [choose_backend(manifest.target, name, task)[0] for name in (backends or [])[1:]]
+    main, backend_note = backend_of(manifest, backends[0] if backends else None)
+    others = [backend_of(manifest, name)[0] for name in (backends or [])[1:]]
     if not backends and task not in GENERATION:
-        others = available_others(main)
+        others = available_others(manifest, main)
     candidate = manifest.candidate_for(main)
     if candidate.kind == "checkpoint":
         backend_note = f"Quality was measured by torch when it was built: {_NOT_RUN.format(candidate.target)}."
@@ -140,7 +145,12 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
     notes = [*build_notes(root, manifest), *(note for note in (backend_note, batch_note) if note)]
-    return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes)
+    elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
+    return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere)
+
+
+_ELSEWHERE = "the bundle is for {}, which does not run on this machine; judge it there: python -m runtime validate DIR"
+"""Where the candidate is judged on another backend than its own, and nobody asked for that one."""
 
 
 def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[str, str]]:
@@ -204,7 +214,8 @@ def assemble(
 ) -> Report:
     """The report of what is known; a candidate with broken outputs (default: any failure) fails even without a gate."""
     manifest = case.manifest
-    gates = judge(manifest.judgement, evidence, failures)
+    elsewhere = {name: case.elsewhere for name in MEASURED if name not in SIZES} if case.elsewhere else {}
+    gates = judge(manifest.judgement, evidence, failures, elsewhere)
     return Report(
         verdict="fail" if (bool(failures) if broken is None else broken) else overall(gates),
         gates=gates,
@@ -247,10 +258,14 @@ def _common(
 
 
 def _followed(task: str, timed: BenchmarkResult) -> dict[str, Any]:
-    """The settings that say something about this task, and how many rounds were timed."""
+    """The settings that say something about this task, how many rounds were timed, and what a GPU's own clock says."""
     unused = (*NOT_OF_DECODERS, "throughput_batch_size") if task in GENERATION else OF_DECODERS
     settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
-    return {**settings, "rounds": timed.rounds}
+    found = {**settings, "rounds": timed.rounds}
+    if timed.device_s is not None:
+        before, after = (1000 * float(np.median(seconds)) for seconds in timed.device_s)
+        found["device_p50_ms"] = {"baseline": before, "candidate": after}
+    return found
 
 
 def build_notes(root: Path, manifest: Manifest) -> list[str]:

@@ -108,8 +108,12 @@ def test_every_metric_file_is_listed() -> None:
 
 
 def test_every_backend_file_is_listed() -> None:
-    from runtime.backends import BACKENDS
+    from runtime.backends import BACKENDS, Backend
 
     files = {path.stem for path in (ROOT / "runtime/backends").glob("*.py")} - {"__init__", "base"}
     modules = {stem: __import__(f"runtime.backends.{stem}", fromlist=["_"]) for stem in files}
-    assert {id(module.BACKEND) for module in modules.values()} == {id(backend) for backend in BACKENDS.values()}
+    own = {
+        stem: {id(one) for one in vars(module).values() if isinstance(one, Backend)} for stem, module in modules.items()
+    }
+    assert all(own.values()), f"runtime/backends: a file that defines no backend: {own}"
+    assert set().union(*own.values()) == {id(backend) for backend in BACKENDS.values()}

@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-ON_BENCH = ("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality")
+ON_BENCH = (
+    *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
+    *("tensorrt_rtx_build", "engine_speed"),
+)
 """Those that measure on real models."""
 SCRIPTS = (*ON_BENCH, "gptq_speed", "compression_memory", "decode", "kill_resume")
 

@@ -16,13 +16,14 @@ from compress import __version__
 from compress.blocks.streamed import StreamedModel
 from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
+from compress.export.engines import write_engines
 from compress.export.genai import write_genai_config
 from compress.export.onnx import finish, float_graph, save_graph
-from compress.exports import CheckpointExport
+from compress.exports import CheckpointExport, EngineExport
 from compress.facts import Note
 from compress.graph.cache import cache_of
 from compress.graph.specs import input_specs, output_specs
-from compress.quantize.state import GraphState
+from compress.quantize.state import FLOAT8, GraphState
 from compress.schema import Recipe
 from compress.targets import TARGETS
 from runtime.bundle import (
@@ -37,6 +38,8 @@ from runtime.bundle import (
     write_outputs,
     write_samples,
 )
+from runtime.engine import EngineOrder
+from runtime.files import write_whole
 from runtime.preprocess import PreprocessSpec, spec_to_dict
 
 FOLDER_FILES = (
@@ -88,6 +91,8 @@ class Contents:
     """Of a candidate that the runtime cannot run: measured at the build."""
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
+    cache: Path | None = None
+    """Where timing caches of engines are kept; None: the user's folder."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where no baseline is written."""
 
@@ -98,15 +103,15 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     Raises ExportError, BundleError.
     """
     recipe = contents.recipe
-    artifacts, notes = _write_artifacts(staging, contents)
+    artifacts, orders, notes = _write_artifacts(staging, contents)
     evaluation = write_samples(staging, contents.samples)
     write_outputs(staging, contents.baseline_outputs)
     if contents.candidate_outputs is not None:
         write_candidate_outputs(staging, contents.candidate_outputs)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
-    _write_json(staging / "lock.json", contents.lock)
+    write_json(staging / "lock.json", contents.lock)
     layers = [*contents.layers, *note_rows(notes)]
-    _write_json(staging / "layers.json", layers)
+    write_json(staging / "layers.json", layers)
     manifest = Manifest(
         name=recipe.name,
         task=recipe.model.task,
@@ -118,6 +123,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         judgement=recipe.validate_,
         generation=contents.generation,
         source_bytes=contents.source_bytes,
+        orders=tuple(orders),
         created_by=f"compress {__version__}",
     )
     (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
@@ -129,9 +135,12 @@ def note_rows(notes: Sequence[Note]) -> list[dict[str, Any]]:
     return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in notes]
 
 
-def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact], list[Note]]:
+def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact], list[EngineOrder], list[Note]]:
     """The float graph if there are graphs, then every export; the one for the recipe's target is the candidate."""
-    recipe, artifacts, notes = contents.recipe, [], []
+    recipe = contents.recipe
+    artifacts: list[Artifact] = []
+    orders: list[EngineOrder] = []
+    notes: list[Note] = []
     if contents.graphs is not None:
         graph = float_graph(contents.graphs.float_model)
         artifacts.append(
@@ -148,7 +157,15 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
             artifact, found = _write_flavour(folder, "candidate" if main else f"candidate-{target}", target, contents)
         artifacts.append(artifact)
         notes += found
-    return artifacts, notes
+        if isinstance(export, EngineExport):
+            pair = (artifact, artifacts[0])
+            made = write_engines(
+                staging, export, recipe, contents.preprocess, contents.generation, pair, contents.cache
+            )
+            artifacts += made.artifacts
+            orders += made.orders
+            notes += made.notes
+    return artifacts, orders, notes
 
 
 def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> tuple[Artifact, list[Note]]:
@@ -188,8 +205,8 @@ def _write_checkpoint(
 
 
 def precision(state: GraphState) -> str:
-    """What the weights are stored in, in words: "int8", "int4 + float16", ..."""
-    found = {f"int{weight.bits}" for weight in state.weights.values()}
+    """What the weights are stored in, in words: "int8", "float8", "int4 + float16", ..."""
+    found = {"float8" if w.values.dtype == FLOAT8 else f"int{w.bits}" for w in state.weights.values()}
     return " + ".join([*sorted(found), *([state.half] if state.half else [])]) or "float32"
 
 
@@ -218,5 +235,6 @@ def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None
             shutil.copyfile(origin / name, folder / name)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def write_json(path: Path, value: Any) -> None:
+    """As all JSON files of a bundle but its manifest and reports are written."""
+    write_whole(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())

@@ -15,6 +15,8 @@ INTEGER_PAIRS = {("DequantizeLinear", "QuantizeLinear"), ("Cast", "MatMulInteger
 TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 """Finite value of each type."""
+HIDDEN = -1e30
+"""What is this low hides the token that it is added to: as good as -infinity, which a softmax makes 0."""
 STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"}
 STAYS |= {"Constant", "ConstantOfShape", "If", "Loop", "Scan"}
 """Operators whose float inputs are parameters, whose type is part of what they do, or that hold graphs of their own."""
@@ -94,9 +96,9 @@ def _as_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir
 
 
 def _clipped(array: np.ndarray, half: ir.DataType) -> np.ndarray:
-    """Masks such as -3.4e38 become the type's own lowest value."""
+    """What hides (masks such as -3.4e38) becomes half of the type's lowest value: a score added to it stays finite."""
     limit = LARGEST[half.name.lower()]
-    clipped: np.ndarray = np.clip(array, -limit, limit)
+    clipped: np.ndarray = np.where(array <= HIDDEN, -limit / 2, np.clip(array, -limit, limit))
     return clipped.astype(half.numpy())
 
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from compress.graph.edit import tidy
+from runtime.backends.onnxruntime_cpu import create
 
 Feeds = dict[str, np.ndarray]
 TAPPED = "/tapped"
@@ -31,11 +32,11 @@ def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if isinstance(model, Path) or weight_bytes(model) < IN_MEMORY:
         source = str(model) if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return create(source, options, ["CPUExecutionProvider"])
     with tempfile.TemporaryDirectory() as folder:  # a protobuf holds no more than 2 GiB
         path = Path(folder) / "model.onnx"
         ir.save(model, path, external_data="weights")
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return create(str(path), options, ["CPUExecutionProvider"])
 
 
 def weight_bytes(model: ir.Model) -> int:

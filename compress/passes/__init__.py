@@ -7,6 +7,7 @@ from compress.passes.base import Pass, Record
 from compress.passes.distill import Distill
 from compress.passes.equalize import Equalize
 from compress.passes.fold_batchnorm import FoldBatchNorm
+from compress.passes.fp8 import Fp8
 from compress.passes.gptq import Gptq
 from compress.passes.hqq import Hqq
 from compress.passes.int8 import Int8
@@ -28,6 +29,7 @@ PASSES: tuple[type[Pass], ...] = (
     Distill,
     Equalize,
     FoldBatchNorm,
+    Fp8,
     Gptq,
     Hqq,
     Int8,
@@ -51,6 +53,7 @@ __all__ = [
     "Distill",
     "Equalize",
     "FoldBatchNorm",
+    "Fp8",
     "Gptq",
     "Hqq",
     "Int8",

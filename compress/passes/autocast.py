@@ -62,6 +62,8 @@ class Autocast(Pass):
         ignored = {d.layer for d in kept if d.reason.startswith("ignore")}
         nodes = {layer.name: layer_nodes(layer) for layer in find_layers(model.model)}
         stays = sorted({*overflowing, *(node for name in ignored for node in nodes[name])})
+        if taken and all(nodes[layer.name][0] in overflowing for layer in taken):
+            raise PassError(f"autocast: {_nothing_left(self, overflowing)}")
         notes = []
         if overflowing:
             named = ", ".join(f"{name} (largest value {peak:.3g})" for name, peak in sorted(overflowing.items()))
@@ -74,3 +76,13 @@ class Autocast(Pass):
         ]
         state = replace(model, half=self.dtype, half_kept=stays)
         return PassResult(state, (*decisions, *kept), tuple(notes))
+
+
+def _nothing_left(knobs: Autocast, overflowing: dict[str, float]) -> str:
+    """Where every layer would have to stay float32."""
+    node, peak = max(overflowing.items(), key=lambda item: item[1])
+    way_out = "use dtype: bfloat16, or ask for less headroom" if knobs.dtype == "float16" else "leave the pass out"
+    return (
+        f"every layer could overflow {knobs.dtype} (the largest value, {peak:.3g}, is at {node}; headroom "
+        f"{knobs.headroom:g}), so nothing can be computed in it: {way_out}"
+    )

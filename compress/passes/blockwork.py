@@ -17,10 +17,11 @@ from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, Reading
 from compress.passes.weight_only import WeightPass
-from compress.quantize.fp8 import LARGEST, round_to_fp8
+from compress.quantize.fp8 import round_to_fp8
 from compress.quantize.grid import finite, round_to_grid
 from compress.quantize.observers import Method, Observer, choose_range
 from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.state import LARGEST_FLOAT8
 from compress.schemes import ActivationScheme, Scheme
 from compress.targets import Target
 
@@ -143,7 +144,7 @@ class InputRanges:
             raise ValueError("its inputs were never other than zero on the calibration data: they have no scale")
         method: Method = "minmax" if scheme.kind == "float" else "mse"
         high = choose_range(seen, method, symmetric=True)[1]
-        return high / (LARGEST if scheme.kind == "float" else 2 ** (scheme.bits - 1) - 1)
+        return high / (LARGEST_FLOAT8 if scheme.kind == "float" else 2 ** (scheme.bits - 1) - 1)
 
 
 def _merged(observers: Sequence[Observer]) -> Observer | None:

@@ -24,12 +24,12 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.passes.blockwork import full_name
 from compress.passes.kv_cache import attentions
-from compress.quantize.fp8 import LARGEST
+from compress.quantize.state import LARGEST_FLOAT8
 
 if TYPE_CHECKING:
     from compress.passes.kv_cache import KvCache
 
-LEVELS = {"int8": 127.0, "fp8": LARGEST}
+LEVELS = {"int8": 127.0, "fp8": LARGEST_FLOAT8}
 
 
 def apply_kv_cache(knobs: KvCache, model: StreamedModel, context: PassContext) -> PassResult:

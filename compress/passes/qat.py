@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 
 from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
 from compress.passes.base import Stage
-from compress.passes.int8 import Calibration, Int8, Restore
+from compress.passes.eight_bit import Calibration, Restore
+from compress.passes.int8 import Int8
 from compress.passes.loss_terms import EMBEDDINGS, LabelsTerm, LearningPass, Terms
 from compress.passes.weight_only import WeightPass
 from compress.schemes import Scheme

@@ -24,7 +24,7 @@ from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.graph.torch_graph import TorchGraph, check_operators
-from compress.passes.int8_steps import MEASURE_BATCHES, apply_int8
+from compress.passes.eight_bit_steps import MEASURE_BATCHES, apply_eight_bit
 from compress.passes.loss_steps import batches_of, objective, training_set
 from compress.passes.qat import Qat
 from compress.passes.training_steps import kept_steps, measured, no_keeper, told, zero_keeper
@@ -79,7 +79,7 @@ def apply_qat_int8(knobs: Qat, state: GraphState, context: PassContext) -> PassR
     trainset, loaded = training_set(NAME, context), _as_it_came(context)
     feeds, sample = trainset.feeds(np.arange(1)), list(islice(context.batches, MEASURE_BATCHES))
     check_in_torch(state, sample[0] if sample else feeds)
-    begun = apply_int8(knobs.int8(), state, context)
+    begun = apply_eight_bit(knobs.int8(), state, context)
     simulated = SimulatedGraph(begun.model, context.target.flavour, knobs.learn_scales)
     loaded, teacher = _fed_as_the_graph(loaded, feeds)
     student = Student(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))

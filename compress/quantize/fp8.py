@@ -7,10 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.graph.layers import GraphLayer
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
+from compress.quantize.state import LARGEST_FLOAT8
 
-LARGEST = 448.0
-"""Of float8_e4m3fn, which has no infinity."""
+
+def round_layer_to_fp8(layer: GraphLayer) -> QuantizedWeight:
+    """A graph's layer, one scale in all. Raises ValueError naming the layer on NaN or Inf."""
+    try:
+        return round_to_fp8(torch.tensor(layer.matrix()), 0)
+    except ValueError as error:
+        raise ValueError(f"{layer.name}: {error}") from error
 
 
 def round_to_fp8(weight: Tensor, group_size: int = -1) -> QuantizedWeight:
@@ -24,7 +31,7 @@ def round_to_fp8(weight: Tensor, group_size: int = -1) -> QuantizedWeight:
         raise ValueError("the weight holds NaN or Inf")
     weight = weight.float()
     peak = weight.abs().amax(1, keepdim=True) if group_size else weight.abs().amax().reshape(1, 1)  # [out or 1, 1]
-    scales = (torch.where(peak > 0, peak, LARGEST) / LARGEST).clamp_min(SMALLEST_SCALE)
-    levels = (weight / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scales = (torch.where(peak > 0, peak, LARGEST_FLOAT8) / LARGEST_FLOAT8).clamp_min(SMALLEST_SCALE)
+    levels = (weight / scales).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
     values = levels.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return QuantizedWeight(values, scales.numpy().astype(np.float32), None, 8, group_size)

@@ -16,18 +16,23 @@ from compress.quantize.observers import Method, Observer, choose_range
 from compress.quantize.placement import Kind, after_activation
 from compress.quantize.qdq import integer_layers, placement_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.quantize.state import GraphState, Range
+from compress.quantize.state import FLOAT8, GraphState, Range
 
 Setting = tuple[Method, float]
 """How a range is chosen: (method, percentile)."""
 
 
 def with_integer_layers(
-    state: GraphState, names: Sequence[str], placement: Kind, attention: bool, dynamic: bool
+    state: GraphState,
+    names: Sequence[str],
+    placement: Kind,
+    attention: bool,
+    dynamic: bool,
+    rounded: Callable[[GraphLayer], QuantizedWeight] | None = None,
 ) -> GraphState:
-    """The state with these layers' weights rounded to int8, per output channel (embeddings: per column).
+    """The state with these layers' weights `rounded` to eight bits: by default to int8, as `round_layer` does.
 
-    Raises ValueError when a weight is not finite, or when the state holds int8 layers with other settings: they are one
+    Raises ValueError when a weight is not finite, or when the state holds such layers with other settings: they are one
     for the whole graph.
     """
     if state.integer and (state.placement, state.attention, state.dynamic) != (placement, attention, dynamic):
@@ -35,7 +40,9 @@ def with_integer_layers(
             "an int8 pass before has another mode, placement or attention; put all layers into one int8 pass"
         )
     layers = {layer.name: layer for layer in find_layers(state.model)}
-    weights = {name: round_layer(layers[name]) for name in names}
+    weights = {name: (rounded or round_layer)(layers[name]) for name in names}
+    if state.integer and state.in_float8 != any(weight.values.dtype == FLOAT8 for weight in weights.values()):
+        raise ValueError("a pass before computes other layers in another type of eight bits; one graph has one of them")
     return replace(
         state,
         integer=[*state.integer, *(name for name in names if layers[name].op != "Gather")],
@@ -48,7 +55,10 @@ def with_integer_layers(
 
 
 def round_layer(layer: GraphLayer) -> QuantizedWeight:
-    """int8, symmetric, range searched for the least squared error. Raises ValueError naming the layer on NaN or Inf."""
+    """int8, symmetric, per output channel (embeddings: per column), range searched for the least squared error.
+
+    Raises ValueError naming the layer on NaN or Inf.
+    """
     matrix = np.ascontiguousarray(layer.matrix().T) if layer.op == "Gather" else layer.matrix()
     try:
         return round_to_nearest(matrix, 8)

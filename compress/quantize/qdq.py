@@ -81,12 +81,13 @@ def _repeated(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray:
 def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour) -> None:
     scales: dict[ir.Node, np.ndarray] = {}
     for value, source, uses in rounded_tensors(model, layers, state, flavour):
-        scale, zero_point = state.ranges[source].parameters(flavour)
+        scale, zero_point = state.ranges[source].parameters(flavour, state.in_float8)
         scales |= {node: scale for node, index in uses if index == 0}
         _insert_pair(model, value, uses, scale, zero_point)
     for layer in layers:
         _write_weight(model, layer, state.weights[layer.name])
-        _write_bias(model, layer, state, scales.get(layer.node) if integer_bias(layer, flavour) else None)
+        whole = integer_bias(layer, flavour) and not state.in_float8
+        _write_bias(model, layer, state, scales.get(layer.node) if whole else None)
 
 
 def rounded_tensors(
@@ -115,7 +116,7 @@ def _insert_pair(
 ) -> None:
     """value -> QuantizeLinear -> DequantizeLinear -> the given uses."""
     s = initializer(model, f"{value.name}/scale", scale)
-    z = initializer(model, f"{value.name}/zero_point", zero_point)
+    z = initializer(model, f"{value.name}/zero_point", ir.Tensor(zero_point))
     quantized = append(model, "QuantizeLinear", [value, s, z], f"{value.name}/quantized")
     quantized.type, quantized.shape = z.type, value.shape
     dequantized = append(model, "DequantizeLinear", [quantized, s, z], f"{value.name}/dequantized")
@@ -131,8 +132,11 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
         axis = 1  # it becomes a MatMul, see `_keep_from_gemm`
     if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
         values, scales, zeros = values.T, scales.T, zeros.T
+    attributes: dict[str, int] = {}
     if weight.group_size > 0:
         attributes = {"axis": 1 - axis, "block_size": weight.group_size}
+    elif weight.group_size == 0 and weight.values.dtype == FLOAT8:
+        scales = scales.reshape(())  # kernels know one scale in all by its shape
     else:
         scales, zeros = (np.broadcast_to(v.ravel(), (weight.values.shape[0],)) for v in (scales, zeros))
         attributes = {"axis": axis}
@@ -190,7 +194,7 @@ def _stored_type(weight: QuantizedWeight) -> str:
 def _tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
     """As it is, or up to four bits as ONNX's INT4 / UINT4."""
     if bits > 4:
-        return ir.Tensor(np.ascontiguousarray(values))
+        return ir.Tensor(np.asarray(values, order="C"))
     kind = ir.DataType.INT4 if values.dtype == np.int8 else ir.DataType.UINT4
     return ir.Tensor(np.ascontiguousarray(values).astype(kind.numpy()), dtype=kind)
 

@@ -20,18 +20,21 @@ from compress.schemes import KvScheme
 
 Flavour = Literal["u8s8", "s8s8"]
 FLOAT8 = ml_dtypes.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
 
 
 @dataclass(frozen=True)
 class Range:
-    """The real interval that 256 levels cover: [low, high] as uint8, [-peak, peak] as symmetric int8."""
+    """The real interval that 256 levels cover: [low, high] as uint8, [-peak, peak] as symmetric int8 or as float8."""
 
     low: float
     high: float
     peak: float
 
-    def parameters(self, flavour: Flavour) -> tuple[np.ndarray, np.ndarray]:
-        """(scale float32 [], zero point uint8 or int8 [])."""
+    def parameters(self, flavour: Flavour, float8: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(scale float32 [], zero point uint8, int8 or float8 [])."""
+        if float8:
+            return np.asarray(np.float32(max(self.peak, 1e-12) / LARGEST_FLOAT8)), np.zeros((), FLOAT8)
         if flavour == "s8s8":
             return np.asarray(np.float32(max(self.peak, 1e-12) / 127)), np.zeros((), np.int8)
         scale = np.float32(max(self.high - self.low, 1e-12) / 255)
@@ -42,7 +45,8 @@ class Range:
 class GraphState:
     """A float graph and the decisions about it.
 
-    `integer`: layers computed in int8 (weights and activations). `weight_only`: layers whose weights alone are rounded.
+    `integer`: layers computed in eight bits (weights and activations): int8, or float8 where their weights are
+    (`in_float8`). `weight_only`: layers whose weights alone are rounded.
     Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
     only). `biases`: layer -> corrected bias. `leave_out`: operators whose outputs stay float. `half`: the float type
     that the rest is computed in; `half_kept`: the nodes kept in float32. `kv_cache`: how a decoder keeps keys and
@@ -67,6 +71,11 @@ class GraphState:
     def facts(self) -> tuple[LayerFacts, ...]:
         """The graph's layers as the plan knows them, the decided ones in the bits they are stored in."""
         return layer_facts(self.model, {name: float(weight.bits) for name, weight in self.weights.items()})
+
+    @property
+    def in_float8(self) -> bool:
+        """True if the layers computed in eight bits are so in float8; a graph has one of the two."""
+        return any(self.weights[name].values.dtype == FLOAT8 for name in self.integer)
 
     def to_float(self, layer: str) -> None:
         """Return one layer to float."""

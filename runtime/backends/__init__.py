@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from runtime.backends import onnxruntime_cpu, openvino
-from runtime.backends.base import Backend, Feeds, Session
+from runtime.backends import onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
+from runtime.backends.base import Backend, DeviceTimed, Feeds, Resident, Session
 from runtime.errors import UsageError
 
-__all__ = ["BACKENDS", "Backend", "Feeds", "Session", "find_backend"]
+__all__ = ["BACKENDS", "Backend", "DeviceTimed", "Feeds", "Resident", "Session", "find_backend"]
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (onnxruntime_cpu.BACKEND, openvino.BACKEND)}
+_LISTED = (
+    onnxruntime_cpu.BACKEND,
+    openvino.BACKEND,
+    onnxruntime_cuda.BACKEND,
+    tensorrt.TENSORRT,
+    tensorrt.TENSORRT_RTX,
+)
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _LISTED}
 
 
 def find_backend(name: str) -> Backend:

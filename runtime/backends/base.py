@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,43 @@ class Session(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceTimed(Protocol):
+    """A session whose device has a clock of its own."""
+
+    device_ms: float
+    """Milliseconds that the last call took there, without the copies."""
+
+
+@runtime_checkable
+class Resident(Protocol):
+    """A session that can leave tensors on its device between calls."""
+
+    path: Path
+    keeper: object
+    """Whose tensors they are."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+
+    def resume(
+        self, feeds: Feeds, resident: Mapping[str, tuple[int, ...]], outputs: Sequence[str] | None = None
+    ) -> Feeds:
+        """`run`, where the inputs `resident` (name -> shape) are on the device already."""
+        ...
+
+    def exchange(self, first: str, second: str) -> None:
+        """The device memory of one tensor becomes the other's: what was given is read next."""
+        ...
+
+    def largest(self, name: str) -> tuple[int, ...]:
+        """The largest shape that an input may have."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """One runtime."""
@@ -45,6 +82,10 @@ class Backend:
     """None where it works on this machine, else the reason and the mend."""
     open: Callable[[Path, int, Mapping[str, Any]], Session]
     """(model.onnx, threads, options) -> Session. BundleError names the file; UsageError for an unknown option."""
+    library: Callable[[], object]
+    """Imports what the backend needs, so that a model's memory can be told from its library's. MissingDependency."""
+    decoders: bool = False
+    """Whether it generates text: keys and values stay in its sessions between calls."""
 
 
 def check_call(backend: str, threads: int, options: Mapping[str, Any], known: tuple[str, ...] = ()) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
 from runtime.errors import BundleError, MissingDependency, UsageError
 from runtime.files import model_files
+from runtime.float8 import holds_float8
 from runtime.manifest import TensorSpec
 
 _DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
 _ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
+Opened = tuple[Any, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 
 
 @dataclass
@@ -24,6 +26,8 @@ class OnnxRuntimeSession:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     handle: Any
+    device: ClassVar[str] = "cpu"
+    """ONNX Runtime's name of where the model's tensors are."""
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         check_open(self.path, self.handle)
@@ -44,34 +48,57 @@ class OnnxRuntimeSession:
 def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
     """Load with every graph optimisation, `threads` inside an operator, one operator at a time. No options."""
     check_call("onnxruntime-cpu", threads, options)
-    ort = _onnxruntime()
-    model_files(path)
+    handle, inputs, outputs = open_handle(path, session_options(threads), ["CPUExecutionProvider"])
+    return OnnxRuntimeSession(path, inputs, outputs, handle)
+
+
+def session_options(threads: int) -> Any:
+    """As every session here is opened."""
+    ort = onnxruntime_library()
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     settings.log_severity_level = _ERROR
+    return settings
+
+
+def open_handle(path: Path, settings: Any, providers: list[Any]) -> Opened:
+    """The session on the first of `providers` that can, with its inputs and outputs. BundleError names the file."""
+    ort = onnxruntime_library()
+    model_files(path)
     try:
-        handle = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        handle = create(str(path), settings, providers)
     except failures() as error:
         raise BundleError(
             f"{path}: ONNX Runtime {ort.__version__} cannot load the model: {error}; "
             "upgrade onnxruntime, or build the bundle again for this version"
         ) from error
-    return OnnxRuntimeSession(path, _specs(handle.get_inputs()), _specs(handle.get_outputs()), handle)
+    return handle, _specs(handle.get_inputs()), _specs(handle.get_outputs())
+
+
+def create(model: str | bytes, settings: Any, providers: list[Any]) -> Any:
+    """onnxruntime's InferenceSession of a file's path or of its content, float8 as it is written (`runtime.float8`).
+
+    Raises whatever it raises.
+    """
+    ort = onnxruntime_library()
+    if holds_float8(model) and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
+        settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    return ort.InferenceSession(model, settings, providers=providers)
 
 
 def why_unavailable() -> str | None:
     """None, or that onnxruntime is not installed."""
     try:
-        _onnxruntime()
+        onnxruntime_library()
     except MissingDependency as error:
         return str(error)
     return None
 
 
-def _onnxruntime() -> Any:
+def onnxruntime_library() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
@@ -107,4 +134,4 @@ def _invalid_argument() -> type[Exception]:
     return invalid
 
 
-BACKEND = Backend("onnxruntime-cpu", why_unavailable, open_session)
+BACKEND = Backend("onnxruntime-cpu", why_unavailable, open_session, onnxruntime_library, decoders=True)

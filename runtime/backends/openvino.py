@@ -128,4 +128,4 @@ def _last_line(error: Exception) -> str:
     return [line for line in str(error).splitlines() if line.strip()][-1].strip()
 
 
-BACKEND = Backend("openvino", why_unavailable, open_session)
+BACKEND = Backend("openvino", why_unavailable, open_session, _openvino)

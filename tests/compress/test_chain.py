@@ -69,7 +69,7 @@ def _one_thread_one_backend() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.validate.available_others", lambda main: [])
+        patch.setattr("runtime.validate.available_others", lambda manifest, main: [])
         patch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
         yield
     torch.set_num_threads(before)

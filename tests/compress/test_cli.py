@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 import compress
 from compress import doctor
 from compress.cli import app
+from compress.engine import compile as engines
 from compress.errors import PassError, PlanError
 from compress.network import NO_TELEMETRY, OFFLINE, restrict_network
 from compress.passes import PASSES
@@ -382,16 +383,24 @@ def test_doctor_tells_missing_old_broken_and_good_apart(monkeypatch: pytest.Monk
     assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "ok"
     monkeypatch.setitem(doctor._MODULES, "numpy", "surely_not_here")
     assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "broken"
-    assert doctor._probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "crashed (signal 11)"
+    assert doctor.trouble("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "crashed (signal 11)"
 
 
 def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_probe", lambda code: "" if "numpy" in code else "not today")
+    monkeypatch.setattr(doctor, "trouble", lambda code: "" if "numpy" in code else "not today")
     monkeypatch.setattr(doctor, "_requirements", lambda: [doctor.Requirement("numpy", "2.0", "")])
     monkeypatch.setattr(doctor, "_backends", lambda: ["openvino"])
+    monkeypatch.setattr(engines, "why_not_here", lambda order: f"no {order.runtime} today")
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
-    assert [(f["name"], f["state"]) for f in findings] == [("numpy", "ok"), ("openvino", "missing")]
-    assert "openvino: not today" in run("doctor").stdout
+    assert [(f["part"], f["name"], f["state"]) for f in findings] == [
+        ("running bundles", "numpy", "ok"),
+        ("backend", "openvino", "missing"),
+        ("compiler", "tensorrt", "missing"),
+        ("compiler", "tensorrt-rtx", "missing"),
+    ]
+    said = run("doctor").stdout
+    assert "openvino: not today" in said
+    assert "tensorrt: no tensorrt today" in said
 
 
 # --- bundles ----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from compress.context import PassResult
 from compress.errors import PassError
 from compress.passes import Rtn
 from compress.passes.hqq import Hqq
-from compress.quantize.fp8 import LARGEST, round_to_fp8
+from compress.quantize.fp8 import round_to_fp8
 from compress.quantize.grid import round_to_grid
 from compress.quantize.hqq import POWER, hqq_round
 from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.state import LARGEST_FLOAT8
 from compress.schemes import WeightScheme
 from compress.targets import TARGETS
 
@@ -84,7 +85,7 @@ def test_fp8_weights_are_those_of_ml_dtypes(group_size: int) -> None:
     weight[3] = 0
     found = round_to_fp8(weight, group_size)
     peak = np.abs(weight.numpy()).max(1, keepdims=True) if group_size else np.abs(weight.numpy()).max()[None, None]
-    scales = np.where(peak > 0, peak / np.float32(LARGEST), 1).astype(np.float32)
+    scales = np.where(peak > 0, peak / np.float32(LARGEST_FLOAT8), 1).astype(np.float32)
     expected = (weight.numpy() / scales).astype(ml_dtypes.float8_e4m3fn)
     assert found.values.dtype == ml_dtypes.float8_e4m3fn
     np.testing.assert_array_equal(found.values.view(np.uint8), expected.view(np.uint8))
@@ -117,4 +118,4 @@ def test_rtn_writes_fp8_and_static_input_scales() -> None:
     with torch.no_grad():
         net(**feeds)
     peak = float(seen[0][feeds["attention_mask"].bool()].abs().max())
-    assert static.activation_scales["model.layers.0.self_attn.q_proj"] == pytest.approx(peak / LARGEST, rel=1e-4)
+    assert static.activation_scales["model.layers.0.self_attn.q_proj"] == pytest.approx(peak / LARGEST_FLOAT8, rel=1e-4)

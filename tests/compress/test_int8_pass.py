@@ -174,7 +174,7 @@ def test_with_an_explicit_placement_a_collapse_is_reported_only() -> None:
 
 
 def test_a_collapse_that_no_operator_explains_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.passes.int8_steps.COLLAPSE", 1.1)
+    monkeypatch.setattr("compress.passes.eight_bit_steps.COLLAPSE", 1.1)
     result = apply(graphs.transformer(), graphs.tokens(), mode="dynamic")
     assert "leaving out no one operator helps" in result.notes[0].text
 

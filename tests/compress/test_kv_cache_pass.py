@@ -15,7 +15,7 @@ from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import ModelFacts, Structure
 from compress.passes.kv_cache import KvCache, attentions
-from compress.quantize.fp8 import LARGEST
+from compress.quantize.state import LARGEST_FLOAT8
 from compress.targets import TARGETS
 
 
@@ -51,14 +51,14 @@ def test_scales_are_those_of_what_a_cache_holds(make: Any) -> None:
     assert result.model.kv_cache == "fp8"
     assert len(result.model.kv_scales) == len(cache.layers)
     for scales, layer in zip(result.model.kv_scales.values(), cache.layers, strict=True):
-        expected = [float(layer.keys.abs().max()) / LARGEST, float(layer.values.abs().max()) / LARGEST]
+        expected = [float(layer.keys.abs().max()) / LARGEST_FLOAT8, float(layer.values.abs().max()) / LARGEST_FLOAT8]
         assert scales == pytest.approx(expected, rel=1e-4)
 
 
 def test_int8_has_127_levels() -> None:
     eighth, other = (applied(streaming.llama(), scheme=name).model.kv_scales for name in ("int8", "fp8"))
     for name, (keys, values) in eighth.items():
-        assert (keys * 127, values * 127) == pytest.approx([scale * LARGEST for scale in other[name]])
+        assert (keys * 127, values * 127) == pytest.approx([scale * LARGEST_FLOAT8 for scale in other[name]])
 
 
 def test_attentions_are_named_by_the_module_that_holds_the_values() -> None:

@@ -110,7 +110,7 @@ def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert notes() == ""
     assert "no gates; the verdict will be pass" in notes("validate.gates=[]")
     assert "come from one file" in notes("data.calibration.source=npz:${digits}/test.npz")
-    assert "tensorrt does not run here: the bundle is judged in onnxruntime-cpu" in notes("target=tensorrt")
+    assert "tensorrt does not run here: quality is judged in onnxruntime-cpu" in notes("target=tensorrt")
 
 
 def test_all_data_problems_without_any_shape(tmp_path: Path) -> None:

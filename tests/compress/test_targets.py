@@ -10,7 +10,7 @@ import pytest
 from graphs import facts_of
 
 from compress.facts import BlockFacts, PassPlan, Reading, Structure
-from compress.passes import Autocast, Int8, Pass, Rtn
+from compress.passes import Autocast, Fp8, Int8, Pass, Rtn
 from compress.passes.kv_cache import KvCache
 from compress.targets import TARGETS, Format, Target, TargetName
 
@@ -25,6 +25,7 @@ PASS_FOR: dict[str, Pass] = {
     "w4a8": Rtn(scheme="W4A8", group_size=32),
     "fp8": Rtn(scheme="FP8"),
     "fp8-dynamic": Rtn(scheme="FP8_DYNAMIC"),
+    "fp8-static": Fp8(),
     "kv-int8": KvCache(scheme="int8"),
     "kv-fp8": KvCache(),
     **{f"w{bits}": Rtn(bits=bits) for bits in range(2, 9)},

@@ -15,7 +15,7 @@ from runtime.probe import Probe
 @pytest.fixture(autouse=True)
 def quick_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge on the main backend alone and without the probes of load time and memory, which each take a process."""
-    monkeypatch.setattr("runtime.validate.available_others", lambda main: ())
+    monkeypatch.setattr("runtime.validate.available_others", lambda manifest, main: ())
     monkeypatch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from makers import NET, QUICK, apply, changed, plan, serve, text_folder, write_texts
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import load_file
+
+from compress.errors import PlanError
+from runtime.backends import BACKENDS
 
 Net = tuple[Path, dict[str, Any]]
 IMAGES = "np.zeros((3, 8, 8), np.uint8)"
@@ -45,6 +49,20 @@ def test_python_factory_of_a_package(tmp_path: Path, cache: Path) -> None:
     assert report.verdict == "pass" and report.candidate.metrics["top1"] > 0.95
     assert set(kinds(report).values()) == {"float16"} and report.ratios["size"] > 1.8
     assert serve(tmp_path / "b", IMAGES, tmp_path)["shapes"]["logits"] == [3, 10]
+
+
+def test_bfloat16_is_judged_where_it_runs(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'compress[openvino]'")
+    gates = {"gates": [{"metric": "top1", "max_drop": 0.5}], "benchmark": QUICK}
+    recipe = changed(net[1], passes=[{"kind": "autocast", "dtype": "bfloat16"}], target="openvino", validate=gates)
+    report = apply(recipe, tmp_path / "b", tmp_path / "cache", net[0])
+    assert report.verdict == "pass" and report.backend == "openvino"
+    assert set(kinds(report).values()) == {"bfloat16"} and report.ratios["size"] > 1.5
+    monkeypatch.setitem(BACKENDS, "openvino", replace(BACKENDS["openvino"], available=lambda: "it is broken"))
+    with pytest.raises(
+        PlanError, match=r"openvino does not work here \(it is broken\), .* could not be judged; use dtype"
+    ):
+        plan(recipe, net[0], tmp_path / "cache")
 
 
 def test_python_file_with_safetensors(net: Net, bundle: Path) -> None:

@@ -7,16 +7,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.benchmark import BenchmarkResult, benchmark, choose_backend, settings_for, speed_evidence
+from runtime.alternatives import available_others
+from runtime.backends import BACKENDS, tensorrt
+from runtime.benchmark import (
+    BenchmarkResult,
+    backend_of,
+    benchmark,
+    choose_backend,
+    graph_backend,
+    settings_for,
+    speed_evidence,
+)
 from runtime.bundle import Benchmark, Judgement, TensorSpec, read_manifest, write_bundle
+from runtime.engine import EngineRecord
 from runtime.environment import cpu_info, environment
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.feeds import make_feeds, stretch
+from runtime.gpu import Gpu
 from runtime.metrics import MEASURED
 from runtime.preprocess import TensorPreprocess, make_preprocessor
 from runtime.probe import probe
@@ -207,6 +220,41 @@ def test_a_target_that_cannot_run_here_is_measured_elsewhere_and_says_so() -> No
     assert note is not None
     assert "made for tensorrt, but it runs on onnxruntime-cpu here" in note
     assert choose_backend("onnxruntime-cpu", None) == ("onnxruntime-cpu", None)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where TensorRT 10 works on a GPU of compute capability 8.6."""
+    monkeypatch.setitem(BACKENDS, "tensorrt", replace(BACKENDS["tensorrt"], available=lambda: None))
+    monkeypatch.setattr(tensorrt, "gpu_here", lambda: Gpu("a GPU", "8.6", "580"))
+    monkeypatch.setattr(tensorrt, "platform_here", lambda: "linux-x86_64")
+    monkeypatch.setattr(tensorrt.api, "load", lambda runtime: SimpleNamespace(__version__="10.16"))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("capability", "why"),
+    [("8.6", None), ("", "the candidate has not been compiled for it"), ("9.0", "it is for compute capability 9.0")],
+)
+def test_engines_that_are_missing_or_of_another_gpu_leave_the_judging_to_the_graph(
+    image_bundle: Path, capability: str, why: str | None
+) -> None:
+    manifest = replace(read_manifest(image_bundle), target="tensorrt")
+    record = EngineRecord("tensorrt", "10.16", "linux-x86_64", (capability,), ())
+    engines = [
+        replace(manifest.artifact(graph), name=name, kind="engine", engine=record)
+        for name, graph in (("engine-tensorrt", "candidate"), ("baseline-tensorrt", "baseline"))
+    ]
+    manifest = replace(manifest, artifacts=(*manifest.artifacts, *(engines if capability else ())))
+    assert graph_backend("tensorrt") == "onnxruntime-cpu"
+    assert ("tensorrt" in available_others(manifest, "onnxruntime-cpu")) == (why is None)
+    if why is None:
+        assert backend_of(manifest, None) == backend_of(manifest, "tensorrt") == ("tensorrt", None)
+        return
+    chosen, note = backend_of(manifest, None)
+    assert chosen == "onnxruntime-cpu" and note is not None and why in note
+    with pytest.raises(RuntimeFailure, match=f"backend 'tensorrt': .*{why}"):
+        backend_of(manifest, "tensorrt")
 
 
 def test_a_probe_that_fails_passes_on_the_reason(tmp_path: Path) -> None:

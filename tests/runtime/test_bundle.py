@@ -233,10 +233,15 @@ def test_manifest_in_other_words(image_bundle: Path) -> None:
         read_manifest(image_bundle)
 
 
+ORDER = {"name": "engine", "runtime": "tensorrt", "graph": "candidate", "profiles": []}
 REFUSED = [
     (lambda d: d.update(format_version=2), "format_version is 2; this version of runtime reads 1"),
     (lambda d: d.update(surprise=1), r"manifest\.surprise: unknown key; known: format_version"),
     (lambda d: d.pop("task"), r"manifest\.task: missing"),
+    (lambda d: d.update(name="../../elsewhere"), r"manifest\.name: '\.\./\.\./elsewhere' is more than letters"),
+    (lambda d: d.update(name="x\nRUN curl"), r"manifest\.name: .* is more than letters"),
+    (lambda d: d.update(orders=[ORDER | {"runtime": "tvm"}]), r"orders: engine: there is no runtime tvm"),
+    (lambda d: d.update(orders=[ORDER | {"graph": "other"}]), r"orders: engine: there is .* no other"),
     (lambda d: d.update(task="chat"), r"manifest\.task: 'chat' is not one of image-classification"),
     (lambda d: d.update(name=3), r"manifest\.name: expected a string, found a whole number"),
     (

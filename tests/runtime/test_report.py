@@ -87,6 +87,12 @@ def test_the_table_has_a_row_for_each_thing_that_was_measured(report: Report) ->
     ]
 
 
+def test_what_a_gpu_takes_alone_has_a_row(report: Report) -> None:
+    timed = replace(report, benchmark={**report.benchmark, "device_p50_ms": {"baseline": 3.0, "candidate": 1.5}})
+    (row,) = [row for row in table_rows(timed) if row.name == "on the GPU alone"]
+    assert (row.before, row.after, row.change) == ("3 ms", "1.5 ms", "2.00x")
+
+
 def test_the_text_ends_with_the_verdict_after_the_gates(report: Report) -> None:
     lines = render_text(report).splitlines()
     assert lines[0].split() == ["before", "after", "change"]

@@ -1,4 +1,4 @@
-"""The steps of the `int8` pass in their order, each a call into `compress.quantize`."""
+"""The steps of `int8` and `fp8` in their order, each a call into `compress.quantize`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from itertools import islice
 from compress.context import Feeds, PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, matches
-from compress.graph.layers import find_layers
+from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.graph.shortcut import shortcuts_to_convolutions
+from compress.passes.eight_bit import EightBit
 from compress.passes.int8 import Int8
 from compress.quantize.int8 import (
     Setting,
@@ -35,23 +36,24 @@ from compress.quantize.observers import Observer
 from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
 from compress.quantize.restore import restore_until_held
+from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
 
 MEASURE_BATCHES = 16
 """Calibration batches on which errors are measured (not observed: that is all of them)."""
 
 
-def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResult:
-    kind, dynamic = _placement(knobs, state), knobs.mode == "dynamic"
+def apply_eight_bit(knobs: EightBit, state: GraphState, context: PassContext) -> PassResult:
+    kind, dynamic = _placement(knobs, state), knobs.is_dynamic
     if kind == "all":
         state = replace(state, model=clone(state.model))
         shortcuts_to_convolutions(state.model)
     taken, kept = _choose(knobs, state)
     try:
-        state = with_integer_layers(state, [la.name for la in taken], kind, knobs.attention, dynamic)
-        seen = observe_state(state, context.progress(context.batches, "int8: observing"))
+        state = with_integer_layers(state, [la.name for la in taken], kind, knobs.attention, dynamic, _rounding(knobs))
+        seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
     except ValueError as error:
-        raise PassError(f"int8: {error}") from error
+        raise PassError(f"{knobs.kind}: {error}") from error
     if not dynamic:
         state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _settings(knobs, state))})
     if knobs.bias_correction:
@@ -60,25 +62,36 @@ def apply_int8(knobs: Int8, state: GraphState, context: PassContext) -> PassResu
     state, notes = _heal_collapse(knobs, state, seen, sample, context)
     state, sensitivity, more = _restore(knobs, state, context)
     measured = _measure(state, seen, sensitivity, sample, context)
-    decisions = [_decision(layer.name, layer.type, state, dynamic) for layer in taken]
+    decisions = [_decision(knobs, layer.name, layer.type, state) for layer in taken]
     return PassResult(state, (*decisions, *kept), (*notes, *more), measured)
 
 
-def _choose(knobs: Int8, state: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
+def _choose(knobs: EightBit, state: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
     return knobs.choose(state.facts())
 
 
-def _placement(knobs: Int8, state: GraphState) -> Kind:
-    if knobs.placement != "auto":
-        return knobs.placement
-    if knobs.mode == "dynamic" or knobs.attention:
-        return "inputs"
+def _placement(knobs: EightBit, state: GraphState) -> Kind:
+    placed = knobs.placed()
+    if placed != "auto":
+        return placed
     names = {facts.name for facts in _choose(knobs, state)[0]}
     return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
 
 
-def _settings(knobs: Int8, state: GraphState) -> Callable[[str], Setting]:
-    """tensor name -> (method, percentile), with the overrides of the layers that touch it."""
+def _rounding(knobs: EightBit) -> Callable[[GraphLayer], QuantizedWeight] | None:
+    """How weights are rounded; None: to int8."""
+    if knobs.number == "int8":
+        return None
+    from compress.quantize.fp8 import round_layer_to_fp8  # torch
+
+    return round_layer_to_fp8
+
+
+def _settings(knobs: EightBit, state: GraphState) -> Callable[[str], Setting]:
+    """tensor name -> (method, percentile), with the overrides of the layers that touch it; of float8 its largest value,
+    for small ones keep their precision whatever the scale is."""
+    if not isinstance(knobs, Int8):
+        return lambda name: ("minmax", 100.0)
     special: dict[str, Setting] = {}
     layers = find_layers(state.model)
     for override in knobs.overrides:
@@ -89,7 +102,7 @@ def _settings(knobs: Int8, state: GraphState) -> Callable[[str], Setting]:
 
 
 def _heal_collapse(
-    knobs: Int8, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: PassContext
+    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: PassContext
 ) -> tuple[GraphState, list[Note]]:
     """Compare outputs with float; where they collapsed, blame an operator kind, name its tensors, leave it float.
 
@@ -99,19 +112,19 @@ def _heal_collapse(
     flavour = context.target.flavour
     exact = outputs_of(state.model, sample)
     cosine = output_cosine(exact, outputs_of(write_state(state, flavour), sample))
-    context.log(f"int8: mean cosine of the outputs to float {cosine:.5f}")
+    context.log(f"{knobs.kind}: mean cosine of the outputs to float {cosine:.5f}")
     notes: list[Note] = []
     while cosine < COLLAPSE:
         blamed = [] if state.dynamic else blame(state, seen, exact, sample, flavour)
         suspects = [suspect for suspect in blamed if suspect.cosine > cosine]
         if not suspects:
-            text = f"int8: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
+            text = f"{knobs.kind}: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
             notes.append(Note("warning", f"{text}; the layers of lowest sqnr_db in the report are the first to ignore"))
             break
         worst = suspects[0]
-        found = _verdict_on(worst, cosine, seen)
+        found = _verdict_on(knobs.kind, worst, cosine, seen)
         context.log(found)
-        if knobs.placement != "auto":
+        if knobs.placement_is_given:
             notes.append(Note("warning", f"{found}. Use placement: auto or inputs"))
             break
         notes.append(Note("warning", f"{found}. They stay float"))
@@ -119,24 +132,28 @@ def _heal_collapse(
     return state, notes
 
 
-def _verdict_on(worst: Suspect, cosine: float, seen: dict[str, Observer]) -> str:
+def _verdict_on(kind: str, worst: Suspect, cosine: float, seen: dict[str, Observer]) -> str:
     tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
     return (
-        f"int8: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
+        f"{kind}: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
         f"without them {worst.cosine:.3f}; tensors: {tensors}"
     )
 
 
-def _restore(knobs: Int8, state: GraphState, context: PassContext) -> tuple[GraphState, dict[str, float], list[Note]]:
+def _restore(
+    knobs: EightBit, state: GraphState, context: PassContext
+) -> tuple[GraphState, dict[str, float], list[Note]]:
     if context.shortfalls is None or knobs.restore.max_layers == 0:
         return state, {}, []
     flavour = context.target.flavour
     short = context.shortfalls(write_state(state, flavour))
     if not short:
         return state, {}, []
-    context.log(f"int8: measuring each layer's sensitivity, because {'; '.join(short)}")
+    context.log(f"{knobs.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
     some = _first_samples(context.batches, knobs.restore.samples)
-    sensitivity = sensitivities(state, some, flavour, lambda names: context.progress(names, "int8: sensitivity"))
+    sensitivity = sensitivities(
+        state, some, flavour, lambda names: context.progress(names, f"{knobs.kind}: sensitivity")
+    )
     result = restore_until_held(
         state,
         short,
@@ -150,10 +167,12 @@ def _restore(knobs: Int8, state: GraphState, context: PassContext) -> tuple[Grap
     notes = []
     if result.layers:
         notes.append(
-            Note("warning", f"int8: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})")
+            Note("warning", f"{knobs.kind}: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})")
         )
     if result.shortfalls:
-        notes.append(Note("warning", f"int8: gates still short ({result.ended}): {'; '.join(result.shortfalls)}"))
+        notes.append(
+            Note("warning", f"{knobs.kind}: gates still short ({result.ended}): {'; '.join(result.shortfalls)}")
+        )
     return result.state, sensitivity, notes
 
 
@@ -191,9 +210,9 @@ def _measure(
     return measured
 
 
-def _decision(name: str, kind: str, state: GraphState, dynamic: bool) -> LayerDecision:
+def _decision(knobs: EightBit, name: str, kind: str, state: GraphState) -> LayerDecision:
     if name in state.weight_only:
-        return LayerDecision(name, kind, "int8", "W8, looked up as integers")
+        return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:
-        return LayerDecision(name, kind, "int8", "W8A8 dynamic" if dynamic else "W8A8")
+        return LayerDecision(name, kind, knobs.number, knobs.scheme)
     return LayerDecision(name, kind, "float32", "restored: among the most sensitive, and a gate did not hold")

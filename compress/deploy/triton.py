@@ -1,0 +1,306 @@
+"""A model repository for Triton Inference Server: the model, and around it what turns samples into answers.
+
+```
+<name>/                an ensemble: encode -> model -> answer; what clients call
+<name>_encode/         Python backend: images or texts -> the model's inputs, by the bundle's own preprocessing
+<name>_model/          ONNX Runtime or TensorRT, with dynamic batching
+<name>_answer/         Python backend: outputs -> class and probability, or the pooled embedding
+bundle/                in both: what they read (manifest, tokenizer), the runtime's own code, and requirements.txt: what
+                       the server's Python must have besides
+```
+A model that reads tensors as they are has no ensemble: <name>/ is the model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import runtime
+from compress.deploy.container import lines, reading_samples
+from compress.deploy.pbtxt import Word, to_pbtxt
+from compress.errors import ExportError
+from runtime.bundle import FILES_OF, Artifact, Manifest, TensorSpec, read_samples, verify
+from runtime.float8 import holds_float8
+from runtime.manifest import CLASSIFICATION, GENERATION
+from runtime.serving import IMAGE, MASK, TEXT, TEXT_PAIR, answer_specs
+
+TYPES = {
+    "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
+    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "bool": "TYPE_BOOL",
+}  # fmt: skip
+"""numpy's name -> Triton's."""
+PLATFORMS = {"onnx": ("onnxruntime_onnx", "model.onnx"), "engine": ("tensorrt_plan", "model.plan")}
+"""Kind of artifact -> Triton's platform, and the file's name in its version's folder."""
+ENCODED = ("image", "text")
+"""Kinds of preprocessing that need an ensemble; tensors are taken as they are."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How it is served. `max_batch_size`: None: what the bundle is judged with. `instances`: copies of the model.
+
+    `queue_delay_us`: how long a request may wait for others to share its batch.
+    """
+
+    max_batch_size: int | None = None
+    instances: int = 1
+    queue_delay_us: int = 500
+    backend: str = ""
+    """Of the bundle's artifacts that one; "": its target's engine if it is there, else the ONNX file."""
+
+
+def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, ...]:
+    """The repository under `out`, which must not exist; its models' folders. ExportError, BundleError."""
+    manifest = verify(bundle)
+    if manifest.task in GENERATION:
+        raise ExportError(
+            "triton: a decoder with a key-value cache is served by onnxruntime-genai or vLLM; use --to genai"
+        )
+    artifact = manifest.candidate_for(serving.backend or manifest.target)
+    if artifact.kind not in PLATFORMS:
+        raise ExportError(f"triton: the {artifact.name} is a {artifact.kind}, which no backend of Triton loads")
+    encoded = manifest.preprocess["kind"] in ENCODED
+    free = _free_batch(artifact)
+    if encoded and not free:
+        raise ExportError("triton: the model has a fixed batch, which samples cannot be gathered to; export a free one")
+    _check_model(bundle, artifact)
+    size = _largest_batch(artifact, serving, manifest) if free else 0
+    served = _Served(bundle, manifest, artifact, serving, size)
+    out.mkdir(parents=True)
+    if not encoded:
+        return (_model(out / manifest.name, served),)
+    names = {part: f"{manifest.name}_{part}" for part in ("encode", "model", "answer")}
+    return (
+        _ensemble(out / manifest.name, served, names),
+        _python(out / names["encode"], served, "encode", _samples(served), _encoded(served)),
+        _model(out / names["model"], served),
+        _python(out / names["answer"], served, "answer", _given(served), _answers(served)),
+    )
+
+
+@dataclass(frozen=True)
+class _Served:
+    """`batch`: the largest; 0 where the model is bound to a size of its own."""
+
+    bundle: Path
+    manifest: Manifest
+    artifact: Artifact
+    serving: Serving
+    batch: int
+
+
+def _check_model(bundle: Path, artifact: Artifact) -> None:
+    """ExportError for what Triton's backends cannot load, or would compute wrongly."""
+    record = artifact.engine
+    if record is not None and record.runtime != "tensorrt":
+        raise ExportError(
+            f"triton: {artifact.name} is an engine of {record.runtime}, and Triton loads those of tensorrt alone; "
+            "use --backend onnxruntime-cpu, or give the recipe export: [{kind: tensorrt}]"
+        )
+    if record is not None and record.weights_from:
+        raise ExportError(f"triton: {artifact.name} holds no weights; build it with strip_weights: false")
+    if artifact.kind == "onnx" and holds_float8(str(bundle / artifact.path)):
+        raise ExportError(
+            f"triton: {artifact.path} computes in float8, which ONNX Runtime's optimizations there make something else "
+            "of; finish the bundle's engine with `compress compile`, or use int8"
+        )
+
+
+def _largest_batch(artifact: Artifact, serving: Serving, manifest: Manifest) -> int:
+    """ExportError for more than the first profile of an engine takes: Triton's instances run on that one."""
+    usual = manifest.judgement.benchmark.throughput_batch_size
+    if artifact.engine is None:
+        return serving.max_batch_size or usual
+    most = min(artifact.engine.profiles[0][spec.name].max[0] for spec in artifact.inputs)
+    asked = serving.max_batch_size or min(usual, most)
+    if asked > most:
+        raise ExportError(f"triton: --max-batch-size {asked}, and the engine's first profile takes {most}")
+    return asked
+
+
+def _free_batch(artifact: Artifact) -> bool:
+    return all(spec.shape and isinstance(spec.shape[0], str) for spec in (*artifact.inputs, *artifact.outputs))
+
+
+def _model(folder: Path, served: _Served) -> Path:
+    """The model itself, with dynamic batching where its batch is free."""
+    platform, file = PLATFORMS[served.artifact.kind]
+    version = folder / "1"
+    version.mkdir(parents=True)
+    source = served.bundle / served.artifact.path
+    for one in FILES_OF[served.artifact.kind](source):
+        shutil.copyfile(one, version / (file if one == source else one.name))
+    config: dict[str, Any] = {
+        "name": folder.name,
+        "platform": platform,
+        "max_batch_size": served.batch,
+        "input": [_tensor(spec, served.batch) for spec in served.artifact.inputs],
+        "output": [_tensor(spec, served.batch) for spec in served.artifact.outputs],
+        "instance_group": [{"count": served.serving.instances, "kind": Word(_instance_kind(served))}],
+    }
+    if served.batch > 1:
+        config["dynamic_batching"] = {"max_queue_delay_microseconds": served.serving.queue_delay_us}
+    if platform == "onnxruntime_onnx":
+        threads = served.manifest.judgement.benchmark.threads
+        config["parameters"] = [{"key": "intra_op_thread_count", "value": {"string_value": str(threads)}}]
+    return _configured(folder, config)
+
+
+def _instance_kind(served: _Served) -> str:
+    on = served.serving.backend or served.artifact.target
+    return "KIND_CPU" if served.artifact.kind == "onnx" and on in ("onnxruntime-cpu", "openvino") else "KIND_GPU"
+
+
+def _python(folder: Path, served: _Served, part: str, given: Sequence[TensorSpec], made: Sequence[TensorSpec]) -> Path:
+    """One of the two ends: a model of Triton's Python backend that calls `runtime.serving`."""
+    version = folder / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(MODEL.replace("END", ENDS[part]), encoding="utf-8")
+    _copy_needed(served, folder / "bundle")
+    return _configured(
+        folder,
+        {
+            "name": folder.name,
+            "backend": "python",
+            "max_batch_size": served.batch,
+            "input": [_named(spec) for spec in given],
+            "output": [_named(spec) for spec in made],
+            "instance_group": [{"count": served.serving.instances, "kind": Word("KIND_CPU")}],
+        },
+    )
+
+
+def _ensemble(folder: Path, served: _Served, names: dict[str, str]) -> Path:
+    """What clients call: the three in their order, each tensor passed on under its own name."""
+    (folder / "1").mkdir(parents=True)
+    inputs, outputs = served.artifact.inputs, served.artifact.outputs
+    samples, answers = _samples(served), _answers(served)
+    steps = [
+        _step(names["encode"], samples, _encoded(served)),
+        _step(names["model"], inputs, outputs),
+        _step(names["answer"], _given(served), answers),
+    ]
+    return _configured(
+        folder,
+        {
+            "name": folder.name,
+            "platform": "ensemble",
+            "max_batch_size": served.batch,
+            "input": [_named(spec) for spec in samples],
+            "output": [_named(spec) for spec in answers],
+            "ensemble_scheduling": {"step": steps},
+        },
+    )
+
+
+def _step(model: str, given: Sequence[TensorSpec], made: Sequence[TensorSpec]) -> dict[str, Any]:
+    return {
+        "model_name": model,
+        "model_version": -1,
+        "input_map": [{"key": spec.name, "value": spec.name} for spec in given],
+        "output_map": [{"key": spec.name, "value": spec.name} for spec in made],
+    }
+
+
+def _samples(served: _Served) -> tuple[TensorSpec, ...]:
+    """What a client sends, without the batch: of a classifier that is judged on pairs of texts, both."""
+    manifest = served.manifest
+    if manifest.preprocess["kind"] == "image":
+        channels = {"L": 1, "RGB": 3}[str(manifest.preprocess.get("channels", "RGB"))]
+        return (TensorSpec(IMAGE, "uint8", ("height", "width", channels)),)
+    pairs = (
+        manifest.task in CLASSIFICATION and manifest.evaluation and TEXT_PAIR in read_samples(served.bundle, manifest)
+    )
+    return tuple(TensorSpec(name, "object", (1,)) for name in ((TEXT, TEXT_PAIR) if pairs else (TEXT,)))
+
+
+def _encoded(served: _Served) -> tuple[TensorSpec, ...]:
+    """What encoding gives, without the batch: the model's inputs, and the mask that embeddings are pooled with."""
+    inputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.inputs)
+    pooled = served.manifest.task not in CLASSIFICATION and served.manifest.preprocess["kind"] == "text"
+    masked = any(spec.name == MASK for spec in inputs)
+    return inputs if masked or not pooled else (*inputs, TensorSpec(MASK, "int64", ("sequence",)))
+
+
+def _given(served: _Served) -> tuple[TensorSpec, ...]:
+    """What answers are made of, without the batch."""
+    outputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.outputs)
+    if served.manifest.task in CLASSIFICATION:
+        return outputs
+    return (*outputs, *(spec for spec in _encoded(served) if spec.name == MASK))
+
+
+def _answers(served: _Served) -> tuple[TensorSpec, ...]:
+    return answer_specs(served.manifest.task, served.artifact.outputs)
+
+
+def _tensor(spec: TensorSpec, batch: int) -> dict[str, Any]:
+    """An input or output as the configuration has it; with a batch its first size is left out, and what is one number
+    a sample has the size 1 for Triton, which knows no other."""
+    if not batch or len(spec.shape) > 1:
+        return _named(replace(spec, shape=spec.shape[1:]) if batch else spec)
+    return {**_named(replace(spec, shape=(1,))), "reshape": {"shape": []}}
+
+
+def _named(spec: TensorSpec) -> dict[str, Any]:
+    dims = [size if isinstance(size, int) else -1 for size in spec.shape]
+    kind = "TYPE_STRING" if spec.dtype == "object" else TYPES.get(spec.dtype)
+    if kind is None:
+        raise ExportError(f"triton: {spec.name} is {spec.dtype}, which Triton has no type for")
+    return {"name": spec.name, "data_type": Word(kind), "dims": dims}
+
+
+def _configured(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.pbtxt").write_text(to_pbtxt(config), encoding="utf-8")
+    return folder
+
+
+def _copy_needed(served: _Served, folder: Path) -> None:
+    """What an end reads: the manifest, the files beside the candidate that are no weights, and the runtime's code."""
+    folder.mkdir()
+    shutil.copyfile(served.bundle / "manifest.json", folder / "manifest.json")
+    beside = Path(served.manifest.artifact("candidate").path).parent
+    for name in served.manifest.files:
+        if Path(name).parent == beside and Path(name).suffix in (".json", ".txt"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(served.bundle / name, folder / name)
+    packages = lines(("numpy", *reading_samples(served.manifest)))
+    (folder / "requirements.txt").write_text(packages, encoding="utf-8")
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(Path(runtime.__file__).parent, folder / "runtime", ignore=ignored)
+
+
+ENDS = {"encode": "Encoder", "answer": "Answers"}
+MODEL = '''\
+"""One end of a served bundle; what it does is in bundle/runtime/serving.py."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = Path(args["model_repository"]) / "bundle"
+        sys.path.insert(0, str(folder))
+        from runtime.serving import END
+
+        self.end = END(folder)
+
+    def execute(self, requests):
+        return [self._respond(request) for request in requests]
+
+    def _respond(self, request):
+        given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        try:
+            made = self.end.respond(given)
+        except Exception as error:  # the server needs an answer to every request
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}"))
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, np.ascontiguousarray(x)) for name, x in made.items()])
+'''

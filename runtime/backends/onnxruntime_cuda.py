@@ -1,0 +1,86 @@
+"""ONNX Runtime on an NVIDIA GPU; inputs and outputs stay in device memory of their own between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
+from runtime.backends.onnxruntime_cpu import (
+    OnnxRuntimeSession,
+    failures,
+    onnxruntime_library,
+    open_handle,
+    session_options,
+)
+from runtime.errors import BundleError, RuntimeFailure
+from runtime.gpu import NO_GPU, gpu_here
+from runtime.isolated import trouble
+
+PROVIDER = "CUDAExecutionProvider"
+
+
+@dataclass
+class CudaSession(OnnxRuntimeSession):
+    """An ONNX Runtime session whose inputs are copied into buffers on the GPU that stay where they are."""
+
+    buffers: dict[str, Any] = field(default_factory=dict)
+    device: ClassVar[str] = "cuda"
+
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        check_open(self.path, self.handle)
+        check_feeds(self.inputs, feeds)
+        names = chosen(self.outputs, outputs)
+        try:
+            binding = self.handle.io_binding()
+            for name, array in feeds.items():
+                binding.bind_ortvalue_input(name, self._buffer(name, np.asarray(array, order="C")))
+            for name in names:
+                binding.bind_output(name, "cuda")
+            self.handle.run_with_iobinding(binding)
+            results = binding.copy_outputs_to_cpu()
+        except failures() as error:
+            raise BundleError(f"{self.path}: ONNX Runtime could not run the model on the GPU: {error}") from error
+        return dict(zip(names, results, strict=True))
+
+    def _buffer(self, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> Any:
+        import onnxruntime
+
+        kept = self.buffers.get(name)
+        if kept is not None and tuple(kept.shape()) == array.shape:
+            kept.update_inplace(array)
+        else:
+            self.buffers[name] = kept = onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+        return kept
+
+    def close(self) -> None:
+        self.buffers.clear()
+        super().close()
+
+
+def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
+    """Load on the GPU; RuntimeFailure where ONNX Runtime would go to the CPU instead, which it does without a word."""
+    check_call("onnxruntime-cuda", threads, options)
+    onnxruntime_library().preload_dlls()  # CUDA and cuDNN, where pip installed them
+    handle, inputs, outputs = open_handle(path, session_options(threads), [PROVIDER, "CPUExecutionProvider"])
+    if handle.get_providers()[0] != PROVIDER:
+        raise RuntimeFailure(f"{path}: ONNX Runtime could not use the GPU and went to the CPU; see `compress doctor`")
+    return CudaSession(path, inputs, outputs, handle)
+
+
+def why_unavailable() -> str | None:
+    """None, or that there is no GPU, or no build of ONNX Runtime for it."""
+    if gpu_here() is None:
+        return NO_GPU
+    found = trouble(f"import onnxruntime as o, sys; sys.exit({PROVIDER!r} not in o.get_available_providers())")
+    if not found:
+        return None
+    why = found if not found.startswith("exit code") else "the installed onnxruntime is built for CPUs alone"
+    return f"{why}: pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
+
+
+BACKEND = Backend("onnxruntime-cuda", why_unavailable, open_session, onnxruntime_library, decoders=True)
