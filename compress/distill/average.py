@@ -40,7 +40,7 @@ class Average:
 
     def state(self) -> Tensors:
         """To be saved."""
-        return {name: tensor.cpu() for name, tensor in self.tensors.items()}
+        return {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """The inverse."""

@@ -19,6 +19,10 @@ Rows = np.ndarray
 """int64 [n]."""
 
 
+LOOKS = 20
+"""At the samples held out in a run, where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class Course:
     """How to train. Every step takes `accumulate` micro-batches of `batch_size` samples.
@@ -26,8 +30,9 @@ class Course:
     `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`: steps
     between two looks at the samples held out. `patience`: looks without a better one after which training ends; None:
     never. `epsilon`: adamw's, against which gradients that are smaller vanish. `max_seconds`: rates fall to zero by
-    then, too, and what a run gives depends on the machine. `ema_decay`: of the average of the states, which is kept in
-    their place; 0: none. `save_seconds`: what a killed run may lose.
+    then, too, warm-up is the shorter and looks come the sooner, and what a run gives depends on the machine.
+    `ema_decay`: of the average of the states, which is kept in their place; 0: none. `save_seconds`: what a killed run
+    may lose.
     """
 
     steps: int
@@ -64,10 +69,15 @@ def progress_made(course: Course, step: int, seconds: float) -> float:
     return min(max(step / max(course.steps, 1), spent), 1.0)
 
 
+def looks_due(course: Course, step: int, seconds: float) -> int:
+    """How many looks, but for that at the start, the time that is spent asks for."""
+    return 0 if course.max_seconds is None else int(LOOKS * progress_made(course, step, seconds))
+
+
 def learning_rate(course: Course, step: int, seconds: float) -> float:
     """Of the step of that number, from 0 on: a linear rise, then the schedule."""
     done = progress_made(course, step, seconds)
-    rise = min((step + 1) / course.warmup, 1.0) if course.warmup else 1.0
+    rise = min(max(step + 1, done * course.steps) / course.warmup, 1.0) if course.warmup else 1.0
     falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
     return course.learning_rate * rise * falls[course.schedule]
 

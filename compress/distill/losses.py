@@ -35,8 +35,8 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, kind:
 
 
 def label_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy for classes (int64 [b]), squared error for scores (float [b], outputs [b] or [b, 1])."""
-    if labels.dtype == torch.int64:
+    """Cross-entropy for classes (int64 [b], outputs [b, C]), squared error for scores ([b], outputs [b] or [b, 1])."""
+    if labels.dtype == torch.int64 and outputs.dim() > 1 and outputs.shape[-1] > 1:
         return F.cross_entropy(outputs.float(), labels, reduction="none")
     return (outputs.float().reshape(len(labels)) - labels.float()).square()
 

@@ -7,7 +7,8 @@ the teacher's distribution, not its most likely text.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def _continued(writer: Any, feeds: Feeds, how: Writing, start: int) -> Written:
 
 def _drawn(writer: Any, prompts: torch.Tensor, n_new: int, how: Writing, start: int) -> np.ndarray:
     """int64 [b, <= prompt + n_new], prompts included; texts that end early are filled up with 0."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _own_settings_aside(writer):
         torch.manual_seed(int(np.random.default_rng([how.seed, 4, start]).integers(2**62)))
         found: torch.Tensor = writer.generate(
             input_ids=prompts,
@@ -117,6 +118,17 @@ def _drawn(writer: Any, prompts: torch.Tensor, n_new: int, how: Writing, start: 
             use_cache=True,
         )
     return found.numpy()
+
+
+@contextmanager
+def _own_settings_aside(writer: Any) -> Iterator[None]:
+    """Inside, nothing of its makers' settings (a penalty on repetition, min_p) bends what it draws from."""
+    own = writer.generation_config
+    writer.generation_config = type(own)(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+    try:
+        yield
+    finally:
+        writer.generation_config = own
 
 
 def _ends(writer: Any, ids: np.ndarray, prompt: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from compress.distill.course import (
     Course,
     Rows,
     learning_rate,
+    looks_due,
     progress_made,
     split_rows,
     step_random,
@@ -47,6 +49,11 @@ from compress.distill.state import (
 )
 from compress.distill.training_log import TrainLog, diverged, line, log_of
 from compress.errors import PassError
+
+TINY = 1e-12
+"""In the place of a weight that is 0: a batch of which nothing counts."""
+SAVING_SHARE = 20
+"""A run that saves for a second trains for so many before the next time."""
 
 FILE = "training.safetensors"
 
@@ -131,6 +138,8 @@ class _Training:
         self.average = Average(self.module, course.ema_decay) if course.ema_decay else None
         self.file = None if around.work is None else around.work / FILE
         self.begun = self.saved = time.monotonic()
+        self.pause = course.save_seconds
+        self._check_same_start()
 
     def run(self) -> None:
         """All steps that are left."""
@@ -150,6 +159,18 @@ class _Training:
             self.log.end = "steps"
         self._save()
 
+    def _check_same_start(self) -> None:
+        """RuntimeError where processes would train different models: their gradients are summed."""
+        if self.size == 1:
+            return
+        digest = 0
+        for name, tensor in sorted(module_state(self.module).items()):
+            digest = zlib.crc32(tensor.double().numpy().tobytes(), zlib.crc32(name.encode(), digest))
+        total = int(self.sum(torch.tensor(digest, dtype=torch.int64, device=self.device)))
+        same = self.sum(torch.tensor(int(total == digest * self.size), dtype=torch.int64, device=self.device))
+        if int(same) != self.size:
+            raise RuntimeError(f"{self.around.name}: the {self.size} processes begin with different weights")
+
     def _step(self, step: int) -> float:
         """One step of the optimizer; its loss, or NaN where loss or gradient are not finite and nothing was done."""
         self.around.before_step(step, progress_made(self.course, step, self._agreed_seconds()))
@@ -162,7 +183,7 @@ class _Training:
         for k, batch in enumerate(batches):
             torch.manual_seed(step_seed(self.course, step, k, self.rank))
             mine = part(batch, self.rank, self.size)
-            loss = self._loss(mine) * (mine.weight / whole)
+            loss = self._loss(mine) * (mine.weight / max(whole, TINY))
             self.accelerator.backward(loss)
             total += loss.detach()
         found = float(self.sum(total))
@@ -195,15 +216,17 @@ class _Training:
     def _judge(self) -> None:
         """After a step: look where it is time, end where it is time, save where it is time."""
         course, log = self.course, self.log
-        late = course.max_seconds is not None and self._agreed_seconds() >= course.max_seconds
+        seconds = self._agreed_seconds()
+        late = course.max_seconds is not None and seconds >= course.max_seconds
         last = late or log.step == course.steps
-        if last or log.step % course.evaluate_every == 0:
+        due = bool(log.looks) and looks_due(course, log.step, seconds) >= len(log.looks)
+        if last or due or log.step % course.evaluate_every == 0:
             self._look()
         if course.patience is not None and log.stale >= course.patience and not last:
             log.end = "patience"
         elif last:
             log.end = "time" if late else "steps"
-        if time.monotonic() - self.saved >= course.save_seconds:
+        if time.monotonic() - self.saved >= self.pause:
             self._save()
 
     def _look(self) -> None:
@@ -227,6 +250,11 @@ class _Training:
                 batch = self.lessons.batch(rows, None)
                 sums += torch.tensor([float(self._loss(batch)) * batch.weight, batch.weight], dtype=torch.float64)
         found = self.sum(sums)
+        if not found[1]:
+            raise PassError(
+                f"{self.around.name}: the {len(self.held)} samples held out have nothing to be judged by (texts of one "
+                "token?); raise held_out, or leave them out of the training set"
+            )
         return float(found[0] / found[1])
 
     def _save(self) -> None:
@@ -238,6 +266,8 @@ class _Training:
         tensors |= prefixed("optimizer", optimizer_state(self.optimizer))
         tensors |= {} if self.average is None else prefixed("average", self.average.state())
         write_state(self.file, tensors, asdict(self.log))
+        self.saved = time.monotonic()
+        self.pause = max(self.course.save_seconds, SAVING_SHARE * (self.saved - self.begun))
 
     def resume(self) -> None:
         """Go on where an earlier run stood, if it left anything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,7 @@ class TrainLog:
         """A loss on the samples held out; True if it is the least so far."""
         self.looks.append((self.step, loss))
         self.start_loss = loss if self.start_loss is None else self.start_loss
-        if self.best_loss is not None and not loss < self.best_loss:
+        if self.best_loss is not None and not math.isnan(self.best_loss) and not loss < self.best_loss:
             return False
         self.best_loss, self.best_step = loss, self.step
         return True

@@ -55,14 +55,15 @@ def student_spec(spec: ModelSpec, student: Student) -> ModelSpec:
 
 
 def make_student(recipe: Recipe, feeds: SampleShapes, loaded: LoadedModel, student: Student, seed: int) -> LoadedModel:
-    """The student in the place of `loaded`: with its own weights, or by its configuration and with those of a seed."""
+    """The student in the place of `loaded`: with its own weights, or, by its configuration or where its source has
+    none, with those of a seed."""
     spec, root = recipe.model, recipe.root
-    if not student.config:
-        return load_model(student_spec(spec, student), root, feeds)
-    source = locate(spec, root)
-    source = replace(source, config=_changes(spec, source, student))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if not student.config:
+            return load_model(student_spec(spec, student), root, feeds)
+        source = locate(spec, root)
+        source = replace(source, config=_changes(spec, source, student))
         module = huggingface.build_untrained(spec, source).float().eval().requires_grad_(False)
     unstack_experts(module)
     return replace(loaded, module=module)

@@ -33,7 +33,8 @@ def apply_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> 
     assert student is not None
     with objective(knobs, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
-        after = zero_keeper(student) if knobs.keep_zeros else no_keeper
+        fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
+        after = zero_keeper(student) if knobs.keep_zeros and not fresh else no_keeper
         around = Around(NAME, context.log, context.progress, context.work, after_step=after)
         lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
         log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)

@@ -14,6 +14,7 @@ from compress.passes.base import LayerPattern, Record
 from compress.passes.training import TrainingPass
 
 if TYPE_CHECKING:
+    from compress.distill.losses import Pooling
     from compress.models.load import LoadedModel
 
 Weight = Annotated[float, Field(gt=0)]
@@ -90,6 +91,10 @@ class Terms:
         """True if all that is asked of the teacher are its outputs."""
         return self.hidden is None and self.attention is None
 
+    def pooling(self, task: str) -> Pooling:
+        """How outputs become one vector a sample: of embeddings alone."""
+        return self.output.pooling if self.output is not None and task == EMBEDDINGS else "none"
+
 
 class LearningPass(TrainingPass):
     """A pass that trains by a sum of terms.
@@ -157,7 +162,7 @@ class LearningPass(TrainingPass):
         if terms.labels is not None:
             found.append("the labels" if task != TEXTS else "the next tokens")
         if terms.output is not None:
-            pooling = terms.output.pooling if task == EMBEDDINGS else "none"
+            pooling = terms.pooling(task)
             found.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))
         found += [f"{terms.hidden.loss} of hidden states"] if terms.hidden is not None else []
         found += ["attention maps"] if terms.attention is not None else []
@@ -182,7 +187,7 @@ class LearningPass(TrainingPass):
     def _width(self, facts: ModelFacts | LoadedModel) -> int:
         """Numbers that the teacher's only output has for one sample; 0 where there is no such number."""
         terms, shapes = self.terms(facts.task), [spec.shape for spec in facts.outputs]
-        pooled = terms.output is not None and terms.output.pooling != "none"
+        pooled = terms.pooling(facts.task) != "none"
         fits = len(shapes) == 1 and (len(shapes[0]) == 2 or (pooled and len(shapes[0]) == 3))
         width = shapes[0][-1] if fits else 0
         return width if isinstance(width, int) else 0

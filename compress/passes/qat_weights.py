@@ -52,7 +52,7 @@ def apply_qat_weights(knobs: Qat, loaded: LoadedModel, context: PassContext) -> 
     teacher, other outputs than its, a weight that cannot be rounded, a loss that breaks."""
     trainset, student = training_set(NAME, context), loaded.module
     assert student is not None
-    teacher = teacher_module(NAME, context) if knobs.teacher else None
+    teacher = teacher_module(NAME, context, loaded) if knobs.teacher else None
     trained, kept = _begin(knobs, student, context)
     with objective(knobs, loaded, student, teacher, trainset, context) as goal, rounding(student, trained):
         pupil = nn.ModuleDict({"student": student, "weights": _named(trained), "projections": goal.projections})
@@ -86,8 +86,9 @@ def _let_learn(knobs: Qat, student: nn.Module, trained: Trained) -> None:
     for name, layer in trained.layers.items():
         _own(layer).requires_grad_(False)
         trained.weights[name].growth.requires_grad_(knobs.learn_scales)
-        if not knobs.keep_zeros:
-            trained.weights[name].gone = None
+        zeros = _matrix(layer) == 0  # all of them, as the knob says: few of a pass that spared this layer, too
+        kept = knobs.keep_zeros and bool(zeros.any())
+        trained.weights[name].gone = zeros.reshape(trained.weights[name].levels.shape) if kept else None
 
 
 def _named(trained: Trained) -> nn.ModuleDict:

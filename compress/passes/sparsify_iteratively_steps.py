@@ -43,7 +43,7 @@ def apply_sparsify_iteratively(knobs: SparsifyIteratively, loaded: LoadedModel, 
     layer that would have no weight left, a training that ends before the point to go back to, a broken loss."""
     trainset, student = training_set(NAME, context), loaded.module
     assert student is not None
-    teacher = teacher_module(NAME, context) if knobs.needs_teacher(loaded.task) else None
+    teacher = teacher_module(NAME, context, loaded) if knobs.needs_teacher(loaded.task) else None
     modules: dict[str, Any] = {name: part for name, part in module_names(student).items() if is_layer(part)}
     taken, kept = knobs.taken([layer_facts(name, part) for name, part in modules.items()])
     weights: dict[str, Tensor] = {one.name: modules[one.name].weight for one in taken}

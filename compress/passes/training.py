@@ -7,13 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from compress.distill.course import Course
+from compress.distill.course import LOOKS, Course
 from compress.facts import ModelFacts
 from compress.passes.base import Pass, Record, Stage
 
 EPOCHS = 10.0
-LOOKS = 20
-"""At the samples held out, where `evaluate_every` is not given."""
 FORWARDS = 4.0
 """Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
 IMAGES = "image-classification"
@@ -118,7 +116,12 @@ class TrainingPass(Pass):
             return [f"{self.kind}: trains a torch model, and an onnx: source is none"]
         if self.augment.any and facts.task != IMAGES:
             return [f"{self.kind}: augment is for images, and the task is {facts.task}; leave it out"]
-        return []
+        return [
+            f"{self.kind}: augment: the input {spec.name} {list(spec.shape)} has neither 1 nor 3 channels, by which "
+            "they are told from height and width; leave augment out"
+            for spec in facts.inputs[:1]
+            if self.augment.any and len(spec.shape) == 4 and not {1, 3} & {spec.shape[1], spec.shape[3]}
+        ]
 
 
 _SHARED = (

@@ -11,7 +11,7 @@ import torch
 from distilling import COURSE
 
 from compress.distill.augment import blended, cropped, flipped, is_channels_first
-from compress.distill.course import learning_rate, split_rows, step_random, step_rows, step_seed
+from compress.distill.course import learning_rate, looks_due, split_rows, step_random, step_rows, step_seed
 from compress.distill.layer_map import paired, uniform
 from compress.distill.losses import (
     Pooling,
@@ -129,6 +129,11 @@ def test_rates_rise_and_fall() -> None:
     ]
     assert learning_rate(replace(course, schedule="linear"), 75, 0) == pytest.approx(0.25)
     assert learning_rate(course, 50, 0) == pytest.approx(0.5)
+    short = replace(course, steps=10_000, warmup=1_000, max_seconds=10.0, schedule="constant")
+    assert learning_rate(short, 50, 0.5) == pytest.approx(0.5)  # warm-up is a tenth of what there is time for
+    assert [looks_due(short, 50, seconds) for seconds in (0.4, 0.6, 10.0)] == [0, 1, 20] and not looks_due(
+        course, 50, 9
+    )
     timed = replace(course, max_seconds=10.0)
     assert learning_rate(timed, 20, 5.0) == pytest.approx(0.5) and learning_rate(timed, 20, 10.0) == 0
 

@@ -20,6 +20,7 @@ from compress.data.samples import samples_of
 from compress.data.training import encoded_set, n_rows
 from compress.distill.batch import Batch
 from compress.distill.lessons import Augment, batch_maker
+from compress.distill.losses import label_loss
 from compress.distill.objective import Weighted, hidden_term, labels_term, logits_term, next_token_term, total_loss
 from compress.distill.sequences import Writing, written
 from compress.distill.teacher import FILE, keep_outputs
@@ -29,6 +30,7 @@ from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
 from compress.models.huggingface import TextModel
 from compress.models.load import LoadedModel
 from compress.passes.distill import Distill, Sequences
+from compress.passes.distill_student import Student
 from compress.passes.loss_terms import AttentionTerm, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.passes.training import Augmentation
 from compress.targets import TARGETS
@@ -97,6 +99,9 @@ def outputs(net: nn.Module) -> Tensor:
 def test_what_is_wrong_is_said_by_the_plan() -> None:
     def problems(knobs: Distill, **more: Any) -> tuple[str, ...]:
         return knobs.check(replace(FACTS, **more), TARGET).problems
+
+    deep = (TensorSpec("x", "float32", ("batch", 4, 8, 8)),)
+    assert any("has neither 1 nor 3 channels" in one for one in problems(Distill(augment={"flip": True}), inputs=deep))
 
     assert problems(Distill()) == ()
     named = HiddenTerm(layers=(("body.0.fk", "body.0.fc"),))
@@ -320,6 +325,10 @@ def test_a_student_learns_from_what_its_teacher_writes(tmp_path: Path) -> None:
     assert not np.array_equal(found.feeds(np.arange(12))["input_ids"], data.feeds(np.arange(12))["input_ids"])
     again, kept = (written(teacher.module, data, how, p, lambda items, text: items) for p in (None, tmp_path))
     assert np.array_equal(found.ids, again.ids) and np.array_equal(found.ids, kept.ids)
+    settings = teacher.module.wrapped.generation_config  # type: ignore[union-attr]
+    settings.repetition_penalty, settings.min_p = 9.0, 0.9  # its makers' taste is not the distribution to learn
+    assert np.array_equal(found.ids, written(teacher.module, data, how, None, lambda items, text: items).ids)
+    assert settings.min_p == 0.9
     sharp = written(teacher.module, data, replace(how, temperature=1e-4), None, lambda items, text: items)
     row = int(sharp.lengths.argmax())
     with torch.no_grad():
@@ -329,6 +338,26 @@ def test_a_student_learns_from_what_its_teacher_writes(tmp_path: Path) -> None:
     knobs = small(labels=LabelsTerm(), sequences=Sequences(prompt_tokens=2))
     result = knobs.apply(student, around(data, lambda: text_model(llama())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
+
+
+def test_outputs_of_a_decoder_are_compared_token_by_token() -> None:
+    student, teacher = text_model(noisy(llama())), text_model(llama())
+    knobs = small(logits=LogitsTerm(), output=OutputTerm(loss="mse"))
+    result = knobs.apply(student, around(token_set(), lambda: teacher))
+    assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
+
+
+def test_a_new_student_may_begin_at_zero() -> None:
+    net = conv_net()
+    net.fc.weight.zero_()
+    knobs = small(student=Student(source="python:net.py:net"))
+    knobs.apply(image_model(net), around(images(), lambda: image_model(conv_net())))
+    assert (net.fc.weight != 0).all()
+
+
+def test_labels_of_one_output_are_scores() -> None:
+    scores, labels = torch.tensor([[2.5], [1.0]]), torch.tensor([3, 1])
+    assert label_loss(scores, labels).tolist() == [0.25, 0.0]
 
 
 def test_sequences_are_refused_where_nothing_is_written() -> None:

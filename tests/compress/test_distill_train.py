@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from compress.distill import train as loop
 from compress.distill.batch import Batch, Mixed, part
 from compress.distill.state import module_state, read_state, write_state
 from compress.distill.train import FILE, Lessons, train
+from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 
 HERE = Path(__file__).parent
@@ -210,7 +212,54 @@ def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> No
     course = replace(COURSE, steps=10_000, max_seconds=60.0, save_seconds=1e9)
     _, log = taught(course, before_step=lambda step, part: done.append(part))
     assert log.end == "time" and 3 < log.step < 60 and log.looks[-1][0] == log.step
+    seldom, _ = taught(replace(course, evaluate_every=5_000)), None
+    assert len(seldom[1].looks) > 8  # where few of the steps are taken the clock asks for them
     assert done == sorted(done) and done[-1] > 0.5  # by the clock: 10,000 steps are far
+
+
+def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves: list[float] = []
+    now = [0.0]
+
+    def slow(*args: Any) -> None:
+        saves.append(now[0])
+        now[0] += 3.0
+
+    def tick() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    monkeypatch.setattr(loop.time, "monotonic", tick)
+    monkeypatch.setattr(loop, "write_state", slow)
+    taught(replace(COURSE, steps=400, save_seconds=1.0), tmp_path)
+    assert 3 < len(saves) < 20
+    assert min(np.diff(saves[:-1])) > 60  # twenty times what one takes
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_samples_of_which_nothing_counts(weight: float) -> None:
+    """A text of one token predicts nothing: in a batch of its own it teaches nothing, alone it cannot be judged by."""
+    net = conv_net().requires_grad_(True)
+    lessons, course = label_lessons(net, images()), replace(COURSE, steps=3, batch_size=1)
+    held = set(loop.split_rows(lessons.n, course.held_out, course.seed)[1].tolist())
+
+    def batch(rows: np.ndarray, random: Any) -> Any:
+        made = lessons.batch(rows, random)
+        return replace(made, weights=torch.tensor([weight if row in held else 0.0 for row in rows.tolist()]))
+
+    def loss(one: Any) -> torch.Tensor:
+        return lessons.loss(replace(one, weights=one.weights.clamp_min(1e-9)))
+
+    if weight:
+        assert train(net, replace(lessons, batch=batch, loss=loss), course, quiet()).step == 3
+    else:
+        with pytest.raises(PassError, match="the 12 samples held out have nothing to be judged by"):
+            train(net, replace(lessons, batch=batch, loss=loss), course, quiet())
+
+
+def test_a_first_look_that_is_nan_is_no_best() -> None:
+    log = TrainLog()
+    assert log.look(math.nan) and log.look(2.0) and not log.look(3.0) and log.best_loss == 2.0
 
 
 def poisoned(net: nn.Module, at: int) -> Lessons:

@@ -223,6 +223,16 @@ def test_zeros_of_a_sparse_model_stay() -> None:
     assert (weight.dequantize()[gone.numpy()] == 0).all() and (weight.dequantize()[~gone.numpy()] != 0).any()
 
 
+def test_few_zeros_stay_too_and_an_average_is_saved(tmp_path: Path) -> None:
+    loaded = text_model(gpt2())
+    layer = loaded.module.wrapped.transformer.h[0].mlp.c_fc  # type: ignore[union-attr]
+    layer.weight[::16, ::8] = 0.0  # less than 5 %
+    gone = (layer.weight == 0).t().numpy()
+    result = qat(loaded, small(steps=2, group_size=8, ema_decay=0.9), work=tmp_path)
+    weight = result.model.rounded["transformer.h.0.mlp.c_fc"].weight.dequantize()
+    assert 0 < gone.mean() < 0.05 and (weight[gone] == 0).all()
+
+
 def test_a_forward_pass_that_fails_leaves_the_weights_in_place() -> None:
     loaded = model()
     module = loaded.module
