@@ -20,7 +20,9 @@ from compress.facts import LayerDecision, Note, Removable
 from compress.passes.depth import evenly_spaced, renamed_blocks
 from compress.prune.compensate import compensate
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
+from compress.prune.left_alone import left_alone
 from compress.prune.norms import follow_data
+from compress.prune.points import find_points
 from compress.prune.shorten import shorten
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
@@ -59,13 +61,13 @@ def prune_layers(knobs: PruneLayers, loaded: Any, context: PassContext) -> PassR
     ranking = _ranked(knobs, skipping, batches, context)
     n_gone, notes = _n_gone(knobs, skipping, ranking, sample, context)
     gone = ranking.order[:n_gone]
-    errors = _without(knobs, skipping, gone, batches, context)
+    errors, left = _without(knobs, skipping, gone, batches, context)
     told = shorten(skipping, gone, sample)
     follow_data(module, [batch.feeds for batch in batches])
     notes += [_note(knobs, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
     notes += [] if told else [Note("warning", UNCONFIGURED)]
     loaded = replace(loaded, module=module)
-    return PassResult(loaded, decisions(types, blocks, gone), tuple(notes), dict(ranking.measured))
+    return PassResult(loaded, decisions(types, blocks, gone, left), tuple(notes), dict(ranking.measured))
 
 
 def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[Removable, ...]:
@@ -74,10 +76,12 @@ def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[R
     return find_removable(module, sample, [one.name for one in structure.blocks if one.name], compute=True)
 
 
-def decisions(types: Mapping[str, str], blocks: Sequence[Removable], gone: Sequence[str]) -> tuple[LayerDecision, ...]:
+def decisions(
+    types: Mapping[str, str], blocks: Sequence[Removable], gone: Sequence[str], left: Mapping[str, str]
+) -> tuple[LayerDecision, ...]:
     """The blocks under the names that they had, then the layers that are left, under those that they have now.
 
-    `types`: layer -> its type, before.
+    `types`: layer -> its type, before. `left`: layer -> why it was not fitted.
     """
     taken = [LayerDecision(one.name, "block", "pruned" if one.name in gone else "kept", "") for one in blocks]
     moved = renamed_blocks(blocks, gone)
@@ -87,7 +91,9 @@ def decisions(types: Mapping[str, str], blocks: Sequence[Removable], gone: Seque
     for name, kind in ((name, kind) for name, kind in types.items() if name not in lost):
         block = block_of.get(name, "")
         new = moved.get(block, block)
-        found.append(LayerDecision(new + name.removeprefix(block), kind, "kept", f"was {name}" if new != block else ""))
+        said = [f"was {name}"] if new != block else []
+        said += [f"not fitted: {left[name]}"] if name in left else []
+        found.append(LayerDecision(new + name.removeprefix(block), kind, "kept", "; ".join(said)))
     return (*taken, *found)
 
 
@@ -175,17 +181,20 @@ def _speed_without(
 
 def _without(
     knobs: PruneLayers, skipping: Skipping, gone: Sequence[str], batches: Sequence[MicroBatch], context: PassContext
-) -> tuple[float, float]:
-    """Errors of the outputs without the blocks, before and after what is left is fitted anew, which is done here."""
+) -> tuple[tuple[float, float], dict[str, str]]:
+    """Errors of the outputs without the blocks, before and after what is left is fitted anew, which is done here; and
+    layer -> why it was not."""
     module, few = skipping.module, _few(batches)
     whole, teacher = Outputs(module, few), copy.deepcopy(module) if knobs.compensate else None
     with skipping.without(gone):
         before = whole.error_of(module)
         if teacher is None:
-            return before, before
+            return (before, before), {}
         feeds = [batch.feeds for batch in batches]
         compensate(module, teacher, feeds, {}, seed=context.seed, progress=context.progress)
-        return before, whole.error_of(module)
+        few_rows = {name: tensor[:2] for name, tensor in feeds[0].items()}
+        left = left_alone(module, {one.layer for one in find_points(module, few_rows)})
+        return (before, whole.error_of(module)), left
 
 
 def _types(module: nn.Module) -> dict[str, str]:

@@ -25,7 +25,7 @@ from compress.prune.curves import find_curves
 from compress.prune.dimension import Dimension
 from compress.prune.importance import random_projection_loss, sampled_label_loss
 from compress.prune.norms import follow_data
-from compress.prune.shrink import Record, shrink
+from compress.prune.shrink import Record, renumbered, shrink
 from compress.prune.surgery import differs_from_masked, remove
 from runtime.manifest import CLASSIFICATION, GENERATION
 
@@ -45,7 +45,7 @@ def prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext) -> P
     if not batches:
         raise PassError(f"{knobs.kind}: there is no calibration data; give the recipe a calibration set")
     sample = {name: tensor[:1] for name, tensor in batches[0].items()}
-    coupling = find_coupling(module, sample)
+    coupling = find_coupling(module, sample, compute=True)
     types = {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
     dimensions = [one for one, facts in pairs if knobs.takes(facts, types)]
@@ -69,9 +69,13 @@ def _check(knobs: PruneChannels, module: nn.Module, dimensions: Sequence[Dimensi
     """PassError where the model's own code holds a size, so that it would not run as it should once smaller."""
     if not dimensions:
         raise PassError(f"{knobs.kind}: nothing is left to prune")
-    smaller = copy.deepcopy(module)
-    for one in dimensions:
-        difference = differs_from_masked(smaller, one, np.array([one.n_units - 1]), sample)
+    smaller, left = copy.deepcopy(module), [*dimensions]
+    for number in range(len(left)):
+        one = left[number]
+        last = np.array([one.n_units - 1])
+        gone = {axis: one.indices(axis, last) for axis in one.members}
+        difference = differs_from_masked(smaller, one, last, sample)
+        left[number + 1 :] = [renumbered(other, gone) for other in left[number + 1 :]]
         if math.isinf(difference) or (one.kind == "heads" and difference > EXACT):
             raise PassError(
                 f"{knobs.kind}: {one.name}: the model's code fixes how many {one.kind} there are, so that it does not "

@@ -15,6 +15,12 @@ from torch import nn
 
 from compress.blocks.sizes import Shapes, shapes_of
 
+UNFIT_NUMBERS = (
+    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AssertionError, AttributeError),
+    StrictDataclassError,
+)
+"""What building a model raises of whose configuration the numbers do not go together."""
+
 MOST = 4
 """Numbers that are changed together: as many as width, neurons, query heads and key-value heads have."""
 
@@ -72,7 +78,7 @@ class _Goal:
         try:
             with torch.device("meta"):
                 made = shapes_of(type(self.model)(config))
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError):  # numbers that do not go together
+        except UNFIT_NUMBERS:
             return everything
         tensors = [name for name, shape in self.wanted.tensors.items() if made.tensors.get(name) != shape]
         return tensors + [path for path, own in self.wanted.attributes.items() if self._differs(path, own, made)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer, trace
 from compress.prune.dimension import Dimension
+from compress.prune.layers import weight_names
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,12 @@ def macs_cost(module: nn.Module, dimensions: Sequence[Dimension], sample: Mappin
 
     Products of two activations (attention scores) are not counted.
     """
-    macs = trace(module, sample).macs
+    macs, names = trace(module, sample, compute=True).macs, weight_names(module)
     terms = []
     for name, layer in module.named_modules():
         if is_layer(layer) and macs.get(name):
             weight: Tensor = layer.weight
-            full_name = f"{plain(name)}.weight"
-            terms.append(_scaled(full_name, weight.shape, dimensions, macs[name] / weight.numel()))
+            terms.append(_scaled(names[plain(name)], weight.shape, dimensions, macs[name] / weight.numel()))
     return Cost("MACs", tuple(one.n_units for one in dimensions), tuple(terms))
 
 

@@ -58,10 +58,11 @@ def coupling_of(flow: Flow) -> Coupling:
     roots = book.roots()
     places = {(flow.parameters[v], i): roots[labels] for v, found in axes.items() for i, labels in enumerate(found)}
     pinned = {int(root): why for why, pins in book.pins.items() for labels in pins for root in np.unique(roots[labels])}
+    headed = {int(root) for labels in book.several for root in np.unique(roots[labels])}
     summed = {int(root) for labels in state.sums for root in np.unique(roots[labels])}
     layers = _layers(flow)
     units = _by_signature(places, pinned)
-    found = [_dimension(counts, roots, places, layers, summed) for counts, roots in units]
+    found = [_dimension(counts, roots, places, layers, summed, headed) for counts, roots in units]
     ordered = sorted((one for one in found if one is not None), key=lambda one: list(layers).index(one[0].name))
     return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), _kept(layers, places, pinned))
 
@@ -113,6 +114,7 @@ def _dimension(
     places: Mapping[Axis, np.ndarray],
     layers: Mapping[str, _Layer],
     summed: set[int],
+    headed: set[int],
 ) -> tuple[Dimension, Prunable] | None:
     """None where nothing writes it, nothing reads it, or there is but one unit."""
     writers = {name: counts[layer.output] for name, layer in layers.items() if layer.output in counts}
@@ -121,7 +123,7 @@ def _dimension(
         return None
     name = next(iter(writers))
     first = layers[name]
-    kind: DimensionKind = "heads" if counts[first.output] > 1 else "neurons"
+    kind: DimensionKind = "heads" if headed & set(roots) else "neurons"
     if isinstance(first.module, (*CONVOLUTIONS, *TRANSPOSED)):
         kind = "channels"
     if summed & set(roots):

@@ -24,7 +24,7 @@ from compress.errors import PassError
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
 from compress.prune.importance import Loss, first_output, output_fisher
-from compress.prune.layers import features_of, layers_of, n_groups, read_weight, write_weight
+from compress.prune.layers import features_of, layers_of, n_groups, read_weight, weight_names, write_weight
 from compress.prune.obs import Elimination, Reading, made_up
 from compress.prune.points import Place, Point, place_of
 from compress.prune.statistics import Batch, Sums
@@ -61,14 +61,14 @@ def readers_of(
     module: nn.Module, dimension: Dimension, points: Mapping[str, Point], sums: Mapping[str, Sums]
 ) -> list[Reader]:
     """PassError for a reader that is called several times: what it reads cannot be told apart."""
-    layers = layers_of(module)
+    layers, weights = layers_of(module), weight_names(module)
     found = []
     for name in dimension.readers:
         if name not in points:
             raise PassError(
                 f"{name}: is not called exactly once in a forward; it cannot be fitted. Ignore {dimension.name}"
             )
-        features = features_of(layers[name], dimension.members[f"{name}.weight", in_axis(layers[name])])
+        features = features_of(layers[name], dimension.members[weights[name], in_axis(layers[name])])
         found.append(Reader(place_of(module, points[name]), features, sums[name]))
     return found
 

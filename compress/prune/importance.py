@@ -54,26 +54,26 @@ def gradient_scores(
     loss: Loss,
     kind: Literal["taylor", "fisher"],
 ) -> list[np.ndarray]:
-    """For each dimension: taylor, the sum over a unit of |weight * gradient|; fisher, of weight^2 * gradient^2 / 2.
+    """For each dimension: taylor, the square of the sum over a unit of weight * gradient; fisher, the sum over it of
+    weight^2 * gradient^2 / 2.
 
-    Gradients are those of `loss` per sample, the mean over the samples for taylor; for fisher the squares of each
-    batch's mean gradient are averaged, times the batch's size. No gradient is left behind in the module.
+    Gradients are those of `loss` per sample: of a batch the squares of its mean ones, times its size, averaged over the
+    samples. Squares come before any mean over batches, for the mean of a gradient at the model's own labels is zero. No
+    gradient is left behind in the module.
     """
     parameters = {name: p for name, p in _parameters(module).items() if p.is_floating_point()}
-    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    found = [np.zeros(one.n_units) for one in dimensions]
     n_samples = 0
     for size, gradients in _gradients(module, parameters, batches, loss):
         n_samples += size
-        for name, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                sums[name] += gradient.double() if kind == "taylor" else gradient.double().square() / size
-    worth = {
-        name: (p.detach().double() * sums[name] / n_samples).abs()
-        if kind == "taylor"
-        else p.detach().double().square() * sums[name] / n_samples / 2
-        for name, p in parameters.items()
-    }
-    return [_over_units(one, worth) for one in dimensions]
+        pairs = zip(parameters.items(), gradients, strict=True)
+        change = {name: p.detach().double() * g.double() for (name, p), g in pairs if g is not None}
+        if kind == "fisher":
+            change = {name: one.square() / 2 for name, one in change.items()}
+        for total, one in zip(found, dimensions, strict=True):
+            summed = _over_units(one, change)
+            total += (np.square(summed) if kind == "taylor" else summed) / size
+    return [total / max(n_samples, 1) for total in found]
 
 
 def activation_norm(readings: Sequence[Reading]) -> np.ndarray:
@@ -165,13 +165,14 @@ def random_projection_loss(seed: int = 0) -> Loss:
     return loss
 
 
-def _wanting(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    """A hook that makes the output one whose gradient can be asked for."""
+def _wanting(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """A hook that makes the output one whose gradient can be asked for; what follows may change its copy in place."""
 
-    def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         if not out.requires_grad:
             out.requires_grad_(True)
         outputs[name] = out
+        return out.clone()
 
     return hook
 

@@ -19,6 +19,8 @@ class Book:
     def __init__(self) -> None:
         self.n_labels = 0
         self.pins: dict[str, list[Labels]] = {}
+        self.several: list[Labels] = []
+        """Units that an axis is split into, each of several rows: heads."""
         self._pairs: list[tuple[Labels, Labels]] = []
 
     def fresh(self, size: int) -> Labels:
@@ -110,6 +112,8 @@ def _split(labels: Labels | None, sizes: Sequence[int], book: Book) -> list[Labe
     chosen = unit_axis(varying, sizes)
     lead = np.moveaxis(grid, chosen, 0).reshape(sizes[chosen], -1)  # [units, what goes with each]
     book.join(lead, lead[:, :1])
+    if (lead != lead[:, :1]).any():
+        book.several.append(lead[:, 0])
     return [lead[:, 0] if i == chosen else None for i in range(len(sizes))]
 
 

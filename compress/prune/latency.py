@@ -29,7 +29,7 @@ from compress.blocks.trace import removed_after
 from compress.prune.costs import Cost, Size, Term, sizes_of
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
-from compress.prune.layers import channel_axis, layers_of, n_groups
+from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
 from runtime.backends import Session, find_backend
 from runtime.timing import time_rounds
 
@@ -112,10 +112,10 @@ def wanted_layers(
     handles = [layer.register_forward_hook(heard(name)) for name, layer in layers.items()]
     with removed_after(handles), torch.no_grad():
         module(**sample)
-    found = []
+    found, weights = [], weight_names(module)
     for name, where in places.items():
         layer = layers[name]
-        axes = sizes_of(f"{name}.weight", layer.weight.shape, dimensions)  # type: ignore[arg-type]
+        axes = sizes_of(weights[name], layer.weight.shape, dimensions)  # type: ignore[arg-type]
         out, into = axes[1 - in_axis(layer)], axes[in_axis(layer)]
         if out.per_unit or into.per_unit:
             both = bool(out.per_unit and into.per_unit)

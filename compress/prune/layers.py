@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, is_hf_conv1d
+from compress.blocks.trace import CONVOLUTIONS, is_hf_conv1d, is_layer
 from compress.errors import PassError
 
 
@@ -27,6 +27,13 @@ def is_matrix_layer(layer: nn.Module) -> bool:
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     """Plain name -> layer, of all that can be seen as matrices."""
     return {plain(name): part for name, part in module.named_modules() if is_matrix_layer(part)}
+
+
+def weight_names(module: nn.Module) -> dict[str, str]:
+    """Layer -> the first name of its weight, by which shared ones are known."""
+    names = {id(parameter): plain(name) for name, parameter in module.named_parameters()}
+    layers: dict[str, Any] = {plain(name): part for name, part in module.named_modules() if is_layer(part)}
+    return {name: names.get(id(layer.weight), f"{name}.weight") for name, layer in layers.items()}
 
 
 def n_groups(layer: nn.Module) -> int:

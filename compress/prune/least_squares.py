@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.prune.obs import damped
+from compress.prune.obs import factor_of
 from compress.prune.statistics import Sums
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -59,7 +59,7 @@ def fit(learned: Sums, held: Sums | None, free_bias: bool, ridges: Sequence[floa
 def solve(sums: Sums, ridge: float, free_bias: bool) -> tuple[Tensor, Tensor]:
     """(weight [groups, outputs, features], bias [groups, outputs]), float64."""
     xx, xy, _ = sums.centered() if free_bias else sums.plain()
-    factors = torch.stack([torch.linalg.cholesky(damped(gram, ridge)) for gram in xx])
+    factors = torch.stack([factor_of(gram, ridge) for gram in xx])
     weight = torch.cholesky_solve(xy, factors).mT
     n = max(sums.n, 1)
     bias = (sums.y - (weight @ sums.x[:, :, None])[:, :, 0]) / n

@@ -8,7 +8,8 @@ from torch import nn
 
 from compress.blocks.materialise import plain
 from compress.blocks.trace import TRANSPOSED, is_layer
-from compress.prune.layers import is_matrix_layer, read_weight
+from compress.prune.layers import is_matrix_layer, n_features, read_weight
+from compress.prune.statistics import MAX_FEATURES
 
 MAX_OUTPUTS = 16384
 """Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
@@ -36,4 +37,6 @@ def _why(layer: nn.Module, sharing: list[str], called_once: bool) -> str:
         return f"it shares its weight with {', '.join(sharing)}"
     if (n := len(read_weight(layer).flatten(0, 1))) > MAX_OUTPUTS:
         return f"it has {n} outputs, and more than {MAX_OUTPUTS} are not fitted"
+    if (n := n_features(layer)) > MAX_FEATURES:
+        return f"one output sees {n} features, and more than {MAX_FEATURES} are not fitted"
     return "" if called_once else "one forward does not call it exactly once"

@@ -106,8 +106,19 @@ class _Work:
 
 def inverted(gram: Tensor) -> Tensor:
     """The inverse of the damped Gram matrix, float64."""
-    factor = torch.linalg.cholesky(damped(gram))
-    return torch.cholesky_inverse(factor)
+    return torch.cholesky_inverse(factor_of(gram, DAMPING))
+
+
+def factor_of(gram: Tensor, damping: float) -> Tensor:
+    """The Cholesky factor of the damped Gram matrix, float64. PassError where rounding has made it indefinite."""
+    factor, failed = torch.linalg.cholesky_ex(damped(gram, damping))
+    if int(failed):
+        raise PassError(
+            f"least squares: inputs that hardly vary against their mean cannot be told from rounding (feature "
+            f"{int(failed) - 1} of {len(gram)}, damping {damping:g}); give more calibration data, or choose "
+            "importance: l2 with compensate: false"
+        )
+    return factor
 
 
 def damped(gram: Tensor, damping: float = DAMPING) -> Tensor:

@@ -200,7 +200,9 @@ def _pad(state: Walk, op: Op) -> None:
 def _reduce(state: Walk, op: Op) -> None:
     """Sums, means, extremes: what they run over is gone."""
     axes = state.of(op.args[0])
-    asked = _argument(op, 1, "dim", None)
+    asked = _argument(op, 2 if op.name == "linalg_vector_norm" else 1, "dim", None)
+    if isinstance(asked, bool):  # var and std may have `unbiased` there, and then run over all
+        asked = None
     gone = range(len(axes)) if asked is None or asked == [] else [asked] if isinstance(asked, int) else asked
     dims = {axis % len(axes) for axis in gone} if axes else set()
     keeps = len(state.out_shape(op)) == len(axes)
@@ -263,6 +265,8 @@ def _in_groups(
         state.book.pin(into, why)
     else:
         members = x.reshape(groups, -1)
+        if transposed:
+            state.book.join(members, members[:1])
         if into is not None:
             state.book.join(members, into.reshape(groups, -1) if transposed else into[None, :])
     if out is None:
@@ -319,13 +323,18 @@ def _spatial(state: Walk, op: Op) -> None:
 
 
 def _attention(state: Walk, op: Op) -> None:
-    """Fused attention: query, key, value [B, heads, T, size]; a key-value head goes with the queries that share it."""
+    """Fused attention: query, key, value [B, heads, T, size]; a key-value head goes with the queries that share it, and
+    with its row of a mask that has one for each."""
     q, k, v = (state.of(one) for one in op.args[:3])
     state.join(q[3], k[3], op)
     keys = state.join(k[1], v[1], op)
     if keys is not None and len(keys) != state.shape(op.args[0])[1]:
         keys = np.repeat(keys, state.shape(op.args[0])[1] // len(keys))
-    state.give(op, (q[0], state.join(q[1], keys, op), q[2], v[3]))
+    heads = state.join(q[1], keys, op)
+    mask = op.args[3] if len(op.args) > 3 and isinstance(op.args[3], Ref) else op.kwargs.get("attn_mask")
+    if isinstance(mask, Ref) and len(state.shape(mask)) > 2 and state.shape(mask)[-3] > 1:
+        heads = state.join(heads, state.of(mask)[-3], op)
+    state.give(op, (q[0], heads, q[2], v[3]))
 
 
 def _nothing(state: Walk, op: Op) -> None:

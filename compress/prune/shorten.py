@@ -16,6 +16,7 @@ from compress.blocks.materialise import empty_weights, plain
 from compress.blocks.sizes import transformers_config
 from compress.blocks.trace import named_outputs
 from compress.errors import PassError
+from compress.prune.configuration import UNFIT_NUMBERS
 from compress.prune.depth import Skipping
 
 CLOSE = 1e-4
@@ -134,7 +135,7 @@ def _rebuilt(module: nn.Module, config: Any) -> nn.Module | None:
         with empty_weights(), torch.random.fork_rng(devices=[]):
             made: nn.Module = type(model)(config).eval()
             unstack_experts(made)
-    except (ValueError, TypeError, RuntimeError, LookupError, ZeroDivisionError):  # numbers that do not go together
+    except UNFIT_NUMBERS:
         return None
     own, new = dict(model.named_parameters()), dict(made.named_parameters())
     lengths = [{path: len(numbers) for path, numbers in _lists(one).items()} for one in (model, made)]

@@ -16,7 +16,7 @@ from compress.prune.compensate import Refitted, compensate
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Axis, Dimension, DimensionKind
 from compress.prune.importance import first_output
-from compress.prune.layers import layers_of
+from compress.prune.layers import layers_of, weight_names
 from compress.prune.left_alone import left_alone
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
@@ -114,10 +114,10 @@ def kept_outputs(
     module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Layer of the whole model -> those of its outputs that stay, int64; layers that lose none are not in it."""
-    found = {}
+    found, weights = {}, weight_names(module)
     for name, layer in layers_of(module).items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        axis = (f"{name}.weight", 1 - in_axis(layer))
+        axis = (weights[name], 1 - in_axis(layer))
         stays = np.ones(weight.shape[axis[1]], bool)
         for one, own in zip(dimensions, kept, strict=True):
             if axis in one.members:
@@ -129,8 +129,12 @@ def kept_outputs(
 
 def output_error(module: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> float:
     """The squared difference of two models' outputs, over the squared distance of the teacher's from their mean."""
+    n, apart, total, squares = 0, 0.0, torch.zeros(()), 0.0
     with torch.no_grad():
-        own = torch.cat([first_output(module(**batch)).double().flatten(0, -2) for batch in batches])
-        whole = torch.cat([first_output(teacher(**batch)).double().flatten(0, -2) for batch in batches])
-    spread = (whole - whole.mean(0)).square().sum()
-    return float((own - whole).square().sum() / spread.clamp_min(1e-300))
+        for batch in batches:
+            own, whole = (first_output(one(**batch)).flatten(0, -2).double() for one in (module, teacher))
+            n += len(whole)
+            apart += float((own - whole).square().sum())
+            total, squares = total + whole.sum(0), squares + float(whole.square().sum())
+    spread = squares - float(total.square().sum()) / max(n, 1)
+    return apart / max(spread, 1e-300)

@@ -22,6 +22,8 @@ MAX_FEATURES = 12288
 """One float64 matrix of so many features squared is 1.2 GB; a layer with more is refused."""
 GRAM_BYTES = 2**31
 """Most that the Gram matrices held at once may take; with more, several forward passes are made."""
+CONSTANT = 4e-6
+"""Variance over squared mean below which a feature's is rounding."""
 ROWS_AT_ONCE = 8192
 """Products in float32 of so many rows are summed in float64: their rounding stays near 1e-6 of the diagonal."""
 
@@ -83,11 +85,17 @@ class Sums:
         )
 
     def centered(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row and without the means, which a free bias takes up: xx, xy and yy."""
+        """Per row and without the means, which a free bias takes up: xx, xy and yy.
+
+        A feature whose variance is within the rounding of its square is constant: it has none, nor anything in common.
+        """
         n = max(self.n, 1)
         mean, target = self.x / n, self.y / n
         xx = self.xx / n - mean[:, :, None] * mean[:, None, :]
-        return xx, self.xy / n - mean[:, :, None] * target[:, None, :], self.yy / n - target.square()
+        varies = xx.diagonal(dim1=1, dim2=2) > CONSTANT * mean.square()
+        xx = xx * (varies[:, :, None] & varies[:, None, :])
+        xy = (self.xy / n - mean[:, :, None] * target[:, None, :]) * varies[:, :, None]
+        return xx, xy, self.yy / n - target.square()
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
         """Per row, means left in: for a layer that can have no bias."""
@@ -122,7 +130,7 @@ def check_width(name: str, layer: nn.Module) -> None:
         raise PassError(
             f"{name}: one output sees {n_features(layer)} features, and their Gram matrix takes "
             f"{n_features(layer) ** 2 * 8 / 2**30:.1f} GiB; more than {MAX_FEATURES} are not fitted. Ignore what feeds "
-            "this layer, or choose importance: magnitude without compensation"
+            "this layer, or choose importance: l2 with compensate: false"
         )
 
 

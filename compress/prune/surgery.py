@@ -37,13 +37,16 @@ def remove(module: nn.Module, dimension: Dimension, units: np.ndarray) -> None:
     if len(units) >= dimension.n_units:
         raise PassError(f"{dimension.name}: all {dimension.n_units} {dimension.kind} would go; leave at least one")
     before, held = shapes_of(module), tensor_holders(module)
+    outputs: dict[int, np.ndarray] = {}
     for (name, axis), members in dimension.members.items():
         old = tensor_at(*held[name][0])
         gone = np.zeros(old.shape[axis], bool)
         gone[members[units].reshape(-1)] = True
-        put_tensor(held[name], old.index_select(axis, torch.from_numpy(np.flatnonzero(~gone))))
+        kept = np.flatnonzero(~gone)
+        put_tensor(held[name], old.index_select(axis, torch.from_numpy(kept)))
+        outputs |= {id(part): kept for part, _ in held[name]} if axis == 0 else {}
     for part in {id(part): part for name, _ in dimension.members for part, _ in held[name]}.values():
-        _fit_layer(part)
+        _fit_layer(part, outputs.get(id(part)))
     if dimension.kind == "heads":
         _fit_heads(module, dimension, dimension.n_units - len(units), before)
 
@@ -76,8 +79,8 @@ def differs_from_masked(
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
-def _fit_layer(part: nn.Module) -> None:
-    """What torch's own layers know of their sizes."""
+def _fit_layer(part: nn.Module, kept: np.ndarray | None) -> None:
+    """What torch's own layers know of their sizes. `kept`: which indices of their first axis stay, if some go."""
     own, weight = vars(part), part._parameters.get("weight")
     if weight is None:
         return
@@ -90,8 +93,8 @@ def _fit_layer(part: nn.Module) -> None:
     elif isinstance(part, TRANSPOSED):
         part.in_channels, part.out_channels = weight.shape[0], weight.shape[1] * part.groups
     elif isinstance(part, CONVOLUTIONS):
-        if weight.shape[1] == 1 and part.groups > 1:  # depthwise
-            part.groups = weight.shape[0] * part.groups // part.out_channels
+        if kept is not None and part.groups > 1:  # depthwise: whole groups go
+            part.groups = len(np.unique(kept // (part.out_channels // part.groups)))
         part.out_channels, part.in_channels = weight.shape[0], weight.shape[1] * part.groups
     elif isinstance(part, nn.LayerNorm):
         part.normalized_shape = tuple(weight.shape)
