@@ -31,6 +31,7 @@ from compress.prune.latency import (
 from compress.prune.obs import Elimination
 from compress.prune.shrink import remove_all
 from compress.prune.surgery import remove
+from runtime.environment import cpu_info
 
 if TYPE_CHECKING:
     from compress.passes.prune_channels import PruneChannels
@@ -135,7 +136,7 @@ def _fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, options:
     tables = _tables(layers, given.context)
     (whole_ms,) = time_all([given.module])
     scale, goal = 1.0, wanted_speedup
-    best: tuple[float, tuple[int, ...]] | None = None
+    best: tuple[float, float, tuple[int, ...]] | None = None
     for _ in range(TRIES):
         cost = latency_cost(whole_ms, layers, tables, full, scale)
         widths = _spread(choose_widths(options, _merged(cost, groups), whole_ms / goal), groups)
@@ -143,7 +144,7 @@ def _fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, options:
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
         given.context.log(f"{knobs.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
         if reached >= wanted_speedup and (best is None or reached < best[0]):
-            best = reached, widths
+            best = reached, predicted, widths
         if wanted_speedup <= reached <= wanted_speedup * (1 + NEAR):
             break
         plain = latency_cost(whole_ms, layers, tables, full).at(widths)
@@ -155,7 +156,7 @@ def _fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, options:
             f"{reached:.2f} times as fast; ask for less, or allow more dimensions"
         )
     text = f"{knobs.kind}: {best[0]:.2f} times as fast as before, measured on {given.context.target.name}"
-    return Choice(best[1], (Note("info", f"{text}; the layers' times foretold {predicted:.2f}"),))
+    return Choice(best[2], (Note("info", f"{text}; the layers' times foretold {best[1]:.2f}"),))
 
 
 def _spread_widths(options: Sequence[Options], groups: Groups) -> list[Sequence[int]]:
@@ -176,7 +177,8 @@ def _tables(layers: Sequence[Wanted], context: PassContext) -> list[LatencyTable
     backend, threads = context.target.name, context.threads
     if context.measurements is None:
         return measure(layers, backend, threads, seed=context.seed)
-    path = context.measurements(["latency", backend, threads, [[one.shape, one.outs, one.ins] for one in layers]])
+    shapes = [[one.shape, one.outs, one.ins] for one in layers]
+    path = context.measurements(["latency", *cpu_info(), backend, threads, shapes])
     if path.is_file():
         return from_json(path.read_text())
     context.log(f"measuring {len(layers)} layers at several widths")

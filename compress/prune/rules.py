@@ -59,6 +59,8 @@ def walk(flow: Flow, book: Book, parameters: Mapping[int, Axes]) -> Walk:
     state.axes.update(parameters)
     for op in flow.ops:
         rule = RULES.get(op.name) or (_attention if "scaled_dot_product" in op.name else None)
+        if op.name in ("max", "min") and len(op.outputs) == 2:  # along an axis; of two tensors it is pointwise
+            rule = _reduce
         if rule is None and _is_pointwise(op.name):
             rule = _pointwise
         (rule or Walk.keep)(state, op)

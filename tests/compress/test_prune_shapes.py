@@ -112,12 +112,19 @@ def test_features_that_never_vary_are_worth_nothing(constants: list[float]) -> N
         lambda h: h / torch.linalg.vector_norm(h, 2, -1, keepdim=True),
         lambda h: h / h.std(-1, keepdim=True),
         lambda h: h / h.var(dim=-1, unbiased=False, keepdim=True),
+        lambda h: h - h.max(-1, keepdim=True)[0],
     ],
 )
 def test_norms_along_an_axis(said: Any) -> None:
     net = made(lambda m, x: m.b(m.a(said(x)).relu()), a=nn.Linear(16, 32), b=nn.Linear(32, 4))
     (dimension,) = find_coupling(net, {"x": torch.ones(1, 16)}).dimensions
     assert (dimension.name, dimension.n_units) == ("a", 32)
+
+
+def test_pixels_at_their_largest() -> None:
+    net = made(lambda m, x: m.b(m.a(x).flatten(2).max(-1)[0]), a=nn.Conv2d(3, 16, 3), b=nn.Linear(16, 4))
+    (dimension,) = find_coupling(net, {"x": torch.from_numpy(images(1))}).dimensions
+    assert (dimension.name, dimension.n_units) == ("a", 16)
 
 
 def test_a_forward_that_looks_at_values() -> None:
