@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from compress.blocks.activations import ROWS, MicroBatch, micro_batches
+from compress.blocks.activations import MicroBatch
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import shapes_of
 from compress.blocks.trace import is_layer, layer_type
@@ -18,6 +18,7 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Removable
 from compress.passes.depth import evenly_spaced, renamed_blocks
+from compress.passes.prune_batches import pruning_batches, rows_within
 from compress.prune.compensate import compensate
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
 from compress.prune.left_alone import left_alone
@@ -30,8 +31,8 @@ from compress.structure.removable import find_removable
 if TYPE_CHECKING:
     from compress.passes.prune_layers import PruneLayers
 
-TRIED_ROWS = 32768
-"""Tokens, or 256 for each image, that blocks are tried on one by one."""
+TRIED_ROWS, TRIED_BYTES = 32768, 2**30
+"""Tokens, or 256 for each image, that blocks are tried on one by one, and the outputs' bytes that are kept of them."""
 UNCONFIGURED = (
     "no config.json describes the shallower model: an ONNX file is not affected, a checkpoint needs the shapes.json "
     "that lies beside it"
@@ -49,19 +50,18 @@ class Ranking:
 def prune_layers(knobs: PruneLayers, loaded: Any, context: PassContext) -> PassResult:
     """`loaded.module` gets shallower in place. PassError: nothing to remove, a speed-up out of reach."""
     module: nn.Module = loaded.module
-    batches = list(micro_batches(context.batches, loaded.parameters, 4 * ROWS))
-    if not batches:
-        raise PassError(f"{knobs.kind}: there is no calibration data; give the recipe a calibration set")
+    batches = pruning_batches(knobs.kind, loaded, context)
     sample = batches[0].first
     blocks = removable_blocks(module, sample)
     if len(blocks) < 2:
         raise PassError(f"{knobs.kind}: {len(blocks)} blocks were found that could go; it needs two")
     skipping = Skipping(module, [one.name for one in blocks], sample)
     n_before, types = _n_weights(module), _types(module)
-    ranking = _ranked(knobs, skipping, batches, context)
+    few = _few(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
+    ranking = _ranked(knobs, skipping, batches, few, context)
     n_gone, notes = _n_gone(knobs, skipping, ranking, sample, context)
     gone = ranking.order[:n_gone]
-    errors, left = _without(knobs, skipping, gone, batches, context)
+    errors, left = _without(knobs, skipping, gone, batches, few, context)
     told = shorten(skipping, gone, sample)
     follow_data(module, [batch.feeds for batch in batches])
     notes += [_note(knobs, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
@@ -97,8 +97,14 @@ def decisions(
     return (*taken, *found)
 
 
-def _ranked(knobs: PruneLayers, skipping: Skipping, batches: Sequence[MicroBatch], context: PassContext) -> Ranking:
-    """Every block that may go, the first to go first."""
+def _ranked(
+    knobs: PruneLayers,
+    skipping: Skipping,
+    batches: Sequence[MicroBatch],
+    few: Sequence[MicroBatch],
+    context: PassContext,
+) -> Ranking:
+    """Every block that may go, the first to go first. `few`: what they are tried on one by one."""
     names, n = skipping.blocks, len(skipping.blocks)
     if knobs.layers is not None:
         return Ranking(tuple(name for k, name in enumerate(names) if k not in knobs.layers), {})
@@ -109,7 +115,7 @@ def _ranked(knobs: PruneLayers, skipping: Skipping, batches: Sequence[MicroBatch
         order = sorted(names, key=distances.__getitem__)
         return Ranking(tuple(order), {name: {"angular_distance": one} for name, one in distances.items()})
     n_gone = n - 1 if knobs.speedup is not None else n - knobs.n_kept(n)
-    removal = least_error(skipping, n_gone, _few(batches), context.progress)
+    removal = least_error(skipping, n_gone, few, context.progress)
     pairs = zip(removal.names, removal.errors, strict=True)
     return Ranking(removal.names, {name: {"output_error": error} for name, error in pairs})
 
@@ -128,12 +134,12 @@ def _uniform_order(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(order)
 
 
-def _few(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The first ones, of TRIED_ROWS together, or one."""
+def _few(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
+    """The first ones, of so many rows together, or one."""
     found, n_rows = [batches[0]], batches[0].n_rows
     for batch in batches[1:]:
         n_rows += batch.n_rows
-        if n_rows > TRIED_ROWS:
+        if n_rows > rows:
             break
         found.append(batch)
     return found
@@ -180,11 +186,16 @@ def _speed_without(
 
 
 def _without(
-    knobs: PruneLayers, skipping: Skipping, gone: Sequence[str], batches: Sequence[MicroBatch], context: PassContext
+    knobs: PruneLayers,
+    skipping: Skipping,
+    gone: Sequence[str],
+    batches: Sequence[MicroBatch],
+    few: Sequence[MicroBatch],
+    context: PassContext,
 ) -> tuple[tuple[float, float], dict[str, str]]:
     """Errors of the outputs without the blocks, before and after what is left is fitted anew, which is done here; and
     layer -> why it was not."""
-    module, few = skipping.module, _few(batches)
+    module = skipping.module
     whole, teacher = Outputs(module, few), copy.deepcopy(module) if knobs.compensate else None
     with skipping.without(gone):
         before = whole.error_of(module)

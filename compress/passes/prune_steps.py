@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from compress.blocks.activations import ROWS, micro_batches
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, shapes_of, transformers_config
 from compress.blocks.trace import is_layer, layer_type
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
+from compress.passes.prune_batches import pruning_batches
 from compress.passes.prune_widths import Choosing, choose
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import Coupling, find_coupling
@@ -41,9 +41,7 @@ def prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext) -> P
     """`loaded.module` gets smaller in place. PassError names the dimension, or the best that is within reach."""
     module: nn.Module = loaded.module
     built = shapes_of(module)
-    batches = [one.feeds for one in micro_batches(context.batches, loaded.parameters, 4 * ROWS)]
-    if not batches:
-        raise PassError(f"{knobs.kind}: there is no calibration data; give the recipe a calibration set")
+    batches = [one.feeds for one in pruning_batches(knobs.kind, loaded, context)]
     sample = {name: tensor[:1] for name, tensor in batches[0].items()}
     coupling = find_coupling(module, sample, compute=True)
     types = {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}

@@ -18,6 +18,8 @@ from compress.prune.costs import Cost
 BISECTIONS = 50
 EXCHANGES = 400
 """At most; each makes the damage less."""
+MOST_WIDTHS = 4096
+"""Of all dimensions together, of which all pairs are exchanged; of more those near the choice."""
 TRIED = 64
 """Exchanges that are checked against the true cost, the best first."""
 
@@ -136,6 +138,9 @@ def _better(options: Sequence[Options], cost: Cost, choice: list[int], budget: f
     place = np.concatenate([np.arange(len(one.widths)) for one in options])
     harm = np.concatenate([one.damage - one.damage[choice[d]] for d, one in enumerate(options)])
     more = np.concatenate([_changes(options, cost, choice, d) for d in range(len(options))])
+    if len(harm) > MOST_WIDTHS:  # all pairs would not fit into memory: those near the choice
+        near = np.abs(place - np.asarray(choice)[owner]) <= MOST_WIDTHS // (2 * len(options))
+        owner, place, harm, more = owner[near], place[near], harm[near], more[near]
     pairs = np.where(owner[:, None] == owner, np.inf, harm[:, None] + harm)
     pairs[np.diag_indices(len(harm))] = harm
     spent = more[:, None] + more

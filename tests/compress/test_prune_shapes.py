@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from compress.blocks.sizes import shapes_of
 from compress.models.load import LoadedModel
 from compress.passes import PruneChannels
+from compress.passes.prune_batches import rows_within
 from compress.prune.configuration import fit_config
 from compress.prune.costs import macs_cost
 from compress.prune.coupling import find_coupling
@@ -265,3 +266,10 @@ def test_taylor_settles_with_more_data() -> None:
 
     one, other = (scores(seed).argsort().argsort() for seed in (0, 1))
     assert np.corrcoef(one, other)[0, 1] > 0.95
+
+
+def test_rows_at_once_follow_from_how_wide_the_outputs_are() -> None:
+    words = (TensorSpec("logits", "float32", ("batch", "sequence", 128_256)),)
+    assert rows_within(words, 16_384, 512 * 2**20) == 523
+    assert rows_within((TensorSpec("logits", "float32", ("batch", 10)),), 16_384, 512 * 2**20) == 16_384
+    assert rows_within((), 16_384, 1) == 1
