@@ -40,7 +40,10 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
     for name in state.weight_only:
         layer, weight = layers[name], state.weights[name]
         weight = weight if layer.op == "Gather" else in_kernel_blocks(weight, flavour)
-        _write_weight(model, layer, weight)
+        if layer.op == "Gather":
+            _write_embedding(model, layer, weight, flavour)
+        else:
+            _write_weight(model, layer, weight)
         if weight.group_size > 0:
             _keep_from_gemm(model, layer)
     if any(_needs_blocks(node) for node in model.graph):
@@ -125,8 +128,6 @@ def _insert_pair(
 
 
 def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
-    if layer.op == "Gather":
-        return _write_embedding(model, layer, weight)
     axis, values, scales, zeros = layer.axis, weight.values, weight.scales, _zeros(weight)
     if weight.group_size > 0 and layer.op == "Gemm":
         axis = 1  # it becomes a MatMul, see `_keep_from_gemm`
@@ -147,7 +148,7 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/dequantized", attributes)
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
     layer.node.replace_input_with(layer.weight_input, dequantized)
-    return None
+    return
 
 
 def _keep_from_gemm(model: ir.Model, layer: GraphLayer) -> None:
@@ -199,12 +200,17 @@ def _tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
     return ir.Tensor(np.ascontiguousarray(values).astype(kind.numpy()), dtype=kind)
 
 
-def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
+def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:
     """Look up integers and dequantize only the rows found: a table dequantized first would be, whole, on every run.
 
+    Not for TensorRT, which takes integers for nothing but what is dequantized at once, and does so when it compiles.
     `weight` is the table transposed, [width, rows]: one scale for each column.
     """
     q, s, z = _columns(model, layer, weight)
+    if flavour == "s8s8":
+        table = append(model, "DequantizeLinear", [q, s, z], f"{layer.name}/dequantized", {"axis": 1})
+        layer.node.replace_input_with(layer.weight_input, table)
+        return
     layer.node.replace_input_with(layer.weight_input, q)
     found = layer.node.outputs[0]
     dequantized = append(model, "DequantizeLinear", [found, s, z], f"{layer.name}/dequantized", {"axis": -1})

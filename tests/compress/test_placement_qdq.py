@@ -177,6 +177,19 @@ def test_an_embedding_is_looked_up_in_integers(encoder: GraphState) -> None:
     np.testing.assert_array_equal(graphs.run(tap(model, ["embedded"]), feeds, optimize=False)[0], expected)
 
 
+def test_tensorrt_gets_its_table_dequantized_at_once(encoder: GraphState) -> None:
+    """Integers that anything else reads it refuses."""
+    model, feeds = write_state(encoder, "s8s8"), graphs.tokens(1)
+    assert all(
+        use.node.op_type == "DequantizeLinear"
+        for value in model.graph.initializers.values()
+        if value.dtype == ir.DataType.INT8 and len(value.shape or ()) > 1
+        for use in value.uses()
+    )
+    expected = encoder.weights["embedding"].dequantize().T[feeds[0]["ids"]]
+    np.testing.assert_array_equal(graphs.run(tap(model, ["embedded"]), feeds, optimize=False)[0], expected)
+
+
 def test_dynamic_products_measure_their_inputs_at_run_time() -> None:
     feeds = graphs.tokens()
     state = int8_state(graphs.transformer(), feeds, mode="dynamic")
