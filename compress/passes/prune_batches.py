@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from compress.blocks.activations import ROWS, MicroBatch, micro_batches
 from compress.context import PassContext
 from compress.errors import PassError
-from compress.models.load import LoadedModel
 from runtime.bundle import TensorSpec
+
+if TYPE_CHECKING:
+    from compress.models.load import LoadedModel
 
 AT_ONCE = 4 * ROWS
 """Tokens of one forward pass, at most; an image counts as 256."""
