@@ -13,6 +13,7 @@ time. There is no encryption and no identity here: what faces the outside belong
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -157,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         """UsageError where its size is not told in the one way that is read here, or is too large."""
         told = self.headers.get_all("Content-Length", [])
-        if "Transfer-Encoding" in self.headers or len(told) != 1 or not (told[0].isascii() and told[0].isdigit()):
+        if "Transfer-Encoding" in self.headers or len(told) != 1 or not re.fullmatch("[0-9]{1,15}", told[0]):
             raise UsageError("the request must tell its bytes in one Content-Length, and may not be chunked")
         if int(told[0]) > LARGEST_BYTES:
             raise UsageError(f"the request has {told[0]} bytes, more than {LARGEST_BYTES}")

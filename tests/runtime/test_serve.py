@@ -152,6 +152,7 @@ def raw(port: int, request: bytes) -> bytes:
     [
         "POST {at}/infer HTTP/1.1\r\nContent-Length: -1",
         "POST {at}/infer HTTP/1.1\r\nContent-Length: many",
+        "POST {at}/infer HTTP/1.1\r\nContent-Length: " + "9" * 5000,
         "POST {at}/infer HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 50",
         "POST {at}/infer HTTP/1.1\r\nTransfer-Encoding: chunked",
         "POST {at}/infer HTTP/1.1\r\nContent-Length: 999999999999",
