@@ -47,6 +47,7 @@ SCRIPT = textwrap.dedent("""
     torch.nn.modules.module.register_module_forward_hook(count, with_kwargs=True)
     work = from_main(out) if sys.argv[3] == "work" else None
     course = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1, steps=int(sys.argv[4]))
+    course = replace(course, **json.loads(sys.argv[5]))
     net, log = taught(course, work, log=print)
     save_file(net.state_dict(), out / f"{share().rank}.safetensors")
     (out / f"{share().rank}.json").write_text(json.dumps([log.curve, log.looks, seen]))
@@ -57,9 +58,10 @@ SCRIPTED = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def command(out: Path, work: str, steps: int, *launcher: str) -> list[str]:
+def command(out: Path, work: str, steps: int, *launcher: str, **changes: Any) -> list[str]:
     (out / "script.py").write_text(SCRIPT)
-    return [sys.executable, *launcher, str(out / "script.py"), str(HERE), str(out), work, str(steps)]
+    more = json.dumps(changes)
+    return [sys.executable, *launcher, str(out / "script.py"), str(HERE), str(out), work, str(steps), more]
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
@@ -370,22 +372,25 @@ def wait_for_step(file: Path, least: int, process: subprocess.Popen[bytes]) -> i
     raise AssertionError("the run ended before it was killed")
 
 
-def test_two_processes_are_one_to_rounding(tmp_path: Path) -> None:
-    """Batch norm's statistics among them."""
+@pytest.mark.parametrize(
+    ("changes", "shares"), [({}, [3, 3]), ({"batch_size": 7, "ema_decay": 0.6, "clip": 0.5}, [4, 3])]
+)
+def test_two_processes_are_one_to_rounding(tmp_path: Path, changes: dict[str, Any], shares: list[int]) -> None:
+    """Batch norm's statistics among them. `shares`: of each micro-batch, the two processes'."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    line = command(tmp_path, "work", 8, *launcher)
+    line = command(tmp_path, "work", 8, *launcher, **changes)
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1))
-    one, log = taught(replace(SCRIPTED, steps=8))
+    one, log = taught(replace(SCRIPTED, steps=8, **changes))
     assert log.best_step > 0
     for name, value in one.state_dict().items():
         assert torch.equal(first[name], second[name])
         assert torch.allclose(first[name].float(), value.float(), atol=1e-4), name
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert [seen for _, _, seen in found] == [[8 * 6], [8 * 6]]  # of 12 samples in each of 8 steps
+    assert [seen for _, _, seen in found] == [[8 * 2 * share] for share in shares]  # two micro-batches a step
     curve, looks, _ = found[0]
-    assert found[0] == found[1]
+    assert found[0][:2] == found[1][:2]
     assert np.allclose(curve, log.curve, rtol=1e-4) and np.allclose(looks, log.looks, rtol=1e-4)
 
 
