@@ -52,8 +52,8 @@ from compress.errors import PassError
 
 TINY = 1e-12
 """In the place of a weight that is 0: a batch of which nothing counts."""
-SAVING_SHARE = 20
-"""A run that saves for a second trains for so many before the next time."""
+SLOW_SAVE, SAVING_SHARE = 1.0, 20
+"""Seconds from which a save is slow; of such a one training then takes so many times as long before the next."""
 
 FILE = "training.safetensors"
 
@@ -267,7 +267,8 @@ class _Training:
         tensors |= {} if self.average is None else prefixed("average", self.average.state())
         write_state(self.file, tensors, asdict(self.log))
         self.saved = time.monotonic()
-        self.pause = max(self.course.save_seconds, SAVING_SHARE * (self.saved - self.begun))
+        took = self.saved - self.begun
+        self.pause = max(self.course.save_seconds, SAVING_SHARE * took if took > SLOW_SAVE else 0.0)
 
     def resume(self) -> None:
         """Go on where an earlier run stood, if it left anything."""
