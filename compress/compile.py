@@ -25,11 +25,11 @@ from runtime.steps import read_steps, write_steps
 from runtime.validate import validate
 
 
-def compile_bundle(path: Path, again: bool = False, cache: Path | None = None) -> Report:
+def compile_bundle(path: Path, again: bool = False) -> Report:
     """Compile the engines of a bundle that are missing, or do not run here, or all; and judge it anew.
 
-    What this machine cannot compile is left. The bundle stays as it was until the new one is whole and judged. `cache`:
-    the folder in which timing caches are kept. ExportError where nothing is left to do, or this machine can do none.
+    What this machine cannot compile is left. The bundle stays as it was until the new one is whole and judged.
+    ExportError where nothing is left to do, or this machine can do none of it.
     """
     path = Path(path).resolve()
     manifest = verify(path)
@@ -44,7 +44,7 @@ def compile_bundle(path: Path, again: bool = False, cache: Path | None = None) -
     with reserved(path) as staging:
         with explained(path):
             _copy(path, staging)
-        made = [compile_order(staging, order, manifest.artifact(order.graph), cache) for order in orders]
+        made = [compile_order(staging, order, manifest.artifact(order.graph), None) for order in orders]
         changed = with_engines(manifest, [artifact for artifact, _ in made])
         with explained(path):
             _tell(staging, changed, orders, [note for _, notes in made for note in notes])

@@ -33,7 +33,7 @@ class BoundKeys:
         for past, present in self._cache.pairs():
             length = self._length(self._inputs[past], capacity)
             shape = (n_rows, self._cache.n_heads, length, self._cache.head_size)
-            buffer = self._value(np.zeros(shape, self._inputs[past].dtype))
+            buffer = _value(np.zeros(shape, self._inputs[past].dtype), self._session.device)
             self._binding.bind_ortvalue_input(past, buffer)
             if self._cache.shared_buffer:
                 self._binding.bind_ortvalue_output(present, buffer)
@@ -46,7 +46,7 @@ class BoundKeys:
         if logits is None:
             binding.bind_output("logits")
         else:
-            binding.bind_ortvalue_output("logits", _on_cpu(logits))
+            binding.bind_ortvalue_output("logits", _value(logits, "cpu"))
         if not self._cache.shared_buffer:
             for _, present in self._cache.pairs():
                 binding.bind_output(present, self._session.device)
@@ -83,14 +83,9 @@ class BoundKeys:
             raise UsageError(f"{capacity} tokens do not fit into the graph's cache of {fixed}")
         return fixed if isinstance(fixed, int) else capacity
 
-    def _value(self, array: Array) -> Any:
-        """The array as a tensor on the session's device: on the CPU its own memory, which is kept alive."""
-        from onnxruntime import OrtValue
 
-        return OrtValue.ortvalue_from_numpy(array, self._session.device)
-
-
-def _on_cpu(array: Array) -> Any:
+def _value(array: Array, device: str) -> Any:
+    """The array as a tensor on a device: on the CPU its own memory, which is kept alive."""
     from onnxruntime import OrtValue
 
-    return OrtValue.ortvalue_from_numpy(array)
+    return OrtValue.ortvalue_from_numpy(array, device)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
-import runtime
+from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
 from compress.errors import ExportError
 from runtime.backends import find_backend
 from runtime.bundle import Artifact, Manifest, verify
@@ -39,24 +37,21 @@ BACKENDS = {
 """Backend -> what it needs beside numpy."""
 LIBRARY = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs")}
 """Of these the packages that an engine must find in its own version."""
-ON_A_GPU = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
-SAMPLES = {"text": ("tokenizers",), "language": ("tokenizers", "jinja2"), "image": ("pillow",)}
-"""Kind of preprocessing -> what reads its samples."""
 
 
 def write_context(bundle: Path, out: Path, backend: str = "") -> Path:
     """The build context under `out`, which must not exist. BundleError, ExportError.
 
-    Packages have the versions that are installed here, where they are.
+    Packages have the versions that are installed here, where they are; an engine's library the one that compiled it.
     """
     manifest = verify(bundle)
     backend = backend or (manifest.target if manifest.target in BACKENDS else "onnxruntime-cpu")
     artifact = _runnable(manifest, backend)
     out.mkdir(parents=True)
     shutil.copytree(bundle, out / "bundle")
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(Path(runtime.__file__).parent, out / "runtime", ignore=ignored)
-    (out / "requirements.txt").write_text(requirements(manifest, backend, artifact), encoding="utf-8")
+    copy_runtime(out)
+    pins = {name: artifact.engine.version for name in LIBRARY.get(backend, ()) if artifact.engine}
+    write_requirements(out, ("numpy", *BACKENDS[backend], *reading_samples(manifest)), pins)
     flags = "--gpus all " if backend in ON_A_GPU else ""
     text = DOCKERFILE.format(image=manifest.name.lower(), flags=flags, backend=backend)
     (out / "Dockerfile").write_text(text, encoding="utf-8")
@@ -75,28 +70,3 @@ def _runnable(manifest: Manifest, backend: str) -> Artifact:
     if manifest.task in GENERATION and not find_backend(backend).decoders:
         raise ExportError(f"docker: {backend} does not run decoders; use --backend onnxruntime-cpu")
     return artifact
-
-
-def requirements(manifest: Manifest, backend: str, artifact: Artifact) -> str:
-    """A line for each package; the library of an engine in the version that compiled it."""
-    pins = {name: artifact.engine.version for name in LIBRARY.get(backend, ()) if artifact.engine}
-    return lines(("numpy", *BACKENDS[backend], *reading_samples(manifest)), pins)
-
-
-def reading_samples(manifest: Manifest) -> tuple[str, ...]:
-    """Packages that turn samples into tensors."""
-    return SAMPLES.get(str(manifest.preprocess["kind"]), ())
-
-
-def lines(names: Sequence[str], pins: Mapping[str, str] | None = None) -> str:
-    """Of a requirements.txt: each package in the version of `pins`, else the installed one, else any."""
-    return "".join(
-        f"{name}{f'=={version}' if (version := (pins or {}).get(name)) else _pinned(name)}\n" for name in names
-    )
-
-
-def _pinned(name: str) -> str:
-    try:
-        return f"=={metadata.version(name.partition('[')[0])}"
-    except metadata.PackageNotFoundError:
-        return ""

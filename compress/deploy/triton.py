@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import runtime
-from compress.deploy.container import lines, reading_samples
+from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
 from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.errors import ExportError
 from runtime.bundle import FILES_OF, Artifact, Manifest, TensorSpec, read_samples, verify
@@ -152,7 +151,7 @@ def _model(folder: Path, served: _Served) -> Path:
 
 def _instance_kind(served: _Served) -> str:
     on = served.serving.backend or served.artifact.target
-    return "KIND_CPU" if served.artifact.kind == "onnx" and on in ("onnxruntime-cpu", "openvino") else "KIND_GPU"
+    return "KIND_GPU" if served.artifact.kind == "engine" or on in ON_A_GPU else "KIND_CPU"
 
 
 def _python(folder: Path, served: _Served, part: str, given: Sequence[TensorSpec], made: Sequence[TensorSpec]) -> Path:
@@ -268,10 +267,8 @@ def _copy_needed(served: _Served, folder: Path) -> None:
         if Path(name).parent == beside and Path(name).suffix in (".json", ".txt"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(served.bundle / name, folder / name)
-    packages = lines(("numpy", *reading_samples(served.manifest)))
-    (folder / "requirements.txt").write_text(packages, encoding="utf-8")
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(Path(runtime.__file__).parent, folder / "runtime", ignore=ignored)
+    write_requirements(folder, ("numpy", *reading_samples(served.manifest)))
+    copy_runtime(folder)
 
 
 ENDS = {"encode": "Encoder", "answer": "Answers"}
