@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from compress.distill.state import Tensors, module_state, restore_module
+from compress.distill.state import Tensors, distinct, module_state, restore_module
 
 
 class Average:
@@ -49,9 +49,4 @@ class Average:
 
 
 def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+    return ((name, tensor) for name, tensor in distinct(module).items() if tensor.is_floating_point())

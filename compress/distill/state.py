@@ -19,10 +19,15 @@ RECORD = "record"
 
 def module_state(module: nn.Module) -> Tensors:
     """Parameters and buffers by name, on the CPU; tied ones once. Copies."""
-    distinct: dict[int, tuple[str, Tensor]] = {}
+    return {name: _plain_copy(tensor) for name, tensor in distinct(module).items()}
+
+
+def distinct(module: nn.Module) -> Tensors:
+    """Parameters and buffers by name, as the module holds them; tied ones once, by their first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        distinct.setdefault(id(tensor), (name, tensor))
-    return {name: _plain_copy(tensor) for name, tensor in distinct.values()}
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def restore_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from compress.context import Feeds, PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, Note, matches
+from compress.facts import LayerDecision, Note, matches
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.graph.shortcut import shortcuts_to_convolutions
@@ -48,7 +48,7 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: PassContext) ->
     if kind == "all":
         state = replace(state, model=clone(state.model))
         shortcuts_to_convolutions(state.model)
-    taken, kept = _choose(knobs, state)
+    taken, kept = knobs.choose(state.facts())
     try:
         state = with_integer_layers(state, [la.name for la in taken], kind, knobs.attention, dynamic, _rounding(knobs))
         seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
@@ -66,15 +66,11 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: PassContext) ->
     return PassResult(state, (*decisions, *kept), (*notes, *more), measured)
 
 
-def _choose(knobs: EightBit, state: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
-    return knobs.choose(state.facts())
-
-
 def _placement(knobs: EightBit, state: GraphState) -> Kind:
     placed = knobs.placed()
     if placed != "auto":
         return placed
-    names = {facts.name for facts in _choose(knobs, state)[0]}
+    names = {facts.name for facts in knobs.choose(state.facts())[0]}
     return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
 
 
