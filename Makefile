@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.PHONY: setup demo test check gpu-check format schema clean
+.PHONY: setup demo test fuzz check docs gpu-check format schema clean
 
 setup: $(STAMP)
 
@@ -20,11 +21,20 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_notebooks.py tests/e2e tests
 
+# The same generated cases as in `make test`, many more of them: about an hour. FUZZ_SEED=1 makes others.
+fuzz: setup
+	OMP_NUM_THREADS=1 FUZZ_CASES=$${FUZZ_CASES:-100000} $(BIN)/python -m pytest -n 2 tests/fuzz
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BUILD_SITE)
+
+# The site, in ./site: pages under docs/, a reference made from the code. A broken link is an error; no network is needed.
+docs: setup
+	$(BUILD_SITE)
 
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py
@@ -37,4 +47,4 @@ schema: setup
 	$(BIN)/compress schema --out recipes/schema.json
 
 clean:
-	rm -rf $(VENV) bundles benchmarks/.venvs build dist *.egg-info
+	rm -rf $(VENV) bundles site benchmarks/.venvs build dist *.egg-info

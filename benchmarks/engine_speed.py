@@ -12,10 +12,10 @@ from typing import Any
 
 from common import ROOT, Call, CallError, Claim, Measured, Row, apply_recipe, at_least, at_most, drop, run_script
 
-from compress.parity import bundle_parity
+from compress.commands.parity import bundle_parity
 from runtime.backends import BACKENDS
-from runtime.engine import ENGINES
-from runtime.gpu import gpu_here
+from runtime.bundle.engine import ENGINES
+from runtime.nvidia.gpu import gpu_here
 
 RECIPE = ROOT / "recipes" / "cifar10-resnet56-tensorrt-rtx.yaml"
 NEEDS = ("models/cifar10-resnet56/model.safetensors", "data/cifar10/train.npz", "data/cifar10/test.npz")

@@ -20,8 +20,8 @@ from xml.etree import ElementTree
 
 from common import BENCH, HERE, ROOT, say
 
-from compress.doctor import examine
-from runtime.gpu import gpu_here
+from compress.commands.doctor import examine
+from runtime.nvidia.gpu import gpu_here
 
 NO_GPU = 2
 

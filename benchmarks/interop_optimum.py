@@ -14,7 +14,7 @@ import numpy as np
 from common import ROOT, Call, Measured, Peer, Row, RunError, at_most, make_bundle, run_peer, run_script
 
 import runtime
-from runtime.bundle import read_samples
+from runtime.bundle.format import read_samples
 
 RECIPE = ROOT / "recipes" / "minilm-int8.yaml"
 NEEDS = ("data/stsb/sts-train.csv", "data/stsb/sts-dev.csv")

@@ -5,6 +5,10 @@ same files, by the format's description alone: no logit of 20 stories differs by
 on stories 200 to 399 are those of the bundle's report within 1e-4. W4A16_ASYM is loaded with
 CompressedTensorsConfig(dequantize=True): otherwise compressed-tensors 0.20 itself expects zero points that are not
 packed, although it packs them when it saves.
+
+And of checkpoints whose inputs, keys and values are rounded as they run: of the same model with outliers among its
+activations (the same function in float) the report's added nats per token are within 2 % of transformers', on the
+first 60 of these stories.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import ROOT, Call, Measured, Row, apply_recipe, at_most, run_script
-from language import EVALUATED, encode_stories, load_causal, nats_per_token, read_stories
+from language import EVALUATED, encode_stories, load_causal, nats_per_token, read_stories, write_outliers
 from subjects import ONLY_WHAT_IS_SCORED, checkpoint_of
 from torch import nn
 
@@ -29,6 +33,23 @@ SCHEMES = {"W4A16": False, "W2A16": False, "W8A16": False, "W4A16_ASYM": True}
 GROUP = 32
 COMPARED = 20
 BAR = 1e-4
+RTN = "{kind: rtn, scheme: %s}"
+CACHE = "{kind: kv_cache, scheme: %s}"
+AS_THEY_RUN = {
+    "W8A8": (RTN % "W8A8",),
+    "W8A8_STATIC": (RTN % "W8A8_STATIC",),
+    "smoothquant, W8A8": ("{kind: smoothquant}", RTN % "W8A8"),
+    "W4A8": ("{kind: rtn, scheme: W4A8, group_size: 32}",),
+    "FP8": (RTN % "FP8",),
+    "FP8_DYNAMIC": (RTN % "FP8_DYNAMIC",),
+    "fp8 cache": (CACHE % "fp8",),
+    "int8 cache": (CACHE % "int8",),
+    "FP8_DYNAMIC, fp8 cache": (RTN % "FP8_DYNAMIC", CACHE % "fp8"),
+}
+"""Name -> passes that leave something to be rounded while the model runs."""
+SCORED = 60
+WORST = 0.02
+"""Of the added nats, by how much the report may differ from transformers."""
 
 
 def measure(call: Call) -> Measured:
@@ -36,7 +57,25 @@ def measure(call: Call) -> Measured:
     stories = encode_stories(folder, read_stories(call.bench, EVALUATED))
     rows = [compare(scheme, folder, stories, call) for scheme in list(SCHEMES)[: 1 if call.quick else None]]
     names = ("max_abs_difference", "nats_difference")
-    return [at_most(f"{row['model']}_{name}", row[name], BAR) for row in rows for name in names], rows
+    claims = [at_most(f"{row['model']}_{name}", row[name], BAR) for row in rows for name in names]
+    outliers = write_outliers(folder, call.out / "outliers")
+    before = nats_per_token(load_causal(outliers), stories[:SCORED])
+    for name in list(AS_THEY_RUN)[: 1 if call.quick else None]:
+        rows.append(score_as_it_runs(name, outliers, before, stories[:SCORED], call))
+        claims.append(at_most(f"{name}: difference of the added nats", rows[-1]["difference"], WORST))
+    return claims, rows
+
+
+def score_as_it_runs(name: str, model: Path, before: float, stories: list[list[int]], call: Call) -> Row:
+    """The added nats of one of AS_THEY_RUN: the report's, transformers', and their difference over the latter."""
+    sets = (f"vars.bench={call.bench}", f"model.source=dir:{model}", *ONLY_WHAT_IS_SCORED["text-generation"])
+    more = (f"passes=[{', '.join(AS_THEY_RUN[name])}]", f"data.evaluation.samples={len(stories)}")
+    bundle = call.out / name.replace(", ", "-").replace(" ", "-")
+    apply_recipe(RECIPE, (*sets, *more), bundle, call.out / "cache")
+    report = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
+    ours = report["candidate"]["metrics"]["nll"] - report["baseline"]["metrics"]["nll"]
+    theirs = nats_per_token(load_causal(checkpoint_of(bundle)), stories) - before
+    return {"model": name, "reported": ours, "transformers": theirs, "difference": abs(ours - theirs) / abs(theirs)}
 
 
 def compare(scheme: str, folder: Path, stories: list[list[int]], call: Call) -> Row:

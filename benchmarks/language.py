@@ -78,6 +78,30 @@ def nats_per_token(model: nn.Module, stories: Sequence[Sequence[int]]) -> float:
     return total / n_tokens
 
 
+def write_outliers(folder: Path, out: Path, n_channels: int = 3, factor: float = 64.0) -> Path:
+    """A Llama's folder with some channels of each norm inside its blocks made larger, and the weights that read them
+    smaller by the same power of two: the same function in float, outliers where inputs are rounded. Returns `out`."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+    for name in sorted(weights):
+        block, _, norm = name.removesuffix(".weight").rpartition(".")
+        if norm in readers:
+            factors = torch.ones(len(weights[name]))
+            factors[torch.randperm(len(factors), generator=generator)[:n_channels]] = factor
+            weights[name] = weights[name] * factors
+            for key in weights:
+                if key.startswith(f"{block}.") and key.split(".")[-2] in readers[norm]:
+                    weights[key] = weights[key] / factors
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
 def write_random_llama(folder: Path, shape: dict[str, Any], seed: int = 0) -> Path:
     """A Llama of random weights as a folder (float32, shards of at most 1 GB), with a tokenizer; returns it."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -14,13 +14,13 @@ from common import Call, Peer, Row, RunError, run_peer, say
 from peers.batches import Batch, write_batches
 
 from runtime.backends import Session, find_backend
-from runtime.bundle import model_size, read_manifest, read_outputs, read_samples
+from runtime.bundle.format import model_size, read_manifest, read_outputs, read_samples
+from runtime.bundle.manifest import Manifest
 from runtime.errors import RuntimeFailure
-from runtime.feeds import make_feeds
-from runtime.manifest import Manifest
+from runtime.measure.feeds import make_feeds
+from runtime.measure.timing import time_rounds
 from runtime.metrics import METRICS
-from runtime.predict import bundle_preprocessor, encoding_views, run_samples
-from runtime.timing import time_rounds
+from runtime.tasks.predict import bundle_preprocessor, encoding_views, run_samples
 
 ONNXRUNTIME, OPENVINO = "onnxruntime-cpu", "openvino"
 OPENVINO_FIXED = "openvino, fixed shape"
@@ -75,7 +75,7 @@ def open_judged(root: Path) -> Judged:
 def write_calibration(judged: Judged, recipe: Path, bench: Path, path: Path) -> None:
     """The recipe's own calibration samples as the model's inputs, one by one, so that no text is padded."""
     from compress.data import load_samples
-    from compress.recipe import load_recipe
+    from compress.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, [f"vars.bench={bench}"])
     if loaded.data.calibration is None:

@@ -76,7 +76,7 @@ def minilm_subject(bench: Path, recipe: Path, quick: bool) -> Subject:
 def recipe_texts(recipe: Path, bench: Path) -> list[str]:
     """The recipe's own calibration texts, those of pairs one after the other."""
     from compress.data import load_samples
-    from compress.recipe import load_recipe
+    from compress.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, [f"vars.bench={bench}"])
     spec = loaded.data.calibration

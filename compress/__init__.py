@@ -2,29 +2,40 @@
 
     recipe = compress.load_recipe("recipe.yaml", ["passes.0.bits=8"])
     compress.plan(recipe)                       # a Plan; draws itself in a notebook
-    report = compress.apply(recipe, "bundle")   # a runtime.report.Report; the bundle is the folder
+    report = compress.apply(recipe, "bundle")   # a runtime.report.report.Report; the bundle is the folder
 
 The functions are imported when they are first asked for, so that `import compress` is quick and needs no torch.
 """
 
-from __future__ import annotations
+import os
+import sys
+
+if (  # started as `python -m compress`
+    sys.argv[:1] == ["-m"]
+    and sys.orig_argv[-len(sys.argv)].startswith("compress")
+    and not sys.flags.safe_path
+    and os.path.dirname(__path__[0]) != sys.path[0]
+):
+    del sys.path[0]  # the working directory may be a bundle's that holds a `runtime` of its own
+from runtime.processes import search_path  # noqa: F401  # isort: skip  (first of all, so that no `from __future__` stands here)
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from compress.planner import make_plan as plan
-    from compress.recipe import load_recipe, recipe_to_yaml
-    from compress.runner import apply_recipe as apply
+from compress.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from compress.execution.run import apply_recipe as apply
+    from compress.planning.make_plan import make_plan as plan
+    from compress.recipe.load import load_recipe, recipe_to_yaml
+
 __all__ = ["__version__", "apply", "load_recipe", "plan", "recipe_to_yaml"]
 
 _HOMES = {
-    "load_recipe": ("compress.recipe", "load_recipe"),
-    "recipe_to_yaml": ("compress.recipe", "recipe_to_yaml"),
-    "plan": ("compress.planner", "make_plan"),
-    "apply": ("compress.runner", "apply_recipe"),
+    "load_recipe": ("compress.recipe.load", "load_recipe"),
+    "recipe_to_yaml": ("compress.recipe.load", "recipe_to_yaml"),
+    "plan": ("compress.planning.make_plan", "make_plan"),
+    "apply": ("compress.execution.run", "apply_recipe"),
 }
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
 except ModuleNotFoundError as error:  # a machine that only runs bundles
-    raise SystemExit(
-        f"{error}; pip install 'compress[build]' for this command, `python -m runtime` runs bundles"
-    ) from error
+    way_out = "pip install '.[build]' in the project's folder for this command; `compress-run` runs bundles"
+    raise SystemExit(f"{error}; {way_out}") from error
 
-from compress import __version__
-from compress.endings import DEBUG, ending, print_json, quiet_stdout
+from compress.commands.endings import DEBUG, ending, print_json, quiet_stdout, run_program
+from compress.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from compress.schema import Recipe
+    from compress.recipe.schema import Recipe
 
 app = typer.Typer(
     name="compress",
@@ -43,7 +44,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 
 
 def main() -> None:
-    app()
+    run_program(app, sys.argv[1:])
 
 
 def _version(wanted: bool) -> None:
@@ -75,8 +76,9 @@ def apply(
     """Do what a recipe says, write the bundle and judge it."""
     with ending(as_json):
         loaded = _load(recipe, overrides)
+        _tell_code(loaded)
         with quiet_stdout(as_json):
-            from compress.runner import apply_recipe
+            from compress.execution.run import apply_recipe
 
             report = apply_recipe(loaded, out, cache, quiet or as_json)
         if report is not None:  # a further process of one launch has none
@@ -93,8 +95,9 @@ def plan(
     """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
     with ending(as_json):
         loaded = _load(recipe, overrides)
+        _tell_code(loaded)
         with quiet_stdout(as_json):
-            from compress.planner import make_plan
+            from compress.planning.make_plan import make_plan
 
             made = make_plan(loaded, cache)
         if as_json:
@@ -107,7 +110,7 @@ def plan(
 def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
     """Read a recipe strictly and print it with everything resolved and every default written out."""
     with ending():
-        from compress.recipe import recipe_to_yaml
+        from compress.recipe.load import recipe_to_yaml
 
         typer.echo(recipe_to_yaml(_load(recipe, overrides)), nl=False)
 
@@ -116,7 +119,7 @@ def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
 def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
     """Show what a bundle holds: models, inputs, samples, gates, what was done to which layer."""
     with ending(as_json):
-        from compress.inspect import describe_bundle, inspect_bundle
+        from compress.commands.inspect import describe_bundle, inspect_bundle
 
         if as_json:
             print_json(describe_bundle(bundle))
@@ -128,7 +131,7 @@ def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
 def verify(bundle: BundleFolder, as_json: AsJson = False) -> None:
     """Check that every file of a bundle is the one its manifest names."""
     with ending(as_json):
-        from runtime.bundle import verify as verify_bundle
+        from runtime.bundle.format import verify as verify_bundle
 
         manifest = verify_bundle(bundle)
         if as_json:
@@ -138,13 +141,19 @@ def verify(bundle: BundleFolder, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def validate(bundle: BundleFolder, as_json: AsJson = False) -> None:
+def validate(
+    bundle: BundleFolder,
+    report_folder: Annotated[
+        Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Run a bundle on this machine, judge it by its gates and write its report."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from runtime.validate import validate as validate_bundle
+            from runtime.judge.validate import validate as validate_bundle
 
-            report = validate_bundle(bundle)
+            report = validate_bundle(bundle, report_folder=report_folder)
         _show_report(report, as_json)
 
 
@@ -157,7 +166,7 @@ def compile(
     """Compile the engines that a bundle waits for, on this machine, and judge it anew."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.compile import compile_bundle
+            from compress.commands.compile import compile_bundle
 
             report = compile_bundle(bundle, again)
         _show_report(report, as_json, bundle)
@@ -172,7 +181,7 @@ def parity(
     """Compare an engine with the ONNX file that it was compiled from, and name the first tensor that differs."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.parity import bundle_parity, lines, to_dict
+            from compress.commands.parity import bundle_parity, lines, to_dict
 
             found = bundle_parity(bundle, backend)
         if as_json:
@@ -196,11 +205,37 @@ def deploy(
     """Write what a server reads: a Triton model repository, a Docker build context, an onnxruntime-genai folder."""
     with ending():
         from compress.deploy.places import deploy as write
-        from compress.deploy.places import known_place
+        from compress.deploy.places import find_place
         from compress.deploy.triton import Serving
 
         serving = Serving(max_batch_size=max_batch_size, instances=instances, backend=backend)
-        typer.echo(f"{write(bundle, known_place(to), out, serving)}: written")
+        typer.echo(f"{write(bundle, find_place(to), out, serving)}: written")
+
+
+@app.command()
+def reproduce(
+    bundle: BundleFolder,
+    overrides: Overrides = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep the new bundle here; default: nothing is kept.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Steps to take up; default: all are done again.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build a bundle again from its own recipe, and say which files differ (exit code 3 if any does)."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.commands.reproduce import render_reproduction
+            from compress.commands.reproduce import reproduce as build_again
+
+            result = build_again(bundle, overrides, out, cache, as_json)
+        if as_json:
+            print_json({"verdict": "pass" if result.same else "fail", **asdict(result)})
+        else:
+            typer.echo(render_reproduction(result))
+        raise typer.Exit(0 if result.same else 3)
 
 
 @app.command()
@@ -210,7 +245,7 @@ def compare(
 ) -> None:
     """Put the reports of several bundles side by side."""
     with ending(as_json):
-        from compress.compare import compare_bundles, read_reports
+        from compress.commands.compare import compare_bundles, read_reports
 
         if as_json:
             print_json(read_reports(bundles))
@@ -224,8 +259,8 @@ def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", hel
     with ending():
         import json
 
-        from compress.schema_json import editor_schema
-        from compress.templates import write_new
+        from compress.recipe.json_schema import editor_schema
+        from compress.recipe.templates import write_new
 
         text = json.dumps(editor_schema(), indent=2) + "\n"
         if out is None:
@@ -242,7 +277,7 @@ def new(
 ) -> None:
     """Write a recipe to start from, with comments."""
     with ending():
-        from compress.templates import starter, write_new
+        from compress.recipe.templates import starter, write_new
 
         write_new(out, starter(task, source))
         typer.echo(
@@ -254,7 +289,7 @@ def new(
 def doctor(as_json: AsJson = False) -> None:
     """Say what is installed and works here, and how to mend what does not."""
     with ending(as_json):
-        from compress.doctor import diagnose, examine
+        from compress.commands.doctor import diagnose, examine
 
         if as_json:
             print_json(examine())
@@ -263,14 +298,21 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _load(recipe: Path, overrides: list[str]) -> Recipe:
-    from compress.recipe import load_recipe
+    from compress.recipe.load import load_recipe
 
     return load_recipe(recipe, overrides)
 
 
+def _tell_code(recipe: Recipe) -> None:
+    """Say on stderr whose Python is about to run, of a recipe that stands outside of the working directory."""
+    if recipe.code_sources and not recipe.root.resolve().is_relative_to(Path.cwd()):
+        listed = ", ".join(recipe.code_sources)
+        typer.echo(f"note: Python of this recipe's model runs now, also to plan it: {listed} (SECURITY.md)", err=True)
+
+
 def _show_report(report: Any, as_json: bool, bundle: Path | None = None) -> None:
     """Print it, and where the bundle is if it is new; end with the verdict's exit code."""
-    from runtime.report import render_text, to_dict
+    from runtime.report.render import render_text, to_dict
 
     if as_json:
         print_json(to_dict(report))

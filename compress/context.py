@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from compress.facts import LayerDecision, Note
-from compress.targets import Target
+from compress.formats.targets import Target
 
 Feeds = dict[str, np.ndarray]
 
@@ -20,16 +20,16 @@ class TrainSet(Protocol):
 
     @property
     def n(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
         ...
 
     @property
     def labels(self) -> np.ndarray | None:
-        """int64 [n] classes or float64 [n] scores; None where the set has none."""
+        """Return int64 [n] classes or float64 [n] scores; None where the set has none."""
         ...
 
     def feeds(self, rows: np.ndarray) -> Feeds:
-        """The model's inputs for these rows (int64), [len(rows), ...] each; texts are padded to the longest of them."""
+        """Encode the model's inputs for these rows (int64), each [len(rows), ...]; texts are padded to the longest."""
         ...
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from compress.schemes import Scheme
-from runtime.bundle import TensorSpec
+from compress.formats.schemes import Scheme
+from runtime.bundle.tensors import TensorSpec
 
 LOWEST_OPSET = 17
 """Of the graphs that passes work on; an older ONNX file is brought to it."""
@@ -109,7 +109,7 @@ class Structure:
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """All of them, in the order in which they run."""
+        """Return all readings, in the order in which they run."""
         return (*self.before, *(reading for block in self.blocks for reading in block.readings), *self.after)
 
 
@@ -168,7 +168,7 @@ class ModelFacts:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the weights, tied ones once."""
+        """Return the bytes of the weights, tied ones counted once."""
         return self.other_bytes + sum(layer.n_bytes for layer in self.distinct_layers())
 
     @property
@@ -176,17 +176,21 @@ class ModelFacts:
         return sum(layer.macs for layer in self.layers)
 
     def distinct_layers(self) -> tuple[LayerFacts, ...]:
-        """Layers with tied weights counted once."""
+        """Return the layers, those with tied weights once."""
         return tuple({layer.weight: layer for layer in self.layers}.values())
 
     def with_bits(self, bits: dict[str, float]) -> ModelFacts:
-        """The same model with the named layers' weights stored in that many bits."""
-        return replace(self, layers=tuple(replace(la, bits=bits.get(la.name, la.bits)) for la in self.layers))
+        """Return the same model with the named layers' weights stored in that many bits."""
+        return replace(
+            self, layers=tuple(replace(layer, bits=bits.get(layer.name, layer.bits)) for layer in self.layers)
+        )
 
     def with_zeros(self, names: Iterable[str]) -> ModelFacts:
-        """The same model with the named layers made sparse."""
+        """Return the same model with the named layers made sparse."""
         sparse = set(names)
-        return replace(self, layers=tuple(replace(la, sparse=la.sparse or la.name in sparse) for la in self.layers))
+        return replace(
+            self, layers=tuple(replace(layer, sparse=layer.sparse or layer.name in sparse) for layer in self.layers)
+        )
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,11 @@ class Note:
 
 
 @dataclass(frozen=True)
+class HostNote(Note):
+    """A note that depends on the machine, as what its memory let be compared: in no file that the manifest hashes."""
+
+
+@dataclass(frozen=True)
 class PassPlan:
     """What `Pass.check` promises: the model afterwards, a decision for each layer, and what is worth saying."""
 
@@ -220,14 +229,17 @@ class PassPlan:
 
 
 def matches(pattern: str, name: str, *types: str) -> bool:
-    """True if `pattern` selects a layer: a name, a type (Linear, Conv, ...), `re:` and a regex for the name's start."""
+    """Return whether `pattern` selects a layer.
+
+    A pattern is a name, a type (Linear, Conv, ...), or `re:` and a regex for the start of a name.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return pattern == name or pattern in types
 
 
 def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, str]:
-    """Layer name -> the first pattern that selects it."""
+    """Return, for each layer that some pattern selects, its name -> the first such pattern."""
     chosen: dict[str, str] = {}
     for layer in layers:
         for pattern in patterns:

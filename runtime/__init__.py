@@ -9,7 +9,8 @@ with runtime.open_bundle("out/llama") as bundle:
 ```
 """
 
-from __future__ import annotations
+from runtime.processes import search_path  # noqa: F401  # isort: skip  (first of all, so that no `from __future__` stands here)
+from runtime.processes import telemetry  # noqa: F401  # isort: skip  (before anything that would load onnxruntime)
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 if TYPE_CHECKING:
     from runtime.backends import Session
-    from runtime.benchmark import BenchmarkResult
-    from runtime.findings import Report
-    from runtime.generate import Generator, Request, Result
-    from runtime.manifest import Manifest
-    from runtime.preprocess import Preprocessor
+    from runtime.bundle.manifest import Manifest
+    from runtime.decode.generate import Generator, Request, Result
+    from runtime.encode.preprocess import Preprocessor
+    from runtime.measure.benchmark import BenchmarkResult
+    from runtime.report.report import Report
 
 __all__ = ["Bundle", "open_bundle"]
 
@@ -32,19 +33,19 @@ class Bundle:
     """An open bundle: its manifest, and its compressed model loaded in one backend."""
 
     root: Path
-    manifest: Manifest
+    manifest: "Manifest"
     backend: str
     threads: int
-    session: Session
-    preprocessor: Preprocessor
+    session: "Session"
+    preprocessor: "Preprocessor"
 
     def predict(self, samples: Any, batch_size: int = 32) -> dict[str, Any]:
-        """The model's outputs over `samples`, in their order, as `runtime.predict.run_samples` gives them.
+        """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of texts or of
         (text, text) pairs, or columns by name. A classifier also gives "prediction": {"label", "score"} a sample.
         """
-        from runtime.predict import classify, run_samples
+        from runtime.tasks.predict import classify, run_samples
 
         refuse_decoder(self.manifest.task)
         columns = as_columns(self.manifest.task, samples)
@@ -56,25 +57,25 @@ class Bundle:
         return outputs
 
     def evaluate(self) -> dict[str, float]:
-        """The quality metrics that the bundle asks for (default: all that fit), over its frozen samples.
+        """Return the quality metrics that the bundle asks for (default: all that fit), over its frozen samples.
 
         No intervals, no gates: `validate` decides. UsageError without an evaluation set; BundleError if it is broken.
         """
-        from runtime.bundle import read_outputs, read_samples
-        from runtime.evidence import select_metrics
+        from runtime.bundle.format import read_outputs, read_samples
+        from runtime.judge.evidence import select_metrics
 
         task, judgement = self.manifest.task, self.manifest.judgement
         columns, baseline = read_samples(self.root, self.manifest), read_outputs(self.root, self.manifest)
         labels = columns.get("label")
         metrics = select_metrics(task, baseline, labels, judgement)
-        outputs = self._outputs(columns)
+        outputs = self._run_frozen_samples(columns)
         return {m.name: m.compute(outputs, labels if m.against == "labels" else baseline) for m in metrics}
 
-    def _outputs(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The candidate's outputs over the frozen samples; a decoder's beside the baseline's."""
-        from runtime.manifest import GENERATION
-        from runtime.opening import open_artifact
-        from runtime.predict import run_samples
+    def _run_frozen_samples(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the candidate's outputs over the frozen samples; a decoder's are scored beside the baseline's."""
+        from runtime.bundle.manifest import GENERATION
+        from runtime.bundle.opening import open_artifact
+        from runtime.tasks.predict import run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if task not in GENERATION:
@@ -90,7 +91,7 @@ class Bundle:
     def generate(self, prompt: str, /, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
 
     @overload
-    def generate(self, prompt: str, /, *, stream: Literal[False] = False, **settings: Any) -> Result: ...
+    def generate(self, prompt: str, /, *, stream: Literal[False] = False, **settings: Any) -> "Result": ...
 
     @overload
     def generate(
@@ -100,20 +101,21 @@ class Bundle:
     @overload
     def generate(
         self, prompt: Sequence[Any], /, *, stream: Literal[False] = False, **settings: Any
-    ) -> list[Result]: ...
+    ) -> "list[Result]": ...
 
     def generate(self, prompt: Any, /, *, stream: bool = False, **settings: Any) -> Any:
-        """The model's answer to a prompt, a `runtime.generate.Result`; for a list of prompts a list of them, one batch.
+        """Return the model's answer to a prompt; for a list of prompts a list of answers, made in one batch.
 
-        `settings` are `runtime.generate.Request`'s: max_new_tokens, temperature (0: greedy, the default), top_k, top_p,
-        min_p, repetition_penalty, stop (a list of texts), seed, chat (prompts are what a user says, or lists of
-        messages). With `stream` it is an iterator of text as soon as it is certain; for a list of (row, text). Same
-        settings, same text. UsageError for a model that is no decoder, settings out of range, and a prompt that leaves
-        no room for the answer; BundleError where the model has no cache or no chat template.
+        An answer is a `runtime.decode.generate.Result`. `settings` are `runtime.decode.generate.Request`'s:
+        max_new_tokens, temperature (0: greedy, the default), top_k, top_p, min_p, repetition_penalty, stop (a list of
+        texts), seed, chat (prompts are what a user says, or lists of messages). With `stream` it is an iterator of text
+        as soon as it is certain; for a list of (row, text). Same settings, same text. UsageError for a model that is no
+        decoder, settings out of range, and a prompt that leaves no room for the answer, and chat with a model that has
+        no template for it; BundleError where it has no cache.
         """
-        from runtime.generate import Request
+        from runtime.decode.generate import Request
 
-        request, generator = _request(Request, settings), self.generator()
+        request, generator = _make_request(Request, settings), self.generator()
         single = isinstance(prompt, str) or (request.chat and bool(prompt) and isinstance(prompt[0], Mapping))
         prompts = [prompt] if single else list(prompt)
         if not stream:
@@ -122,13 +124,13 @@ class Bundle:
         pieces = generator.stream(prompts, request)
         return (text for _, text in pieces) if single else pieces
 
-    def generator(self) -> Generator:
-        """What `generate` runs; errors as there."""
+    def generator(self) -> "Generator":
+        """Return the generator that `generate` runs; errors as there."""
+        from runtime.bundle.manifest import GENERATION
+        from runtime.decode.generate import Generator
+        from runtime.decode.kv_cache import Decoder
+        from runtime.decode.scoring import language_encoder
         from runtime.errors import UsageError
-        from runtime.generate import Generator
-        from runtime.kv_cache import Decoder
-        from runtime.manifest import GENERATION
-        from runtime.scoring import language_encoder
 
         if self.manifest.task not in GENERATION or self.manifest.generation is None:
             raise UsageError(f"a model for {self.manifest.task} generates no text: use predict")
@@ -136,18 +138,18 @@ class Bundle:
         folder = (self.root / self.manifest.artifact("candidate").path).parent
         return Generator(decoder, language_encoder(self.preprocessor), self.manifest.generation, folder)
 
-    def benchmark(self) -> BenchmarkResult:
-        """Speed and memory of baseline and candidate in this backend; `runtime.benchmark.benchmark`."""
-        from runtime.benchmark import benchmark
+    def benchmark(self) -> "BenchmarkResult":
+        """Measure speed and memory of baseline and candidate in this backend; `runtime.measure.benchmark.benchmark`."""
+        from runtime.measure.benchmark import benchmark
 
         return benchmark(self.root, self.backend, self.threads)
 
-    def validate(self) -> Report:
-        """Judge the bundle in this backend and write the report into it; `runtime.validate.validate`.
+    def validate(self) -> "Report":
+        """Judge the bundle in this backend and write the report into it; `runtime.judge.validate.validate`.
 
         Threads are what the bundle's gates were written for, not this session's.
         """
-        from runtime.validate import validate
+        from runtime.judge.validate import validate
 
         return validate(self.root, [self.backend])
 
@@ -175,37 +177,39 @@ def open_bundle(
     operator; `options` are the backend's own. BundleError if the bundle is damaged or does not load; UsageError for an
     unknown backend or option; MissingDependency if the backend is not installed.
     """
-    from runtime import bundle as format_
     from runtime.backends import find_backend
+    from runtime.bundle import format as format_
+    from runtime.bundle.files import name_file
+    from runtime.bundle.opening import open_artifact
     from runtime.errors import UsageError
-    from runtime.opening import open_artifact
-    from runtime.predict import bundle_preprocessor
+    from runtime.tasks.predict import bundle_preprocessor
 
     root = Path(path)
     find_backend(backend)  # an unknown one is told before the files are read
-    manifest = format_.verify(root) if verify else format_.read_manifest(root)
-    candidate = manifest.candidate_for(backend)
-    if candidate.kind == "checkpoint":
-        raise UsageError(
-            f"{root}: the candidate is a checkpoint for {candidate.target}: open {candidate.path} with that"
-        )
-    session = open_artifact(root, candidate, backend, threads, options)
-    return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))
+    with name_file(root):
+        manifest = format_.verify(root) if verify else format_.read_manifest(root)
+        candidate = manifest.candidate_for(backend)
+        if candidate.kind == "checkpoint":
+            raise UsageError(
+                f"{root}: the candidate is a checkpoint for {candidate.target}: open {candidate.path} with that"
+            )
+        session = open_artifact(root, candidate, backend, threads, options)
+        return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))
 
 
 def refuse_decoder(task: str) -> None:
-    """UsageError for a model that generates text: it has no outputs for each sample to give."""
+    """Raise UsageError for a model that generates text: it has no outputs for each sample to give."""
+    from runtime.bundle.manifest import GENERATION
     from runtime.errors import UsageError
-    from runtime.manifest import GENERATION
 
     if task in GENERATION:
         raise UsageError(
-            "a decoder generates text: use generate(prompt), or `python -m runtime generate DIR PROMPT`; "
+            "a decoder generates text: use generate(prompt), or `compress-run generate DIR PROMPT`; "
             "its quality: evaluate() or validate()"
         )
 
 
-def _request(request: type[Request], settings: Mapping[str, Any]) -> Request:
+def _make_request(request: "type[Request]", settings: Mapping[str, Any]) -> "Request":
     from dataclasses import fields
     from difflib import get_close_matches
 
@@ -220,7 +224,7 @@ def _request(request: type[Request], settings: Mapping[str, Any]) -> Request:
 
 
 def as_columns(task: str, samples: Any) -> dict[str, Any]:
-    """What a user has in hand -> columns; UsageError where it does not fit the task."""
+    """Return the samples that a user has in hand as columns; UsageError where they do not fit the task."""
     from runtime.errors import UsageError
 
     if isinstance(samples, Mapping):

@@ -1,52 +1,80 @@
-"""`python -m runtime verify|validate|bench|predict|generate|serve DIR`: judge and run a bundle, numpy and a backend.
+"""`compress-run verify|validate|bench|predict|generate|serve DIR`: judge and run a bundle, numpy and a backend.
 
-Exit codes: 0 the gates hold, 1 a run failed, 2 the call is wrong, 3 it ran and a gate fell short.
+`python -m runtime` is the same. Exit codes: 0 the gates hold, 1 a run failed, 2 the call is wrong, 3 it ran and a gate
+fell short, 130 stopped by Ctrl-C, 143 by SIGTERM, 141 whoever read the output went away.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
+from runtime.errors import MissingDependency, RuntimeFailure, UsageError
+from runtime.processes.endings import end_command, print_json, read_stdin, report_failure
+
+try:
+    import numpy as np
+except ImportError as error:  # all below needs it, so that the command ends here and not in `main`
+    absent = error.name == "numpy"
+    sys.exit(report_failure(MissingDependency("numpy", "running a bundle") if absent else error, "--json" in sys.argv))
 
 from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
-from runtime.benchmark import backend_of, benchmark
-from runtime.bundle import Manifest, read_manifest, verify
-from runtime.errors import RuntimeFailure, UsageError
-from runtime.report import Report, render_json, render_text
-from runtime.validate import unjudged, validate
+from runtime.bundle.format import Manifest, read_manifest, verify
+from runtime.bundle.manifest import MOST_THREADS
+from runtime.bundle.npz import NpzError, read_arrays
+from runtime.judge.validate import report_unjudged, validate
+from runtime.measure.benchmark import backend_of, benchmark
+from runtime.report.render import finite, render_text, to_dict
+from runtime.report.report import Report
+from runtime.serving import MIB, Limits, require_http_packages, serve
+
+MOST_INPUT = 2**26
+"""Characters of stdin: more is no text to predict or to continue."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Errors go to stderr, with `--json` also as {"error": ...} to stdout."""
-    options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
-    try:
+    """Run one command and return its exit code.
+
+    What goes wrong is said on stderr, with `--json` also as a document on stdout.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def run() -> int:
+        options = _build_parser().parse_args(words)
+        command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
-    except RuntimeFailure as error:
-        print(f"error: {error}", file=sys.stderr)
-        if options.json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        return error.exit_code
+
+    return end_command(run, "--json" in words)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m runtime", description=__doc__.splitlines()[0] if __doc__ else None)
+class _Parser(argparse.ArgumentParser):
+    """A parser whose refusals are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; `{self.prog} --help` shows the call")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    name = Path(sys.argv[0]).stem
+    parser = _Parser(
+        prog="python -m runtime" if name == "__main__" else name,
+        description=__doc__.splitlines()[0] if __doc__ else None,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _command(commands, "verify", _verify, "check every file of a bundle against its manifest", runs=False)
-    _command(
+    _add_command(commands, "verify", _verify, "check every file of a bundle against its manifest", runs=False)
+    judge = _add_command(
         commands, "validate", _validate, "judge a bundle: quality, speed, gates; writes report.json, .md, .xml into it"
     )
-    _command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
-    predict = _command(commands, "predict", _predict, "run the compressed model on inputs")
+    judge.add_argument("--report", type=Path, metavar="DIR", help="where the reports go instead of into the bundle")
+    _add_command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
+    predict = _add_command(commands, "predict", _predict, "run the compressed model on inputs")
     predict.add_argument(
         "inputs",
         nargs="+",
@@ -54,19 +82,24 @@ def _parser() -> argparse.ArgumentParser:
         help="image files, texts ('-' reads lines from stdin), or one .npz of columns",
     )
     predict.add_argument("--output", type=Path, metavar="FILE.npz", help="keep the outputs as arrays")
-    generate = _command(commands, "generate", _generate, "continue a prompt with the compressed decoder, as it comes")
+    generate = _add_command(
+        commands, "generate", _generate, "continue a prompt with the compressed decoder, as it comes"
+    )
     generate.add_argument("prompt", metavar="PROMPT", help="a text; '-' reads it from stdin")
     for flag, kind, about in _SAMPLING:
         generate.add_argument(flag, type=kind, metavar="N", help=about)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    server = _command(
+    server = _add_command(
         commands, "serve", _serve, "answer requests over HTTP, by the core of the Open Inference Protocol (v2)"
     )
     server.add_argument(
         "--host", default="127.0.0.1", metavar="NAME", help="the address to listen on; default: this machine"
     )
     server.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
+    for flag, kind, default, about in _LIMITS:
+        server.add_argument(flag, type=kind, default=default, metavar="N", help=f"{about}; default: {default:g}")
+    server.add_argument("--log", action="store_true", help="write a line for each request to stderr")
     return parser
 
 
@@ -79,9 +112,16 @@ _SAMPLING = (
     ("--repetition-penalty", float, "above 1: tokens that are in the text already become less likely"),
     ("--seed", int, "of the draws; same seed, same text; default: 0"),
 )
+_LIMITS = (
+    ("--max-body", int, Limits.max_body // MIB, "MiB that the body of a request may have"),
+    ("--max-batch", int, Limits.max_batch, "samples that a request may have"),
+    ("--max-connections", int, Limits.max_connections, "connections at once"),
+    ("--request-timeout", float, Limits.request_timeout, "seconds in which a request must have come whole"),
+    ("--drain-timeout", float, Limits.drain_timeout, "seconds for requests under way after SIGTERM or Ctrl-C"),
+)
 
 
-def _command(
+def _add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, runs: bool = True
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
@@ -91,14 +131,16 @@ def _command(
         parser.add_argument(
             "--backend", metavar="NAME", help=f"one of {', '.join(BACKENDS)}; default: the bundle's target"
         )
-        parser.add_argument("--threads", type=_threads, metavar="N", help="threads; default: what the bundle says")
+        parser.add_argument(
+            "--threads", type=_parse_threads, metavar="N", help="threads; default: what the bundle says"
+        )
     parser.set_defaults(command=run)
     return parser
 
 
-def _threads(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads, 1 or more")
+def _parse_threads(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads, 1 to {MOST_THREADS}")
     return int(text)
 
 
@@ -106,36 +148,37 @@ def _verify(options: argparse.Namespace) -> int:
     manifest = verify(options.bundle)
     size = sum(record.size_bytes for record in manifest.files.values())
     if options.json:
-        print(
-            json.dumps(
-                {"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest}
-            )
-        )
+        print_json({"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest})
     else:
         print(f"{manifest.name}: {len(manifest.files)} files, {size} bytes, as its manifest says ({manifest.digest})")
     return 0
 
 
 def _validate(options: argparse.Namespace) -> int:
-    report = validate(options.bundle, [options.backend] if options.backend else None, options.threads)
-    _show(report, options.json)
+    backends = [options.backend] if options.backend else None
+    report = validate(options.bundle, backends, options.threads, report_folder=options.report)
+    _print_report(report, options.json)
     return report.exit_code
 
 
 def _bench(options: argparse.Namespace) -> int:
     timed = benchmark(options.bundle, options.backend, options.threads)
-    _show(unjudged(read_manifest(options.bundle), timed), options.json)
+    _print_report(report_unjudged(read_manifest(options.bundle), timed), options.json)
     return 0
 
 
-def _show(report: Report, as_json: bool) -> None:
-    print(render_json(report) if as_json else render_text(report), end="")
+def _print_report(report: Report, as_json: bool) -> None:
+    if as_json:
+        print_json(to_dict(report))
+    else:
+        print(render_text(report), end="")
 
 
 def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     refuse_decoder(manifest.task)
-    samples = _samples(manifest, options.inputs)
+    check_output(options.output)
+    samples = _read_inputs(manifest, options.inputs)
     backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -143,9 +186,9 @@ def _predict(options: argparse.Namespace) -> int:
         outputs = bundle.predict(samples)
     predictions = outputs.pop("prediction", None)
     if options.output:
-        np.savez(options.output, **outputs)
+        _write_outputs(options.output, outputs)
     if options.json:
-        print(json.dumps(predictions or {name: values.tolist() for name, values in outputs.items()}))
+        print_json(finite(predictions or {name: values.tolist() for name, values in outputs.items()}), indent=None)
     elif predictions:
         print("\n".join(f"{p['label']}\t{p['score']:.4f}" for p in predictions))
     else:
@@ -157,14 +200,14 @@ def _generate(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SAMPLING]
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = read_stdin(MOST_INPUT) if options.prompt == "-" else options.prompt
     backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
         more: dict[str, Any] = {**settings, "stop": options.stop or (), "chat": options.chat}
         if options.json:
-            print(json.dumps(asdict(bundle.generate(prompt, **more))))
+            print_json(asdict(bundle.generate(prompt, **more)))
             return 0
         for piece in bundle.generate(prompt, stream=True, **more):
             print(piece, end="", flush=True)
@@ -173,33 +216,69 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from runtime.serve import serve
-
+    require_http_packages()
+    limits = Limits(
+        max_body=options.max_body * MIB,
+        max_batch=options.max_batch,
+        max_connections=options.max_connections,
+        request_timeout=options.request_timeout,
+        drain_timeout=options.drain_timeout,
+    )
+    if options.log:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     manifest = read_manifest(options.bundle)
     backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
     threads = options.threads or manifest.judgement.benchmark.threads
-    with open_bundle(options.bundle, backend, threads) as bundle, serve(bundle, options.host, options.port) as server:
-        print(f"{manifest.name} on http://{options.host}:{server.server_port}/v2/models/{manifest.name}", flush=True)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
-    return 0
+    with (
+        open_bundle(options.bundle, backend, threads) as bundle,
+        serve(bundle, options.host, options.port, limits, options.log) as server,
+    ):
+        print(f"{manifest.name} on http://{options.host}:{server.port}/v2/models/{manifest.name}", flush=True)
+        if server.run():
+            return 0
+        print(
+            f"error: the model was still computing {limits.drain_timeout:g} s after the signal to end", file=sys.stderr
+        )
+        sys.stderr.flush()
+        os._exit(1)  # nothing stops a thread inside a model, and Python would wait for it
 
 
-def _samples(manifest: Manifest, inputs: Sequence[str]) -> Any:
-    """Arguments as what the task takes: columns of an npz, image paths, or texts."""
+def _read_inputs(manifest: Manifest, inputs: Sequence[str]) -> Any:
+    """Read the arguments as what the task takes: columns of an npz, image paths, or texts."""
     if len(inputs) == 1 and inputs[0].endswith(".npz"):
         try:
-            with np.load(inputs[0], allow_pickle=False) as columns:
-                return dict(columns)
-        except (OSError, ValueError) as error:
+            return read_arrays(Path(inputs[0]))
+        except NpzError as error:
             raise UsageError(f"{inputs[0]}: cannot be read as arrays: {error}") from error
     if manifest.task == "generic":
         raise UsageError("a generic model takes one .npz file with an array for each model input")
     if manifest.task == "image-classification":
         return list(inputs)
-    return sys.stdin.read().splitlines() if list(inputs) == ["-"] else list(inputs)
+    return read_stdin(MOST_INPUT).splitlines() if list(inputs) == ["-"] else list(inputs)
+
+
+def check_output(path: Path | None) -> None:
+    """Raise UsageError, before anything runs, where a file cannot be written at `path`."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"--output {path}: is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {path.parent}; make it first")
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise UsageError(f"--output {path}: {place} cannot be written; name another place")
+
+
+def _write_outputs(path: Path, outputs: Mapping[str, Any]) -> None:
+    """Write the outputs into the npz file `path`; RuntimeFailure where the disk is full, or the like."""
+    try:
+        with path.open("wb") as file:  # given a path, numpy would add .npz to it
+            np.savez(file, **outputs)
+    except OSError as error:
+        raise RuntimeFailure(f"--output {path}: cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 
 from runtime import Bundle, open_bundle
-from runtime.columns import Array
-from runtime.errors import MissingDependency, RuntimeFailure, UsageError
-from runtime.generate import Request
-from runtime.scoring import language_encoder, log_softmax, logit_rows
+from runtime.bundle.columns import Array
+from runtime.decode.generate import Request
+from runtime.decode.scoring import language_encoder, log_softmax, logit_rows
+from runtime.errors import MissingDependency, UsageError
+from runtime.processes.endings import end_command
 
 USUAL_NEW_TOKENS = 256
 """Where a task does not say: the harness' own default."""
 
 
 def lm_for(bundle: Bundle, batch_size: int = 8) -> Any:
-    """An `lm_eval.api.model.LM` that runs on an open bundle; MissingDependency without lm-eval."""
+    """Return an `lm_eval.api.model.LM` that runs on an open bundle; MissingDependency without lm-eval."""
     try:
         from lm_eval.api.model import LM  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
@@ -49,7 +50,7 @@ def lm_for(bundle: Bundle, batch_size: int = 8) -> Any:
             return [scorer.answer(*request.args) for request in requests]
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            from runtime.chat import render_chat
+            from runtime.encode.chat import render_chat
 
             return render_chat(scorer.generator.model_dir, chat_history, add_generation_prompt)
 
@@ -66,16 +67,20 @@ class Scorer:
         self.length = self.generator.settings.context_length
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """(log probability in nats, whether greedy decoding gives it) of each (context, continuation)."""
-        return self._scores([self._pair(context, continuation) for context, continuation in pairs])
+        """Return (log probability in nats, whether greedy decoding gives it) of each (context, continuation)."""
+        return self._score_continuations(
+            [self._tokenize_pair(context, continuation) for context, continuation in pairs]
+        )
 
     def text(self, text: str) -> float:
-        """Log probability of a whole text in nats; its first token follows the prefix token."""
+        """Return the log probability of a whole text in nats; its first token follows the prefix token."""
         ids = np.array(self.encoder.tokens(text), np.int64)
-        return sum(score for score, _ in self._scores(list(windows(ids, self._prefix(), self.length))))
+        return sum(
+            score for score, _ in self._score_continuations(list(windows(ids, self._prefix_token(), self.length)))
+        )
 
     def answer(self, context: str, settings: dict[str, Any]) -> str:
-        """A generated text, up to one of `until`; a context that leaves no room loses its beginning."""
+        """Generate a text, up to one of `until`; a context that leaves no room loses its beginning."""
         n_new = int(settings.get("max_gen_toks", settings.get("max_new_tokens", USUAL_NEW_TOKENS)))
         n_new = min(n_new, self.length - 1)
         until = settings.get("until") or []
@@ -91,8 +96,11 @@ class Scorer:
         ids = self.encoder.prompt(context)[-(self.length - n_new) :]
         return self.generator.continue_tokens([ids], request)[0].text
 
-    def _pair(self, context: str, continuation: str) -> tuple[Array, int]:
-        """(token ids, how many at the end are the continuation's); spaces at a context's end belong to what follows."""
+    def _tokenize_pair(self, context: str, continuation: str) -> tuple[Array, int]:
+        """Return (token ids, how many at the end are the continuation's).
+
+        Spaces at a context's end belong to what follows.
+        """
         stripped = context.rstrip()
         first = list(self.encoder.tokens(stripped))
         whole = self.encoder.tokens(context + continuation)
@@ -100,44 +108,44 @@ class Scorer:
         if n_new < 1:
             raise UsageError(f"continuation {continuation!r} adds no token to its context")
         bos = self.encoder.spec.bos_token_id
-        ids = np.array([*([self._prefix()] if not first or bos is not None else []), *whole], np.int64)
+        ids = np.array([*([self._prefix_token()] if not first or bos is not None else []), *whole], np.int64)
         return ids, n_new
 
-    def _prefix(self) -> int:
-        """What stands before a text: the first token of every text, else the model's own or what ends a text."""
+    def _prefix_token(self) -> int:
+        """Return the token before a text: the first of every text, else the model's own or what ends a text."""
         settings = self.generator.settings
         known = [self.encoder.spec.bos_token_id, settings.bos_token_id, *settings.eos_token_ids]
-        found = next((token for token in known if token is not None), None)
-        if found is None:
+        prefix = next((token for token in known if token is not None), None)
+        if prefix is None:
             raise UsageError("the model has neither a first nor a last token: nothing to score a first word after")
-        return found
+        return prefix
 
-    def _scores(self, asked: Sequence[tuple[Array, int]]) -> list[tuple[float, bool]]:
-        """Of each (ids, n): log probability of the last n tokens, and whether each of them is the most likely one."""
+    def _score_continuations(self, asked: Sequence[tuple[Array, int]]) -> list[tuple[float, bool]]:
+        """Return for each (ids, n) the log probability of the last n tokens, and whether each is the likeliest one."""
         cut = [(ids[-(self.length + 1) :], n) for ids, n in asked]  # the last token is predicted, not read
         late = next((n for ids, n in cut if n >= len(ids)), None)
         if late is not None:
             raise UsageError(f"a continuation of {late} tokens leaves no context within {self.length}")
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         rows = logit_rows([self.bundle.session], self.encoder, [ids for ids, _ in cut], self.batch_size)
         for row, (logits,) in rows:
             ids, n = cut[row]
             scores = log_softmax(logits[-n:])  # [n, vocab]
             chosen = np.take_along_axis(scores, ids[-n:, None], axis=1)
-            found[row] = float(chosen.sum()), bool((scores.argmax(axis=1) == ids[-n:]).all())
-        return [found[row] for row in range(len(cut))]
+            results[row] = float(chosen.sum()), bool((scores.argmax(axis=1) == ids[-n:]).all())
+        return [results[row] for row in range(len(cut))]
 
 
 def windows(ids: Array, prefix: int, length: int) -> Iterator[tuple[Array, int]]:
-    """(ids, n) whose last n tokens are to be predicted: each token of a text once, after at most `length` others.
+    """Yield (ids, n) whose last n tokens are to be predicted: each token of a text once, after at most `length` others.
 
     Every window but the last predicts `length` tokens; the last one reads as much before its own as fits.
     """
-    told = np.concatenate([[prefix], ids])
+    tokens = np.concatenate([[prefix], ids])
     for end in range(length, len(ids) + length, length):
         n = min(length, len(ids) - (end - length))
         stop = min(end, len(ids))
-        yield told[max(0, stop - length) : stop + 1], n
+        yield tokens[max(0, stop - length) : stop + 1], n
 
 
 def evaluate(
@@ -147,7 +155,7 @@ def evaluate(
     threads: int = 1,
     include_path: str | Path | None = None,
 ) -> dict[str, Any]:
-    """The harness' results of some of its tasks on the bundle in the folder `path`; tasks may need the network.
+    """Return the harness' results of some of its tasks on the bundle in `path`; tasks may need the network.
 
     `include_path`: a folder with YAML files of further tasks. UsageError for a task that neither has.
     """
@@ -160,13 +168,13 @@ def evaluate(
         unknown = [name for name in tasks if not manager.match_tasks([name])]
         if unknown:
             raise UsageError(f"lm-eval has no task {', '.join(unknown)}; give --include-path for one of your own")
-        asked = {"model": model, "tasks": list(tasks), "limit": limit, "task_manager": manager}
-        found: dict[str, Any] = lm_eval.simple_evaluate(**asked)["results"]
-    return found
+        arguments = {"model": model, "tasks": list(tasks), "limit": limit, "task_manager": manager}
+        results: dict[str, Any] = lm_eval.simple_evaluate(**arguments)["results"]
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the results as JSON; the exit code."""
+    """Print the results as JSON; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m runtime.lm_eval_adapter", description=__doc__)
     parser.add_argument("bundle", type=Path, metavar="DIR")
     parser.add_argument("--tasks", required=True, help="names, separated by commas")
@@ -174,13 +182,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
-    try:
-        found = evaluate(options.bundle, options.tasks.split(","), options.limit, options.threads, options.include_path)
-    except RuntimeFailure as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(found, indent=2, default=str))
-    return 0
+
+    def run() -> int:
+        tasks = options.tasks.split(",")
+        results = evaluate(options.bundle, tasks, options.limit, options.threads, options.include_path)
+        print(json.dumps(results, indent=2, default=str))
+        return 0
+
+    return end_command(run, as_json=False)
 
 
 if __name__ == "__main__":

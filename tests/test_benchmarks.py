@@ -21,7 +21,7 @@ ON_BENCH = (
     *("tensorrt_rtx_build", "engine_speed"),
 )
 """Those that measure on real models."""
-SCRIPTS = (*ON_BENCH, "gptq_speed", "compression_memory", "decode", "kill_resume")
+SCRIPTS = (*ON_BENCH, "gptq_speed", "compression_memory", "decode", "kill_resume", "triton_server", "gate_confidence")
 
 
 @pytest.fixture

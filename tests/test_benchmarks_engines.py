@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.gpu import gpu_here
+from runtime.nvidia.gpu import gpu_here
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 GPU = {"name": "a GPU", "capability": "8.9", "driver": "580"}

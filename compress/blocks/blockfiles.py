@@ -1,12 +1,10 @@
 """Finished steps of a stream: `block-00003.safetensors` with what it changed, and `.json` with what it said.
 
-The record is written last and holds the digest of the tensors, so a step is whole or it is not there.
+The record is written last and holds the digest of the tensors and its own, so a step is whole or it is not there.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.blocks.store import packed_tensors
+from compress.blocks.store import pack_tensors
 from compress.errors import OutputError
 from compress.facts import LayerDecision, Note
+from compress.formats.schemes import Scheme
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import Scheme
-from runtime.files import sha256_of
-from runtime.records import from_json, to_json
+from compress.store.durable import blame, seal, unseal
+from runtime.bundle.files import put_in_place, sha256_of, write_whole
+from runtime.bundle.records import from_json, to_json
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Said:
 
 
 def step_file(folder: Path, index: int) -> Path:
-    """Of a step's tensors."""
+    """Return the path of the file that holds a step's tensors."""
     return folder / f"block-{index:05d}.safetensors"
 
 
@@ -66,31 +65,34 @@ def write_step(folder: Path, index: int, name: str, changes: Changes, timing: Ma
     path = step_file(folder, index)
     tensors = {key: tensor.detach().contiguous() for key, tensor in changes.replaced.items()}
     for layer, weight in changes.quantized.items():
-        tensors |= packed_tensors(layer, weight)
+        tensors |= pack_tensors(layer, weight)
     draft = path.with_suffix(".draft")
     try:
-        save_file(_apart(tensors), draft)
-        os.replace(draft, path)
-        _write_record(path, _record(name, changes, timing) | {"sha256": sha256_of(path)})
-    except (SafetensorError, OSError) as error:
+        with blame(path):
+            save_file(_copy_shared_storage(tensors), draft)
+            put_in_place(draft, path)
+            write_whole(
+                path.with_suffix(".json"), seal(_make_record(name, changes, timing) | {"sha256": sha256_of(path)})
+            )
+    except SafetensorError as error:
         raise OutputError(f"{path}: cannot be written: {error}; finished blocks are kept, run again") from error
     return path
 
 
 def read_step(folder: Path, index: int, name: str) -> Said | None:
-    """A finished step of that name; None if it is not there or not whole."""
+    """Read a finished step of that name; None if it is not there, or any byte is not as it was written."""
     path = step_file(folder, index)
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
-        if record["name"] != name or record["sha256"] != sha256_of(path):
+        record = unseal(path.with_suffix(".json").read_bytes())
+        if record is None or record["name"] != name or record["sha256"] != sha256_of(path):
             return None
-        return _said(path, record)
+        return _parse_record(path, record)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def finished_steps(folder: Path, count: int | None = None) -> list[Said]:
-    """The first `count` steps that a stream left in a folder, or all, in order; taken for whole.
+def read_finished_steps(folder: Path, count: int | None = None) -> list[Said]:
+    """Read the first `count` steps (None: all) that a stream left in a folder, in order; tensors are not checked.
 
     OutputError where one is not there.
     """
@@ -98,35 +100,38 @@ def finished_steps(folder: Path, count: int | None = None) -> list[Said]:
     files = [step_file(folder, index) for index in range(n)]
     if not n or not all(path.is_file() and path.with_suffix(".json").is_file() for path in files):
         raise OutputError(f"{folder}: does not hold every block of a finished pass; run it again")
-    return [_said(path, json.loads(path.with_suffix(".json").read_text())) for path in files]
+    records = [unseal(path.with_suffix(".json").read_bytes()) for path in files]
+    if None in records:
+        raise OutputError(f"{folder}: the record of a finished block is damaged; remove the folder and run again")
+    return [_parse_record(path, record) for path, record in zip(files, records, strict=True) if record is not None]
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that lie in the same memory as another one copied: the format wants each by itself."""
+def _copy_shared_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, those that share memory with an earlier one copied: safetensors wants each by itself."""
     seen: set[int] = set()
-    found = {}
+    separate = {}
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor
+        separate[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
-    return found
+    return separate
 
 
-def _said(path: Path, record: dict[str, Any]) -> Said:
+def _parse_record(path: Path, record: dict[str, Any]) -> Said:
     return Said(
         record["name"],
         path,
         {layer: from_json(Scheme, value, f"{path}: {layer}") for layer, value in record["schemes"].items()},
         record["activation_scales"],
         {name: (pair[0], pair[1]) for name, pair in record["kv_scales"].items()},
-        tuple(LayerDecision(**one) for one in record["decisions"]),
-        tuple(Note(**one) for one in record["notes"]),
+        tuple(LayerDecision(**decision) for decision in record["decisions"]),
+        tuple(Note(**note) for note in record["notes"]),
         record["measured"],
         record["timing"],
     )
 
 
-def _record(name: str, changes: Changes, timing: Mapping[str, float]) -> dict[str, Any]:
+def _make_record(name: str, changes: Changes, timing: Mapping[str, float]) -> dict[str, Any]:
     return {
         "name": name,
         "replaced": sorted(changes.replaced),
@@ -147,9 +152,3 @@ def _record(name: str, changes: Changes, timing: Mapping[str, float]) -> dict[st
         "measured": changes.measured,
         "timing": dict(timing),
     }
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    draft = path.with_suffix(".json.draft")
-    draft.write_text(json.dumps(record, indent=1))
-    os.replace(draft, path.with_suffix(".json"))

@@ -13,17 +13,12 @@ KEPT = "_kept_blocks"
 
 
 def numbers_of(blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Of the blocks in a list, as the model's code counts them."""
+    """Return the numbers of the blocks in a list, as the model's code counts them."""
     return getattr(blocks, KEPT, None) or tuple(range(len(blocks)))
 
 
-def is_listed(module: nn.Module, name: str) -> bool:
-    """True if the module of that name lies in a list that the model's code goes through."""
-    return isinstance(_parent(module, name)[0], nn.ModuleList)
-
-
 def remove_blocks(module: nn.Module, names: Sequence[str]) -> None:
-    """Take blocks out of `module`, in place, all named as they are before the first goes.
+    """Remove the named blocks from `module`, in place; names are those before the first removal.
 
     Those in a `ModuleList` leave it, and the ones behind them move up; any other gets an identity in its place, so that
     names stay.
@@ -35,50 +30,50 @@ def remove_blocks(module: nn.Module, names: Sequence[str]) -> None:
             lists.setdefault(parent, set()).add(key)
         else:
             put_identity(module, name)
-    for blocks, gone in lists.items():
-        keep_blocks(blocks, [number for key, number in enumerate(numbers_of(blocks)) if str(key) not in gone])
+    for blocks, removed in lists.items():
+        keep_blocks(blocks, [number for key, number in enumerate(numbers_of(blocks)) if str(key) not in removed])
 
 
 def put_identity(module: nn.Module, name: str) -> None:
-    """In place of a module inside `module`."""
+    """Replace the submodule of that name inside `module` by an identity, in place."""
     parent, key = _parent(module, name)
     setattr(parent, key, nn.Identity())
 
 
 def _parent(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """What holds the module of that (plain) name, and under which key."""
+    """Return the module that holds the submodule of that (plain) name, and the key under which it does."""
     path, _, key = name.rpartition(".")
-    modules = {plain(own): part for own, part in module.named_modules()}
+    modules = {plain(inner): part for inner, part in module.named_modules()}
     parent = modules[path] if path else getattr(module, "wrapped", module)
     return parent, key
 
 
 def keep_blocks(blocks: nn.ModuleList, wanted: Sequence[int]) -> None:
-    """Leave the blocks of these numbers (see `numbers_of`) in the list, in place.
+    """Keep only the blocks of these numbers (see `numbers_of`) in the list, in place.
 
     A list that is as short already, because a configuration says so, is only told what its blocks are.
     """
     known = numbers_of(blocks)
     if len(known) != len(wanted):
-        own = _own_numbers(blocks)
+        index_attributes = _find_index_attributes(blocks)
         for key in sorted(set(range(len(known))) - {known.index(number) for number in wanted}, reverse=True):
             del blocks[key]
         for key, block in enumerate(blocks):
-            for path, attribute, offset in own:
+            for path, attribute, offset in index_attributes:
                 setattr(block.get_submodule(path), attribute, key + offset)
     setattr(blocks, KEPT, tuple(wanted))
 
 
-def _own_numbers(blocks: nn.ModuleList) -> list[tuple[str, str, int]]:
-    """(module inside a block, attribute, offset) of what holds the block's own place in the list, in every block.
+def _find_index_attributes(blocks: nn.ModuleList) -> list[tuple[str, str, int]]:
+    """Return (module inside a block, attribute, offset) of what holds the block's place in the list, in every block.
 
     Attention finds its keys and values in the cache by such a number.
     """
-    found = [_whole_numbers(block, place) for place, block in enumerate(blocks)]
-    return sorted(set.intersection(*found)) if len(found) > 1 else []
+    by_block = [_find_int_attributes(block, place) for place, block in enumerate(blocks)]
+    return sorted(set.intersection(*by_block)) if len(by_block) > 1 else []
 
 
-def _whole_numbers(block: nn.Module, place: int) -> set[tuple[str, str, int]]:
+def _find_int_attributes(block: nn.Module, place: int) -> set[tuple[str, str, int]]:
     return {
         (path, key, value - place)
         for path, part in block.named_modules()

@@ -47,7 +47,7 @@ class Expert(nn.Module):
         self._between = between
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, H] -> [tokens, H]."""
+        """Return what the expert computes of each token: [tokens, H] -> [tokens, H]."""
         *inner, down = self.children()
         out: Tensor = down(self._between(*(projection(x) for projection in inner)))
         return out
@@ -62,8 +62,8 @@ class Experts(nn.ModuleList):
     """
 
     def __init__(self, stacked: nn.Module) -> None:
-        between = _between(stacked)
-        super().__init__(Expert(own, between) for own in _projections(stacked))
+        between = _choose_activation(stacked)
+        super().__init__(Expert(projections, between) for projections in _split_projections(stacked))
         self.arguments = tuple(inspect.signature(stacked.forward).parameters)
         self.n_chosen = 0
         """Experts for each token, as the last call had it."""
@@ -75,15 +75,15 @@ class Experts(nn.ModuleList):
         hidden, chosen, weights = (*args, *(kwargs[name] for name in self.arguments[len(args) :]))
         self.n_chosen = chosen.shape[-1]
         if _FIRST_ONLY.get():
-            return self._dense(self.experts()[:1], hidden, chosen, weights)
+            return self._run_dense(self.experts()[:1], hidden, chosen, weights)
         if hidden.device.type == "meta" or isinstance(hidden, FakeTensor) or torch.compiler.is_compiling():
-            return self._dense(self.experts(), hidden, chosen, weights)
-        return self._routed(hidden, chosen, weights)
+            return self._run_dense(self.experts(), hidden, chosen, weights)
+        return self._run_routed(hidden, chosen, weights)
 
-    def _dense(self, experts: list[Expert], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Every token through every expert, weighted with zero where it is not chosen."""
+    def _run_dense(self, experts: list[Expert], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Run every token through every expert, weighted with zero where it is not chosen; [tokens, H]."""
         parts = [
-            self._finish(expert(hidden)) * (weights * (chosen == e)).sum(-1, keepdim=True).to(hidden.dtype)
+            self._apply_post_norm(expert(hidden)) * (weights * (chosen == e)).sum(-1, keepdim=True).to(hidden.dtype)
             for e, expert in enumerate(experts)
         ]
         out = parts[0]
@@ -91,28 +91,28 @@ class Experts(nn.ModuleList):
             out = out + part
         return out
 
-    def _routed(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Every token through the experts chosen for it."""
+    def _run_routed(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Run every token through the experts chosen for it alone; [tokens, H]."""
         out = torch.zeros_like(hidden)
         for e, expert in enumerate(self.experts()):
             tokens, places = torch.where(chosen == e)
             if len(tokens):
-                found = self._finish(expert(hidden[tokens])) * weights[tokens, places, None]
-                out.index_add_(0, tokens, found.to(out.dtype))
+                part = self._apply_post_norm(expert(hidden[tokens])) * weights[tokens, places, None]
+                out.index_add_(0, tokens, part.to(out.dtype))
         return out
 
     def experts(self) -> list[Expert]:
-        """In order."""
+        """Return the experts in order."""
         return [module for module in self if isinstance(module, Expert)]
 
-    def _finish(self, out: Tensor) -> Tensor:
+    def _apply_post_norm(self, out: Tensor) -> Tensor:
         norm: Any = getattr(self, "post_expert_norm", None)
         return out if norm is None else norm(out)
 
 
 @contextlib.contextmanager
 def first_expert_only() -> Iterator[None]:
-    """Inside, a mixture runs its first expert alone, on all tokens: what it shows holds for all, not its results."""
+    """Run a mixture's first expert alone, on all tokens, while the context is open: for traces, not for results."""
     token = _FIRST_ONLY.set(True)
     try:
         yield
@@ -123,8 +123,8 @@ def first_expert_only() -> Iterator[None]:
 def spread_over_experts(counts: dict[str, int], ops: dict[str, str], module: nn.Module) -> None:
     """Give each expert its expected part of what was counted while the first one ran on all tokens; in place.
 
-    `counts`, and `ops`, the operators that were seen: by layer name. Each of E experts gets k / E of the tokens where k
-    are chosen for each.
+    `counts` and `ops` (the operators that were seen) are by layer name. Each of E experts gets k / E of the tokens
+    where k are chosen for each.
     """
     for name, mixture in module.named_modules():
         if isinstance(mixture, Experts):
@@ -137,37 +137,37 @@ def spread_over_experts(counts: dict[str, int], ops: dict[str, str], module: nn.
 
 
 def unstack_experts(module: nn.Module) -> list[str]:
-    """Replace, in place, every module inside `module` that holds stacked experts by `Experts`; their names.
+    """Replace, in place, every module inside `module` that holds stacked experts by `Experts`, and return their names.
 
     Recognised by what it holds and takes: 3-D `down_proj` and `gate_up_proj` (or `up_proj`), and a forward of hidden
     states, routing indices and weights. Parameters become views of the stacked ones (no copy); on meta they stay there.
     """
-    found = [(name, child) for name, child in module.named_modules() if name and is_stacked(child)]
-    for name, child in found:
+    mixtures = [(name, child) for name, child in module.named_modules() if name and is_stacked(child)]
+    for name, child in mixtures:
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, Experts(child))
-    return [name for name, _ in found]
+    return [name for name, _ in mixtures]
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """True for a module that `unstack_experts` replaces."""
-    own = dict(module.named_parameters(recurse=False))
-    up = own.get("gate_up_proj", own.get("up_proj"))
-    if up is None or "down_proj" not in own or up.dim() != 3 or own["down_proj"].dim() != 3:
+    """Return whether `unstack_experts` replaces the module."""
+    parameters = dict(module.named_parameters(recurse=False))
+    up = parameters.get("gate_up_proj", parameters.get("up_proj"))
+    if up is None or "down_proj" not in parameters or up.dim() != 3 or parameters["down_proj"].dim() != 3:
         return False
-    if {name.removesuffix("_bias") for name in own} - {"gate_up_proj", *PROJECTIONS}:
+    if {name.removesuffix("_bias") for name in parameters} - {"gate_up_proj", *PROJECTIONS}:
         return False  # it computes with something else besides
     return len(inspect.signature(module.forward).parameters) == 3 and (
         hasattr(module, "act_fn") or hasattr(module, "_apply_gate")
     )
 
 
-def stacked_parts(stacked: nn.Module, name: str) -> dict[str, ExpertPart]:
-    """Full name of each expert's parameter -> where it lies, for the stacked module called `name`.
+def find_stacked_parts(stacked: nn.Module, name: str) -> dict[str, ExpertPart]:
+    """Return where each expert's parameter lies, by its full name, for the stacked module called `name`.
 
     For reading a checkpoint that holds stacks. To write one, names without stacks are what engines read.
     """
-    found: dict[str, ExpertPart] = {}
+    parts: dict[str, ExpertPart] = {}
     interleaved, transposed = not getattr(stacked, "is_concatenated", True), bool(getattr(stacked, "is_transposed", 0))
     for parameter, tensor in stacked.named_parameters(recurse=False):
         projection, bias = parameter.removesuffix("_bias"), parameter.endswith("_bias")
@@ -176,60 +176,64 @@ def stacked_parts(stacked: nn.Module, name: str) -> dict[str, ExpertPart]:
         leaf = "bias" if bias else "weight"
         for e in range(tensor.shape[0]):
             for half in ("gate", "up") if projection == "gate_up_proj" else ("",):
-                own = f"{half}_proj" if half else projection
-                found[f"{name}.{e}.{own}.{leaf}"] = ExpertPart(
+                name_in_expert = f"{half}_proj" if half else projection
+                parts[f"{name}.{e}.{name_in_expert}.{leaf}"] = ExpertPart(
                     f"{name}.{parameter}",
                     e,
                     half,
                     interleaved and bool(half),
                     transposed and not bias,
                 )
-    return found
+    return parts
 
 
 def take_part(stack: Tensor, part: ExpertPart) -> Tensor:
-    """One expert's weight [out, in] or bias [out] out of a stack: a view of it."""
-    one = stack[part.expert].mT if part.transposed else stack[part.expert]
+    """Return one expert's weight [out, in] or bias [out] as a view of the stack that holds all experts'."""
+    tensor = stack[part.expert].mT if part.transposed else stack[part.expert]
     if not part.half:
-        return one
+        return tensor
     if part.interleaved:
-        return one[0::2] if part.half == "gate" else one[1::2]
-    middle = one.shape[0] // 2
-    return one[:middle] if part.half == "gate" else one[middle:]
+        return tensor[0::2] if part.half == "gate" else tensor[1::2]
+    middle = tensor.shape[0] // 2
+    return tensor[:middle] if part.half == "gate" else tensor[middle:]
 
 
 def restack(parts: Mapping[str, ExpertPart], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The stacked tensors, by full name, put together from the experts' own (`read(name)`): what `take_part` undoes."""
+    """Return the stacked tensors, by full name, made of the experts' own (`read(name)`): the inverse of `take_part`."""
     stacks: dict[str, list[tuple[ExpertPart, Tensor]]] = {}
     for name, part in parts.items():
         stacks.setdefault(part.stacked, []).append((part, read(name)))
-    return {name: _stack(found) for name, found in stacks.items()}
+    return {name: _stack_parts(members) for name, members in stacks.items()}
 
 
-def _stack(found: list[tuple[ExpertPart, Tensor]]) -> Tensor:
-    part, one = found[0]
-    rows = one.shape[0] * (2 if part.half else 1)
-    shape = (rows, *one.shape[1:])[::-1] if part.transposed else (rows, *one.shape[1:])
-    out = one.new_empty((1 + max(p.expert for p, _ in found), *shape))
-    for part, one in found:
-        take_part(out, part).copy_(one)
+def _stack_parts(members: list[tuple[ExpertPart, Tensor]]) -> Tensor:
+    part, tensor = members[0]
+    rows = tensor.shape[0] * (2 if part.half else 1)
+    shape = (rows, *tensor.shape[1:])[::-1] if part.transposed else (rows, *tensor.shape[1:])
+    out = tensor.new_empty((1 + max(p.expert for p, _ in members), *shape))
+    for part, tensor in members:
+        take_part(out, part).copy_(tensor)
     return out
 
 
-def _projections(stacked: nn.Module) -> list[dict[str, nn.Linear]]:
-    """Linear layers of each expert, their parameters views of the stacked ones."""
-    own = {name: parameter.detach() for name, parameter in stacked.named_parameters(recurse=False)}
+def _split_projections(stacked: nn.Module) -> list[dict[str, nn.Linear]]:
+    """Return the Linear layers of each expert by projection; their parameters are views of the stacked ones."""
+    stacks = {name: parameter.detach() for name, parameter in stacked.named_parameters(recurse=False)}
     tensors: dict[int, dict[str, Tensor]] = {}
-    for name, part in stacked_parts(stacked, "").items():
+    for name, part in find_stacked_parts(stacked, "").items():
         leaf = name.removeprefix(f".{part.expert}.")
-        tensors.setdefault(part.expert, {})[leaf] = take_part(own[part.stacked.removeprefix(".")], part)
+        tensors.setdefault(part.expert, {})[leaf] = take_part(stacks[part.stacked.removeprefix(".")], part)
     return [
-        {p: _linear(one[f"{p}.weight"], one.get(f"{p}.bias")) for p in PROJECTIONS if f"{p}.weight" in one}
-        for _, one in sorted(tensors.items())
+        {
+            p: _make_linear(leaves[f"{p}.weight"], leaves.get(f"{p}.bias"))
+            for p in PROJECTIONS
+            if f"{p}.weight" in leaves
+        }
+        for _, leaves in sorted(tensors.items())
     ]
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -237,8 +241,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-def _between(stacked: nn.Module) -> Callable[..., Tensor]:
-    """What an expert computes between its projections."""
+def _choose_activation(stacked: nn.Module) -> Callable[..., Tensor]:
+    """Return the function that an expert of `stacked` computes between its projections."""
     act: Any = getattr(stacked, "act_fn", None)
     if not hasattr(stacked, "gate_up_proj"):
         return lambda up: act(up)

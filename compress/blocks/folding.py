@@ -34,37 +34,37 @@ def fold_scales(reading: Reading, scales: Tensor, get: Get) -> None:
     `scales`. Raises ValueError without a source, on scales that are not positive and finite, and on scales that differ
     among heads which share a value.
     """
-    _check(reading, scales)
-    own = source_scales(reading, scales)
+    _check_scales(reading, scales)
+    outputs = source_scales(reading, scales)
     with torch.no_grad():
         source = get(reading.source)
         if reading.how == "norm":
-            _divide_norm(source, reading.source, own)
+            _divide_norm(source, reading.source, outputs)
         else:
-            _divide_rows(source, own)
+            _divide_rows(source, outputs)
         for name in reading.layers:
             weight = get(name).weight
             assert isinstance(weight, Tensor)
-            weight.mul_(_columns(get(name), scales.to(weight)))
+            weight.mul_(_shape_for_inputs(get(name), scales.to(weight)))
 
 
 def source_scales(reading: Reading, scales: Tensor) -> Tensor:
-    """`scales` [in] of the reading -> those of the source's (last) outputs [in / source_repeat]."""
+    """Return the scales of the source's (last) outputs [in / source_repeat] for the `scales` [in] of the reading."""
     if reading.source_repeat == 1:
         return scales
-    return _by_head(reading, scales)[:, 0].reshape(-1)
+    return _group_by_head(reading, scales)[:, 0].reshape(-1)
 
 
 def tie_scales(reading: Reading, scales: Tensor) -> Tensor:
-    """Scales that can be folded: the geometric mean over the query heads that share a value head. [in] -> [in]."""
+    """Return scales that can be folded: the geometric mean over query heads that share a value head. [in] -> [in]."""
     if reading.source_repeat == 1:
         return scales
-    heads = _by_head(reading, scales)
+    heads = _group_by_head(reading, scales)
     return heads.log().mean(1, keepdim=True).exp().expand_as(heads).reshape(-1)
 
 
 def norm_weight_offset(module: nn.Module) -> float | None:
-    """What `module` adds to its weight before it multiplies with it: 0.0 (most norms), 1.0 (Gemma's); found by trying.
+    """Return what `module` adds to its weight before it multiplies: 0.0 (most norms) or 1.0 (Gemma's); found by trying.
 
     None if its output is not (weight + offset) * f(x) + bias for either, or it has no weight of one dimension: such a
     module is no norm that a scale can be folded into. The module is not changed and may lie on the meta device.
@@ -73,7 +73,7 @@ def norm_weight_offset(module: nn.Module) -> float | None:
     if not isinstance(weight, Tensor) or weight.dim() != 1 or any(True for _ in module.children()):
         return None
     generator = torch.Generator().manual_seed(0)
-    uniform = functools.partial(_between, generator=generator)
+    uniform = functools.partial(_draw_uniform, generator=generator)
     state = {name: uniform(0.5, 1.5, t.shape) for name, t in module.named_parameters()}
     # buffers (running statistics) likewise: any positive value will do
     state |= {name: uniform(0.5, 1.5, t.shape) for name, t in module.named_buffers() if t.is_floating_point()}
@@ -96,11 +96,11 @@ def norm_weight_offset(module: nn.Module) -> float | None:
     return None
 
 
-def _between(low: float, high: float, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _draw_uniform(low: float, high: float, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator) * (high - low) + low
 
 
-def _check(reading: Reading, scales: Tensor) -> None:
+def _check_scales(reading: Reading, scales: Tensor) -> None:
     what = f"reading {', '.join(reading.layers)}"
     if not reading.source:
         raise ValueError(f"{what}: no module before it can take a scale exactly; leave it as it is")
@@ -111,13 +111,13 @@ def _check(reading: Reading, scales: Tensor) -> None:
             f"{what}: {len(scales)} scales do not fit {reading.source_repeat} heads of {reading.head_size}"
         )
     if reading.source_repeat > 1:
-        heads = _by_head(reading, scales)
+        heads = _group_by_head(reading, scales)
         if not torch.allclose(heads, heads[:, :1].expand_as(heads), rtol=1e-5, atol=0):
             raise ValueError(f"{what}: scales differ among the query heads that share a value head; use tie_scales")
 
 
-def _by_head(reading: Reading, scales: Tensor) -> Tensor:
-    """[in] -> [value heads, repeat, head]."""
+def _group_by_head(reading: Reading, scales: Tensor) -> Tensor:
+    """Return the scales by head: [in] -> [value heads, repeat, head]."""
     return scales.reshape(-1, reading.source_repeat, reading.head_size)
 
 
@@ -142,6 +142,6 @@ def _divide_rows(source: nn.Module, scales: Tensor) -> None:
         bias[-len(scales) :].div_(scales.to(bias))
 
 
-def _columns(layer: nn.Module, scales: Tensor) -> Tensor:
-    """Shaped to multiply the inputs of the layer's weight."""
+def _shape_for_inputs(layer: nn.Module, scales: Tensor) -> Tensor:
+    """Return the scales [in] in the shape that multiplies the inputs of the layer's weight."""
     return scales[:, None] if is_hf_conv1d(layer) else scales

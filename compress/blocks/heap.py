@@ -18,20 +18,20 @@ built: the parameters that come and go there would leave a heap of holes that ev
 
 
 def return_large() -> None:
-    """From now on, in this process. Nothing where there is no glibc."""
-    if _library() is not None:
-        _library().mallopt(MMAP_THRESHOLD, LARGE)
+    """Make glibc return large tensors when they are freed, from now on, in this process; do nothing without glibc."""
+    if _load_library() is not None:
+        _load_library().mallopt(MMAP_THRESHOLD, LARGE)
 
 
 def return_all() -> None:
-    """Give the system what is free now."""
-    if _library() is not None:
-        _library().malloc_trim(0)
+    """Return all memory that is free now to the system; do nothing without glibc."""
+    if _load_library() is not None:
+        _load_library().malloc_trim(0)
 
 
 @cache
-def _library() -> Any:
-    """glibc, or None."""
+def _load_library() -> Any:
+    """Return glibc, or None where there is none."""
     try:
         library = ctypes.CDLL("libc.so.6")
         return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

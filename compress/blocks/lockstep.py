@@ -10,7 +10,7 @@ from typing import Any
 import greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from compress.blocks.trace import removed_after
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.facts import Reading
 
@@ -32,22 +32,22 @@ class _Pass:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a layer is called with."""
-    found = args[0] if args else next(iter(kwargs.values()))
-    return found
+    """Return the tensor that a layer is called with: its first argument, by position or by name."""
+    first = args[0] if args else next(iter(kwargs.values()))
+    return first
 
 
 @contextmanager
-def tapped(taps: Sequence[Tap], heard: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """While inside, every call of a tap's layer first tells its number and its input."""
+def tap_inputs(taps: Sequence[Tap], on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `on_input(number of the tap, input)` before every call of a tap's layer while the context is open."""
 
     def hook(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: heard(number, layer_input(args, kwargs))
+        return lambda module, args, kwargs: on_input(number, layer_input(args, kwargs))
 
     handles = [
         module.register_forward_pre_hook(hook(number), with_kwargs=True) for number, (_, module) in enumerate(taps)
     ]
-    with removed_after(handles):
+    with remove_hooks_on_exit(handles):
         yield
 
 
@@ -59,59 +59,60 @@ def run_in_lockstep(
     step: Callable[[Callable[[], None]], None],
     outputs: bool = True,
 ) -> list[Tensor]:
-    """Their outputs, in order. `visit` is told a reading, what it reads and which run; `act` follows once for each.
+    """Run all forwards together, stopping before each reading, and return their outputs in order.
 
-    `step` is given every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit` and
-    `act` are outside of them. Without `outputs` the passes end at the last reading. PassError where a forward meets
-    its readings in another order than `taps`.
+    `visit` gets a reading, its input and the number of the run; `act` follows once for each reading. `step` is given
+    every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit` and `act` are
+    outside of them. Without `outputs` the passes end at the last reading, and the list is empty. PassError where a
+    forward meets its readings in another order than `taps`.
     """
     driver = greenlet.getcurrent()
     passes: dict[Any, _Pass] = {}
     acted = 0
 
-    def heard(number: int, x: Tensor) -> None:
-        one = passes[greenlet.getcurrent()]
-        if number in one.seen:
+    def stop_at_tap(number: int, x: Tensor) -> None:
+        forward = passes[greenlet.getcurrent()]
+        if number in forward.seen:
             return
-        one.seen.add(number)
+        forward.seen.add(number)
         if number < acted:
             names = " and ".join(taps[n][0].layers[0] for n in (number, acted - 1))
             raise PassError(f"{names}: the first runs after the second; their readings are listed the other way round")
-        one.at, one.x = number, x
+        forward.at, forward.x = number, x
         driver.switch()
 
-    def advance(one: _Pass) -> None:
-        one.at = one.x = None
-        step(one.thread.switch)
+    def advance(forward: _Pass) -> None:
+        forward.at = forward.x = None
+        step(forward.thread.switch)
 
-    def started(run: Run) -> _Pass:
+    def start_pass(run: Run) -> _Pass:
         def body() -> None:
-            one.out = run()
+            forward.out = run()
 
-        one = _Pass(greenlet.greenlet(body, parent=driver))
-        passes[one.thread] = one
-        return one
+        forward = _Pass(greenlet.greenlet(body, parent=driver))
+        passes[forward.thread] = forward
+        return forward
 
-    with tapped(taps, heard):
-        order = [started(run) for run in runs]
-        for one in order:
-            advance(one)
+    with tap_inputs(taps, stop_at_tap):
+        order = [start_pass(run) for run in runs]
+        for forward in order:
+            advance(forward)
         for number, (reading, _) in enumerate(taps):
-            here = [(i, one) for i, one in enumerate(order) if one.at == number]
-            for i, one in here:
-                assert one.x is not None
-                visit(reading, one.x, i)
+            waiting = [(i, forward) for i, forward in enumerate(order) if forward.at == number]
+            for i, forward in waiting:
+                assert forward.x is not None
+                visit(reading, forward.x, i)
             act(reading)
             acted = number + 1
             if outputs or acted < len(taps):
-                for _, one in here:
-                    advance(one)
+                for _, forward in waiting:
+                    advance(forward)
     if not outputs:
-        for one in order:
-            if not one.thread.dead:
-                one.thread.throw()
+        for forward in order:
+            if not forward.thread.dead:
+                forward.thread.throw()
         return []
-    found = [one.out for one in order if one.out is not None]
-    for one in order:
-        one.out = None  # the passes and their functions know one another: nothing large may hang on them
-    return found
+    results = [forward.out for forward in order if forward.out is not None]
+    for forward in order:
+        forward.out = None  # the passes and their functions know one another: nothing large may hang on them
+    return results

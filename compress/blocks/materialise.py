@@ -20,44 +20,47 @@ Holders = dict[str, list[tuple[nn.Module, str]]]
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Parameters made inside land on the meta device, those that are shared stay shared; buffers are real."""
+    """Put parameters on the meta device as they are made while the context is open; buffers are real.
+
+    Parameters that are shared stay shared.
+    """
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and parameter.device.type != "meta":
             module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def emptied(module: nn.Module) -> nn.Module:
-    """A copy of a module, in eval mode, with its parameters on meta and its buffers real."""
+def copy_without_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, in eval mode, with its parameters on meta and its buffers real."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in module.parameters()}
     memo |= {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
     return copy.deepcopy(module, memo).eval()
 
 
 def memory_store(module: nn.Module) -> WeightStore:
-    """The state of a module, held by reference; tied parameters once."""
+    """Return a store of the module's state, held by reference; tied parameters once."""
     held = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     tied = tied_names(module)
     return WeightStore({name: tensor.detach() for name, tensor in held.items() if name not in tied}, tied)
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Parameter -> the first in the module's order that is the same object; plain names."""
+    """Return parameter -> the first in the module's order that is the same object, for tied ones; plain names."""
     owners: dict[int, str] = {}
-    found = {}
+    tied = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         owner = owners.setdefault(id(tensor), plain(name))
         if owner != plain(name):
-            found[plain(name)] = owner
-    return found
+            tied[plain(name)] = owner
+    return tied
 
 
 def fill(
@@ -72,7 +75,7 @@ def fill(
     `prefix`: the module's own path in the model. `only`: of the modules with these ids.
     """
     done: dict[str, nn.Parameter] = {}
-    for part, key, full in _held(module, prefix):
+    for part, key, full in _iter_tensors(module, prefix):
         if only is not None and id(part) not in only:
             continue
         if key in part._parameters:
@@ -93,23 +96,23 @@ def empty(module: nn.Module) -> None:
 
 
 def holders(module: nn.Module, tied: Mapping[str, str], prefix: str = "") -> Holders:
-    """Where each parameter is held: a tied one's name leads to itself alone, its owner's to all."""
-    found: Holders = {}
-    for part, key, full in _held(module, prefix):
+    """Return where each parameter is held: a tied one's name leads to itself alone, its owner's to all."""
+    places: Holders = {}
+    for part, key, full in _iter_tensors(module, prefix):
         if key in part._parameters:
-            found.setdefault(full, []).append((part, key))
+            places.setdefault(full, []).append((part, key))
             if full in tied:
-                found.setdefault(tied[full], []).append((part, key))
-    return found
+                places.setdefault(tied[full], []).append((part, key))
+    return places
 
 
 def plain(name: str) -> str:
-    """A module's or parameter's name without the wrapper around a Hugging Face model."""
+    """Return a module's or parameter's name without the wrapper around a Hugging Face model."""
     return name.removeprefix(WRAPPER)
 
 
-def _held(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
-    """(module inside, name in it, full plain name) of every parameter and persistent buffer."""
+def _iter_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (module inside, name in it, full plain name) of every parameter and persistent buffer."""
     for path, part in module.named_modules():
         for key in [*part._parameters, *(key for key in part._buffers if key not in part._non_persistent_buffers_set)]:
             if (part._parameters.get(key) if key in part._parameters else part._buffers[key]) is not None:

@@ -11,28 +11,28 @@ from compress.blocks.trace import is_layer
 
 
 def layers_of(block: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """Full plain name -> layer. `name`: the block's path in the model."""
-    found = {plain(".".join(part for part in (name, path) if part)): layer for path, layer in block.named_modules()}
-    return {path: layer for path, layer in found.items() if is_layer(layer)}
+    """Return the layers of a block by full plain name. `name`: the block's path in the model."""
+    modules = {plain(".".join(part for part in (name, path) if part)): layer for path, layer in block.named_modules()}
+    return {path: layer for path, layer in modules.items() if is_layer(layer)}
 
 
 def own_names(path: str, part: nn.Module) -> list[str]:
-    """Full names of a module's own parameters, those of its children left out."""
+    """Return the full names of a module's own parameters, those of its children left out."""
     return [f"{path}.{key}" if path else key for key, value in part._parameters.items() if value is not None]
 
 
 def is_table(part: nn.Module) -> bool:
-    """An embedding that only looks rows up, in torch's own way."""
+    """Return whether a module is an embedding that only looks rows up, in torch's own way."""
     return type(part) is nn.Embedding and part.max_norm is None
 
 
 def is_real(parameter: nn.Parameter | None) -> bool:
-    """True if it has values."""
+    """Return whether a parameter is there and has values."""
     return parameter is not None and parameter.device.type != "meta"
 
 
 def first_output(out: Any) -> Tensor:
-    """The first tensor of what a model gives."""
+    """Return the first tensor of what a model gives."""
     if isinstance(out, Tensor):
         return out
     values = out.values() if hasattr(out, "values") else out
@@ -40,10 +40,10 @@ def first_output(out: Any) -> Tensor:
 
 
 def as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """A forward hook: the output in float32."""
+    """Return a module's output in float32; a forward hook."""
     return out.float()
 
 
 def no_data(i: int) -> Tensor:
-    """The forward of a step without data. IndexError."""
+    """Raise IndexError: the forward of a step without data."""
     raise IndexError("this stream has no data")

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compress.blocks.blockfiles import Changes, finished_steps, write_step
+from compress.blocks.blockfiles import Changes, read_finished_steps, write_step
 from compress.blocks.materialise import plain
 from compress.blocks.store import Held, WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d
+from compress.formats.schemes import Scheme
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import Scheme
 
 NAME = "rounded"
 """Of the one step that such a file holds."""
@@ -31,23 +31,23 @@ RoundedLayers = Mapping[str, Rounded]
 
 
 def write_rounded(folder: Path, layers: RoundedLayers) -> None:
-    """Into `folder`. OutputError where the disk takes no more."""
-    weights = {name: one.weight for name, one in layers.items()}
-    schemes = {name: one.scheme for name, one in layers.items()}
+    """Write rounded layers into `folder`. OutputError where the disk takes no more."""
+    weights = {name: layer.weight for name, layer in layers.items()}
+    schemes = {name: layer.scheme for name, layer in layers.items()}
     write_step(folder, 0, NAME, Changes(quantized=weights, schemes=schemes), {})
 
 
 def read_rounded(folder: Path) -> dict[str, Rounded]:
-    """What `write_rounded` wrote."""
-    (said,) = finished_steps(folder, 1)
-    store = WeightStore({}).over([said.path])
-    found = {name: store.quantized(name) for name in said.schemes}
-    return {name: Rounded(weight, said.schemes[name]) for name, weight in found.items() if weight is not None}
+    """Read the layers that `write_rounded` wrote into `folder`."""
+    (record,) = read_finished_steps(folder, 1)
+    store = WeightStore({}).over([record.path])
+    weights = {name: store.quantized(name) for name in record.schemes}
+    return {name: Rounded(weight, record.schemes[name]) for name, weight in weights.items() if weight is not None}
 
 
 def with_rounded(model: StreamedModel, layers: RoundedLayers) -> StreamedModel:
-    """The model as if a pass over its blocks had put these integers."""
+    """Return the model as if a pass over its blocks had put these integers."""
     modules = {plain(name): part for name, part in model.build().named_modules()}
-    held = {name: Held(one.weight, is_hf_conv1d(modules[name])) for name, one in layers.items()}
-    schemes = {name: one.scheme for name, one in layers.items()}
+    held = {name: Held(layer.weight, is_hf_conv1d(modules[name])) for name, layer in layers.items()}
+    schemes = {name: layer.scheme for name, layer in layers.items()}
     return replace(model, store=model.store.holding(held), schemes={**model.schemes, **schemes})

@@ -24,12 +24,15 @@ class Share:
     size: int = 1
 
     def mine(self, index: int) -> bool:
-        """True if the micro-batch of that number is this process's."""
+        """Return whether the micro-batch of that number is this process's."""
         return index % self.size == self.rank
 
 
 def share() -> Share:
-    """Joins the group of a `torchrun` launch on the first call. RuntimeError if the group is not as large as said."""
+    """Return this process's share; the first call joins the group of a `torchrun` launch.
+
+    RuntimeError if the group is not as large as WORLD_SIZE says.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or _ALONE.get():
         return Share()
@@ -37,14 +40,14 @@ def share() -> Share:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-        atexit.register(_leave)
+        atexit.register(_leave_group)
     if dist.get_world_size() != size:
         raise RuntimeError(f"{size} processes were launched, but {dist.get_world_size()} found each other")
     return Share(dist.get_rank(), size)
 
 
-def _leave() -> None:
-    """Take leave of the group before the process ends: one that is left without a word aborts the others."""
+def _leave_group() -> None:
+    """Leave the group before the process ends: a member that disappears aborts the others."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -53,7 +56,7 @@ def _leave() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this process does by itself what the others have no part in: its share is the whole."""
+    """Make this process's share the whole while the context is open, for work that the others have no part in."""
     token = _ALONE.set(True)
     try:
         yield
@@ -62,12 +65,12 @@ def alone() -> Iterator[None]:
 
 
 def main_process() -> bool:
-    """True for the one that writes files."""
+    """Return whether this is the process that writes files."""
     return share().rank == 0
 
 
-def summed(tensor: Tensor) -> Tensor:
-    """The sum over all processes (the same bits in each), added in float64 where it is floating point; its own type.
+def sum_over_processes(tensor: Tensor) -> Tensor:
+    """Return the sum over all processes, the same bits in each: floats are added in float64; the type stays.
 
     With one process the tensor itself.
     """
@@ -80,25 +83,25 @@ def summed(tensor: Tensor) -> Tensor:
     return total.to(tensor.dtype)
 
 
-def gathered(value: Any) -> list[Any]:
-    """Every process's value (anything that can be pickled), in their order."""
+def gather_from_processes(value: Any) -> list[Any]:
+    """Return every process's value (anything that can be pickled), in their order."""
     size = share().size
     if size == 1:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_main(value: Any) -> Any:
-    """The first process's value, in every process."""
-    return gathered(value)[0]
+    """Return the first process's value, in every process."""
+    return gather_from_processes(value)[0]
 
 
 def wait() -> None:
-    """Go on when all have come here."""
+    """Wait until all processes have come here."""
     if share().size > 1:
         import torch.distributed as dist
 

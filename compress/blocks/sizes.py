@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from compress.blocks.depth import keep_blocks, numbers_of, put_identity
 from compress.blocks.materialise import plain
 from compress.errors import SourceError
 
+UNFIT_NUMBERS = (
+    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AssertionError, AttributeError),
+    StrictDataclassError,
+)
+"""What building a configuration, or a model of it, raises where its numbers do not go together."""
 Size = int | tuple[int, ...]
 Attributes = dict[str, dict[str, Size]]
 Setting = int | list[Any]
@@ -39,31 +45,31 @@ class Shapes:
         return bool(self.tensors or self.attributes or self.config or self.blocks or self.skipped)
 
     def since(self, built: Shapes) -> Shapes:
-        """What differs from `built`."""
+        """Return the record of what differs from `built`."""
         tensors = {name: shape for name, shape in self.tensors.items() if built.tensors.get(name) != shape}
         attributes: Attributes = {}
-        for path, own in self.attributes.items():
+        for path, values in self.attributes.items():
             old = built.attributes.get(path, {})
-            if changed := {key: value for key, value in own.items() if old.get(key) != value}:
+            if changed := {key: value for key, value in values.items() if old.get(key) != value}:
                 attributes[path] = changed
         config = {key: value for key, value in self.config.items() if built.config.get(key) != value}
-        blocks = {name: own for name, own in self.blocks.items() if built.blocks.get(name) != own}
+        blocks = {name: numbers for name, numbers in self.blocks.items() if built.blocks.get(name) != numbers}
         skipped = tuple(name for name in self.skipped if name not in built.skipped)
         return Shapes(tensors, attributes, config, blocks, skipped)
 
     def then(self, later: Shapes) -> Shapes:
-        """This record, and on top of it a later one."""
+        """Return this record with a later one on top of it."""
         tensors = {name: shape for name, shape in self.tensors.items() if not later.lacks(name)}
-        attributes = {path: dict(own) for path, own in self.attributes.items() if not later.lacks(path)}
+        attributes = {path: dict(values) for path, values in self.attributes.items() if not later.lacks(path)}
         for path, changed in later.attributes.items():
             attributes.setdefault(path, {}).update(changed)
         skipped = (*(name for name in self.skipped if not later.lacks(name)), *later.skipped)
-        blocks = {name: own for name, own in self.blocks.items() if not later.lacks(name)} | later.blocks
+        blocks = {name: numbers for name, numbers in self.blocks.items() if not later.lacks(name)} | later.blocks
         return Shapes(tensors | later.tensors, attributes, self.config | later.config, blocks, skipped)
 
     def lacks(self, name: str) -> bool:
-        """True if what has that name lies in a block that is gone: behind a list's end, or inside an identity."""
-        places = ((path, len(own)) for path, own in self.blocks.items() if name.startswith(f"{path}."))
+        """Return whether what has that name lies in a removed block: behind a list's end, or inside an identity."""
+        places = ((path, len(numbers)) for path, numbers in self.blocks.items() if name.startswith(f"{path}."))
         behind = any(int(name.removeprefix(f"{path}.").partition(".")[0]) >= length for path, length in places)
         return behind or any(name == path or name.startswith(f"{path}.") for path in self.skipped)
 
@@ -73,12 +79,12 @@ AS_BUILT = Shapes()
 
 
 def write_shapes(shapes: Shapes, path: Path) -> None:
-    """As JSON."""
+    """Write a record of shapes as JSON."""
     path.write_text(json.dumps(asdict(shapes), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_shapes_record(path: Path | None) -> Shapes:
-    """What `write_shapes` wrote, AS_BUILT without a file. SourceError if it is damaged."""
+    """Read what `write_shapes` wrote, or return AS_BUILT where `path` is None. SourceError if it is damaged."""
     if path is None:
         return AS_BUILT
     try:
@@ -88,7 +94,7 @@ def read_shapes_record(path: Path | None) -> Shapes:
 
 
 def shapes_from(record: Mapping[str, Any]) -> Shapes:
-    """Of JSON values."""
+    """Return the shapes that a record of JSON values holds."""
     tensors = {name: tuple(int(size) for size in shape) for name, shape in record["tensors"].items()}
     attributes = {
         path: {key: tuple(value) if isinstance(value, list) else int(value) for key, value in own.items()}
@@ -100,15 +106,15 @@ def shapes_from(record: Mapping[str, Any]) -> Shapes:
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """All of them."""
+    """Return all sizes of a module."""
     tensors = {name: tuple(tensor_at(*held[0]).shape) for name, held in tensor_holders(module).items()}
-    attributes = {plain(path): _attributes(part) for path, part in module.named_modules()}
+    attributes = {plain(path): _collect_int_attributes(part) for path, part in module.named_modules()}
     config = transformers_config(module)
-    settings = {} if config is None else {key: value for key, value in config.to_dict().items() if _is_setting(value)}
+    settings = {} if config is None else config_settings(config)
     parts = {plain(path): part for path, part in module.named_modules()}
     blocks = {path: numbers_of(part) for path, part in parts.items() if isinstance(part, nn.ModuleList)}
     skipped = tuple(path for path, part in parts.items() if isinstance(part, nn.Identity))
-    return Shapes(tensors, {path: own for path, own in attributes.items() if own}, settings, blocks, skipped)
+    return Shapes(tensors, {path: values for path, values in attributes.items() if values}, settings, blocks, skipped)
 
 
 def fit(module: nn.Module, shapes: Shapes) -> None:
@@ -133,7 +139,7 @@ def fit(module: nn.Module, shapes: Shapes) -> None:
 
 
 def _fit_depth(module: nn.Module, shapes: Shapes) -> None:
-    """Without the blocks that a record says are gone."""
+    """Remove, in place, the blocks that a record says are removed. SourceError: the record is another model's."""
     modules = {plain(path): part for path, part in module.named_modules()}
     for name, numbers in shapes.blocks.items():
         blocks = modules.get(name)
@@ -147,37 +153,51 @@ def _fit_depth(module: nn.Module, shapes: Shapes) -> None:
 
 
 def transformers_config(module: nn.Module) -> Any:
-    """Of a transformers model, wrapped or not; None for another module."""
+    """Return the configuration of a transformers model, wrapped or not; None for another module."""
     config = getattr(getattr(module, "wrapped", module), "config", None)
     return config if hasattr(config, "to_dict") else None
+
+
+def config_settings(config: Any) -> dict[str, Setting]:
+    """Return the numbers of a transformers configuration, and its lists of them or of words."""
+    return {key: value for key, value in config.to_dict().items() if _is_setting(value)}
+
+
+def rebuild_config(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a transformers configuration with `changes` as a reader of its file gets it: built anew and checked.
+
+    Raises UNFIT_NUMBERS where its class refuses them.
+    """
+    record = json.loads(config.to_json_string(use_diff=False)) | dict(changes)
+    return type(config).from_dict(record)
 
 
 Held = list[tuple[nn.Module, str]]
 
 
 def tensor_holders(module: nn.Module) -> dict[str, Held]:
-    """Plain name of each parameter and stored buffer -> the modules that hold it, and its name in each."""
+    """Return the modules that hold each parameter and stored buffer, and its name in each, by its plain name."""
     names: dict[int, str] = {}
-    found: dict[str, Held] = {}
+    held: dict[str, Held] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 name = names.setdefault(id(tensor), plain(f"{path}.{key}" if path else key))
-                found.setdefault(name, []).append((part, key))
-    return found
+                held.setdefault(name, []).append((part, key))
+    return held
 
 
 def tensor_at(part: nn.Module, key: str) -> Tensor:
-    """A parameter or buffer."""
-    found: Tensor | None = part._parameters.get(key)
-    if found is None:
-        found = part._buffers[key]
-    assert found is not None
-    return found
+    """Return the parameter or buffer that a module holds under `key`."""
+    tensor: Tensor | None = part._parameters.get(key)
+    if tensor is None:
+        tensor = part._buffers[key]
+    assert tensor is not None
+    return tensor
 
 
 def put_tensor(held: Held, values: Tensor) -> None:
-    """One tensor for all that hold it."""
+    """Put one tensor in the place of all that hold it; a contiguous Parameter where the first holder has one."""
     made = (
         nn.Parameter(values.detach().contiguous(), requires_grad=False)
         if held[0][1] in held[0][0]._parameters
@@ -190,16 +210,16 @@ def put_tensor(held: Held, values: Tensor) -> None:
             part._buffers[key] = made
 
 
-def _attributes(part: nn.Module) -> dict[str, Size]:
-    """Whole numbers, and tuples of them, that the module itself holds."""
-    found = {key: value for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
-    return {key: value for key, value in found.items() if type(value) is int or _is_sizes(value)}
+def _collect_int_attributes(part: nn.Module) -> dict[str, Size]:
+    """Return the whole numbers, and tuples of them, that the module itself holds, by attribute."""
+    public = {key: value for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
+    return {key: value for key, value in public.items() if type(value) is int or _is_sizes(value)}
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(type(one) is int for one in value)
+    return isinstance(value, tuple) and bool(value) and all(type(item) is int for item in value)
 
 
 def _is_setting(value: object) -> bool:
-    """A number, or a list of numbers or words: one for each block, it may be."""
-    return type(value) is int or (isinstance(value, list) and all(type(one) in (int, str, bool) for one in value))
+    """Return whether a value is a number, or a list of numbers or words (perhaps one for each block)."""
+    return type(value) is int or (isinstance(value, list) and all(type(item) in (int, str, bool) for item in value))

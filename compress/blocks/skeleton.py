@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compress.blocks.activations import Interned, mapped
+from compress.blocks.activations import Interned, map_tensors
 from compress.errors import PassError
 
 Slot = int | str
@@ -34,11 +34,11 @@ class Form:
     element: int | None
     length: int = 0
 
-    def taken(self, out: Any) -> Tensor:
-        found = out if self.element is None else out[self.element]
-        return found
+    def take_hidden(self, out: Any) -> Tensor:
+        hidden = out if self.element is None else out[self.element]
+        return hidden
 
-    def given(self, hidden: Tensor) -> Any:
+    def give_hidden(self, hidden: Tensor) -> Any:
         if self.element is None:
             return hidden
         return tuple(hidden if k == self.element else _NOT_THERE for k in range(self.length))
@@ -59,7 +59,7 @@ class Template:
     kwargs: Mapping[str, Any]
     slot: Slot
 
-    def filled(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.slot, int):
             return (*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]), dict(self.kwargs)
         return self.args, {**self.kwargs, self.slot: hidden}
@@ -77,7 +77,10 @@ class Passage:
 def standing_in(
     blocks: Sequence[nn.Module], call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 ) -> Iterator[None]:
-    """While inside, the k-th block's forward is `call(k, args, kwargs)`; for forwards in lockstep the last to enter."""
+    """Make `call(k, args, kwargs)` the k-th block's forward while the context is open.
+
+    With forwards in lockstep, the context that was entered last decides.
+    """
 
     def stub(number: int) -> Callable[..., Any]:
         return lambda *args, **kwargs: call(number, args, kwargs)
@@ -94,32 +97,32 @@ def standing_in(
 def forms_of(
     run: Callable[[], Any], names: Sequence[str], blocks: Sequence[nn.Module], real: Called
 ) -> tuple[Form, ...]:
-    """What each block gives. The first block of each class is run for real: `real(k, args, kwargs)`."""
+    """Return the form of each block's output. The first block of each class runs for real: `real(k, args, kwargs)`."""
     known: dict[type, Form] = {}
-    found: list[Form] = []
+    forms: list[Form] = []
 
     def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(blocks[number]) not in known:
             out = real(number, args, kwargs)
-            known[type(blocks[number])] = _form(out, names[number])
+            known[type(blocks[number])] = _find_form(out, names[number])
         form = known[type(blocks[number])]
-        found.append(form)
-        if len(found) == len(blocks):
+        forms.append(form)
+        if len(forms) == len(blocks):
             raise Reached
-        return form.given(first_hidden(args, kwargs, names[number]))
+        return form.give_hidden(first_hidden(args, kwargs, names[number]))
 
     with standing_in(blocks, call):
         try:
             run()
         except Reached:
-            return tuple(found)
-    raise PassError(f"{names[len(found)]}: the model's forward does not run it; {NO_STREAM}")
+            return tuple(forms)
+    raise PassError(f"{names[len(forms)]}: the model's forward does not run it; {NO_STREAM}")
 
 
 def passage(
     run: Callable[[], Any], names: Sequence[str], blocks: Sequence[nn.Module], forms: Sequence[Form], intern: Interned
 ) -> Passage:
-    """What every block is called with in `run`, each handing its hidden state on as it came.
+    """Return what every block is called with in `run`, where each block hands its hidden state on unchanged.
 
     The hidden state is the argument that is the very tensor which the block before gave. PassError where there is none,
     or where a block reads something else of what an earlier one gave.
@@ -132,15 +135,15 @@ def passage(
         nonlocal given
         if number != len(calls):
             raise PassError(f"{names[number]}: runs out of order or more than once; {NO_STREAM}")
-        _refuse_more(args, kwargs, names[number])
+        _refuse_other_outputs(args, kwargs, names[number])
         if given is not None:
-            slots.append(_slot_of(given, args, kwargs, names[number], names[number - 1]))
+            slots.append(_find_slot(given, args, kwargs, names[number], names[number - 1]))
         calls.append((args, kwargs))
         if len(calls) == len(blocks):
             raise Reached
         hidden = first_hidden(args, kwargs, names[0]) if given is None else given
         given = hidden.view_as(hidden)  # an object of its own, to be known again
-        return forms[number].given(given)
+        return forms[number].give_hidden(given)
 
     with standing_in(blocks, call):
         try:
@@ -151,15 +154,15 @@ def passage(
             raise PassError(
                 f"{names[len(calls)]}: the model's forward does not run it; it cannot be worked on in a stream"
             )
-    slots.insert(0, _slot_of(first_hidden(*calls[0], names[0]), *calls[0], names[0], names[0]))
-    hidden = _at(slots[0], *calls[0])
-    templates = tuple(_template(*one, slot, intern) for one, slot in zip(calls, slots, strict=True))
+    slots.insert(0, _find_slot(first_hidden(*calls[0], names[0]), *calls[0], names[0], names[0]))
+    hidden = _read_slot(slots[0], *calls[0])
+    templates = tuple(_make_template(*call_args, slot, intern) for call_args, slot in zip(calls, slots, strict=True))
     intern.forget()
     return Passage(hidden, templates)
 
 
 def until_reached(run: Callable[[], Any]) -> Tensor:
-    """The hidden state with which `run` was ended. AssertionError if it came to its own end."""
+    """Return the hidden state with which `run` was ended. AssertionError if it came to its own end."""
     try:
         run()
     except Reached as reached:
@@ -169,14 +172,14 @@ def until_reached(run: Callable[[], Any]) -> Tensor:
 
 
 def without_cache(module: nn.Module) -> None:
-    """Turns off what grows from call to call: `use_cache` in every configuration inside."""
+    """Turn off what grows from call to call, in place: `use_cache` in every configuration inside."""
     for part in module.modules():
         config = getattr(part, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def _form(out: Any, name: str) -> Form:
+def _find_form(out: Any, name: str) -> Form:
     if isinstance(out, Tensor):
         return Form(None)
     if isinstance(out, tuple):
@@ -187,14 +190,14 @@ def _form(out: Any, name: str) -> Form:
 
 
 def first_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Tensor:
-    """The first floating-point tensor among the arguments."""
+    """Return the first floating-point tensor among the arguments. PassError where there is none."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     raise PassError(f"{name}: is called without a floating-point tensor; {NO_STREAM}")
 
 
-def _slot_of(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, before: str) -> Slot:
+def _find_slot(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, before: str) -> Slot:
     for place, value in [*enumerate(args), *kwargs.items()]:
         if value is hidden:
             return place  # type: ignore[return-value]
@@ -204,23 +207,23 @@ def _slot_of(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], n
     )
 
 
-def _refuse_more(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
+def _refuse_other_outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
     if any(value is _NOT_THERE for value in (*args, *kwargs.values())):
         raise PassError(
             f"{name}: reads more of earlier blocks than their hidden state; it cannot be worked on in a stream"
         )
 
 
-def _at(slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    found = args[slot] if isinstance(slot, int) else kwargs[slot]
-    return found
+def _read_slot(slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    hidden = args[slot] if isinstance(slot, int) else kwargs[slot]
+    return hidden
 
 
-def _template(args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot, intern: Interned) -> Template:
-    """The arguments with the hidden state taken out and equal tensors kept once."""
+def _make_template(args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot, intern: Interned) -> Template:
+    """Return the arguments as a template: the hidden state taken out and equal tensors kept once."""
     plain = Template(args, kwargs, slot)
     if isinstance(slot, int):
         plain = replace(plain, args=(*args[:slot], None, *args[slot + 1 :]))
     else:
         plain = replace(plain, kwargs={name: value for name, value in kwargs.items() if name != slot})
-    return replace(plain, args=mapped(plain.args, intern), kwargs=mapped(dict(plain.kwargs), intern))
+    return replace(plain, args=map_tensors(plain.args, intern), kwargs=map_tensors(dict(plain.kwargs), intern))

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from compress.blocks import heap
 from compress.blocks.blockfiles import Changes
-from compress.blocks.lockstep import Tap, run_in_lockstep, tapped
+from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.skeleton import Reached
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading
+from compress.formats.schemes import Scheme
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import Scheme
 
 Visit = Callable[[Reading, Tensor], None]
 
@@ -78,17 +78,17 @@ class BlockStep:
 
     @property
     def name(self) -> str:
-        """Its module's path; "" for a model without blocks; "before" or "after" for what is outside the blocks."""
+        """Return the module's path; "" for a model without blocks; "before" or "after" for one outside the blocks."""
         return self.part.name
 
     @property
     def block(self) -> nn.Module:
-        """With its weights, float32, no gradients asked for."""
+        """Return the module with its weights in float32, no gradients asked for."""
         return self.part.block
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """Full name -> module: Linear, transformers' Conv1D, convolutions, embeddings."""
+        """Return the layers by full name: Linear, transformers' Conv1D, convolutions, embeddings."""
         return self.part.layers
 
     @property
@@ -97,41 +97,41 @@ class BlockStep:
 
     @property
     def calls(self) -> Sequence[Call]:
-        """This process's micro-batches."""
+        """Return the calls of this process's micro-batches."""
         return self.part.calls
 
     @property
     def quantized(self) -> Mapping[str, QuantizedWeight]:
-        """The step's quantized layers, of earlier passes and of this one."""
-        found = {layer: self.part.store.quantized(layer) for layer in self.layers}
+        """Return the step's quantized layers, of earlier passes and of this one."""
+        stored = {layer: self.part.store.quantized(layer) for layer in self.layers}
         earlier = {
             layer: weight
-            for layer, weight in found.items()
+            for layer, weight in stored.items()
             if weight is not None and f"{layer}.weight" not in self.changes.replaced
         }
         return earlier | self.changes.quantized
 
     def forward(self, i: int) -> Tensor:
-        """The hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
-        with self._computing():
+        """Return the hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
+        with self._autocast_context():
             out = self.part.run(i)
         return out.float() if out.is_floating_point() else out
 
     def float_outputs(self, i: int) -> Tensor:
-        """What the float block gives for micro-batch `i` where all blocks before are float, too."""
+        """Return what the float block gives for micro-batch `i` where all blocks before are float, too."""
         if self.part.float_outputs is None:
             raise PassError(f"{self.name or 'the model'}: the float outputs were not asked for, or there are none here")
         return self.part.float_outputs(i)
 
     def matrix(self, layer: str) -> Tensor:
-        """A copy of a layer's weight as it is now, [out, in, ...], float32; a Conv1D's is transposed."""
-        return self._as_matrix(layer, self._weight(layer))
+        """Return a copy of a layer's weight as it is now, [out, in, ...], float32; a Conv1D's is transposed."""
+        return self._copy_as_matrix(layer, self._read_weight(layer))
 
     def float_matrix(self, layer: str) -> Tensor:
-        """As `matrix`, but of a quantized layer the values from which it was rounded."""
+        """Return a copy of a layer's weight like `matrix`, or, of a quantized layer, of the values before rounding."""
         name = f"{layer}.weight"
         replaced = self.changes.replaced.get(name)
-        return self._as_matrix(layer, self.part.store.read_float(name) if replaced is None else replaced)
+        return self._copy_as_matrix(layer, self.part.store.read_float(name) if replaced is None else replaced)
 
     def collect(self, visit: Visit, readings: Sequence[Reading] | None = None) -> None:
         """Run all micro-batches as the block is now; `visit` gets a reading and rows [n, in] of it, padding left out.
@@ -140,40 +140,42 @@ class BlockStep:
         forward ends before the last of the wanted readings is computed with.
         """
         wanted = self.readings if readings is None else sorted(readings, key=self.readings.index)
-        taps = self._taps(wanted)
+        taps = self._make_taps(wanted)
         for i in range(len(self.calls)):
-            self._visited(i, taps, visit)
+            self._visit_inputs(i, taps, visit)
 
     def lockstep(self, visit: Visit, act: Callable[[Reading], None]) -> None:
-        """One forward of all micro-batches, stopping before each reading: `visit` for each micro-batch, then `act`.
+        """Run one forward of all micro-batches, stopping before each reading: `visit` for each micro-batch, then `act`.
 
         `act` may `put` the reading's layers: the forward goes on through what it left. Once for each reading, in their
         order, also when no row reaches it. The outputs are kept, so that the step costs no second forward.
         """
 
-        def seen(reading: Reading, x: Tensor, i: int) -> None:
-            visit(reading, self._rows(x, i))
+        def visit_rows(reading: Reading, x: Tensor, i: int) -> None:
+            visit(reading, self._drop_padding(x, i))
 
-        def acts(reading: Reading) -> None:
+        def act_on(reading: Reading) -> None:
             self._paused = reading
             heap.return_all()
             act(reading)
             heap.return_all()
 
         def advance(go: Callable[[], None]) -> None:
-            with self._computing():
+            with self._autocast_context():
                 go()
 
-        runs = [self._runner(i) for i in range(len(self.calls))]
+        runs = [self._bind_run(i) for i in range(len(self.calls))]
         self._outputs = []
         with torch.no_grad():
-            outputs = run_in_lockstep(runs, self._taps(self.readings), seen, acts, advance, self.part.runs_on)
+            outputs = run_in_lockstep(
+                runs, self._make_taps(self.readings), visit_rows, act_on, advance, self.part.runs_on
+            )
         self._paused = None
         if self._outputs is not None and self.part.runs_on:
             self._outputs = [out.float() for out in outputs]
 
     def put(self, layer: str, weight: QuantizedWeight, scheme: Scheme, activation_scale: float | None = None) -> None:
-        """Record a quantized weight ([out, in] `values`); the module goes on with what it stands for.
+        """Record a quantized weight ([out, in] `values`) and put its dequantized values into the module.
 
         A tied weight gets values of its own. ValueError if the shape differs.
         """
@@ -189,7 +191,7 @@ class BlockStep:
         self.changes.schemes[layer] = scheme
         if activation_scale is not None:
             self.changes.activation_scales[layer] = float(activation_scale)
-        self._outdated(layer)
+        self._discard_outputs(layer)
 
     def replace(self, name: str, tensor: Tensor) -> None:
         """Record new float values of a parameter (its full plain name) and go on with them.
@@ -210,7 +212,7 @@ class BlockStep:
         layer = name.removesuffix(".weight")
         for decided in (self.changes.quantized, self.changes.schemes, self.changes.activation_scales):
             decided.pop(layer, None)
-        self._outdated(layer)
+        self._discard_outputs(layer)
 
     def put_kv(self, attention: str, key_scale: float, value_scale: float) -> None:
         """Record the scales of an attention module's cached keys and values."""
@@ -222,14 +224,14 @@ class BlockStep:
         notes: Sequence[Note] = (),
         measured: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """What the report will tell of this step; calls add up."""
+        """Record what the report will tell of this step; calls add up."""
         self.changes.decisions += decisions
         self.changes.notes += notes
         for layer, numbers in (measured or {}).items():
             self.changes.measured.setdefault(layer, {}).update({k: float(v) for k, v in numbers.items()})
 
     def outputs(self) -> Iterator[Tensor]:
-        """The hidden states that the step leaves: those of `lockstep` where they still hold, or a forward's."""
+        """Yield the hidden states that the step leaves: those of `lockstep` where they still hold, or a forward's."""
         if self._outputs is not None and self.part.runs_on:
             yield from self._outputs
             return
@@ -238,52 +240,52 @@ class BlockStep:
                 yield self.forward(i)
 
     def close(self) -> None:
-        """Let go of everything large: whoever still holds the step holds little."""
+        """Drop everything large: whoever still holds the step holds little."""
         self.changes, self._outputs = Changes(), None
-        self.part = replace(self.part, layers={}, holders={}, calls=(), run=_is_over, float_outputs=None)
+        self.part = replace(self.part, layers={}, holders={}, calls=(), run=_refuse_closed_step, float_outputs=None)
 
-    def _visited(self, i: int, taps: Sequence[Tap], visit: Visit) -> None:
+    def _visit_inputs(self, i: int, taps: Sequence[Tap], visit: Visit) -> None:
         last = len(taps) - 1
 
-        def heard(number: int, x: Tensor) -> None:
+        def visit_input(number: int, x: Tensor) -> None:
             with torch.autocast("cpu", enabled=False):
-                visit(taps[number][0], self._rows(x, i))
+                visit(taps[number][0], self._drop_padding(x, i))
             if number == last:
                 raise Reached
 
-        with torch.no_grad(), tapped(taps, heard), contextlib.suppress(Reached):
+        with torch.no_grad(), tap_inputs(taps, visit_input), contextlib.suppress(Reached):
             self.forward(i)
 
-    def _taps(self, readings: Sequence[Reading]) -> list[Tap]:
+    def _make_taps(self, readings: Sequence[Reading]) -> list[Tap]:
         return [(reading, self.layers[reading.layers[0]]) for reading in readings]
 
-    def _runner(self, i: int) -> Callable[[], Tensor]:
+    def _bind_run(self, i: int) -> Callable[[], Tensor]:
         return lambda: self.part.run(i)
 
-    def _rows(self, x: Tensor, i: int) -> Tensor:
-        """[n, in], without the rows of padding where `x` still has the samples' shape."""
+    def _drop_padding(self, x: Tensor, i: int) -> Tensor:
+        """Return `x` as rows [n, in], without those of padding where `x` still has the samples' shape."""
         rows, flat = self.calls[i].rows, x.reshape(-1, x.shape[-1])
         if rows is not None and len(flat) == rows.numel():
             flat = flat[rows.reshape(-1)]
         return flat
 
-    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self.part.compute == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast("cpu", self.part.compute, cache_enabled=False)
 
-    def _weight(self, layer: str) -> Tensor:
+    def _read_weight(self, layer: str) -> Tensor:
         weight: Any = self.layers[layer].weight
         return weight.detach()
 
-    def _as_matrix(self, layer: str, weight: Tensor) -> Tensor:
+    def _copy_as_matrix(self, layer: str, weight: Tensor) -> Tensor:
         return (weight.t() if is_hf_conv1d(self.layers[layer]) else weight).clone(memory_format=torch.contiguous_format)
 
-    def _outdated(self, layer: str) -> None:
-        """A layer changed that a lockstep had already run through: its outputs hold no more."""
+    def _discard_outputs(self, layer: str) -> None:
+        """Discard the outputs of a lockstep where a layer changed that it had already run through."""
         if self._paused is None or layer not in self._paused.layers:
             self._outputs = None
 
 
-def _is_over(i: int) -> Tensor:
+def _refuse_closed_step(i: int) -> Tensor:
     raise RuntimeError("the step is over: the stream has gone on")

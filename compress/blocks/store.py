@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +64,15 @@ class Held:
     transposed: bool
 
 
-Entry = Stored | Sliced | Packed | Held | Tensor
+@dataclass(frozen=True)
+class Decoded:
+    """A weight that a quantized checkpoint holds in few bits. `read`: the floats that it stands for."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+Entry = Stored | Sliced | Packed | Held | Decoded | Tensor
 
 
 class WeightStore:
@@ -88,194 +96,196 @@ class WeightStore:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Parameters without values of their own -> the one that holds theirs."""
+        """Return the parameters without values of their own -> the one that holds theirs."""
         return self._tied
 
     def names(self) -> tuple[str, ...]:
-        """All, the tied ones last."""
+        """Return all names, the tied ones last."""
         return (*self._entries, *self._tied)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries or name in self._tied
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """From the file's header alone."""
-        entry = self._entry(name, self._entries)
-        if isinstance(entry, Tensor):
+        """Return the shape of a tensor as the module holds it, read from the file's header alone."""
+        entry = self._find_entry(name, self._entries)
+        if isinstance(entry, Tensor | Decoded):
             return tuple(entry.shape)
         if isinstance(entry, Stored):
-            return _shape(entry.path, entry.key)
+            return _read_shape(entry.path, entry.key)
         if isinstance(entry, Sliced):
-            return tuple(take_part(torch.empty(_shape(entry.path, entry.key), device="meta"), entry.part).shape)
-        shape = entry.weight.values.shape if isinstance(entry, Held) else _shape(entry.path, entry.layer + VALUES)
+            return tuple(take_part(torch.empty(_read_shape(entry.path, entry.key), device="meta"), entry.part).shape)
+        shape = entry.weight.values.shape if isinstance(entry, Held) else _read_shape(entry.path, entry.layer + VALUES)
         return shape[::-1] if entry.transposed else shape
 
     def read(self, name: str) -> Tensor:
-        """A copy on the CPU, float32 (integers stay), dequantized. SourceError: a damaged file, NaN or infinity."""
-        return self._read(name, self._entries)
+        """Read a copy to the CPU, float32 (integers stay), dequantized. SourceError: damaged file, NaN, infinity."""
+        return self._read_entry(name, self._entries)
 
     def read_float(self, name: str) -> Tensor:
-        """As `read`, but of a quantized layer the values from which it was rounded."""
-        return self._read(name, self._floats)
+        """Return a copy like `read`, or, of a quantized layer, of the values from which it was rounded."""
+        return self._read_entry(name, self._floats)
 
     def view(self, name: str, floats: bool = False) -> Tensor | None:
-        """The tensor as it lies in its file or in memory, in its own type, no bytes read yet; None if it is packed.
+        """Return the tensor as it lies in its file or memory, in its own type, no bytes read yet; None if it is packed.
 
         `floats`: as `read_float`. Not to be written to.
         """
-        entry = self._entry(name, self._floats if floats else self._entries)
+        entry = self._find_entry(name, self._floats if floats else self._entries)
         if isinstance(entry, Stored):
-            return _tensor(entry.path, entry.key)
+            return _read_tensor(entry.path, entry.key)
         return entry.detach() if isinstance(entry, Tensor) else None
 
     def quantized(self, layer: str) -> QuantizedWeight | None:
-        """The integers of a quantized layer (a module's path); None where it is not quantized."""
+        """Return the integers of a quantized layer (a module's path); None where it is not quantized."""
         name = f"{layer}.weight"
-        entry = self._entry(name, self._entries) if name in self else None
-        return _unpacked(entry) if isinstance(entry, Packed | Held) else None
+        entry = self._find_entry(name, self._entries) if name in self else None
+        return _unpack_weight(entry) if isinstance(entry, Packed | Held) else None
 
     def same_floats(self, other: WeightStore) -> bool:
-        """True if no float value differs from that store's: what was done since is rounding alone."""
+        """Return whether no float value differs from that store's: what was done since is rounding alone."""
         return self._floats.keys() == other._floats.keys() and all(
-            _same(mine, other._floats[name]) for name, mine in self._floats.items()
+            _is_same_entry(mine, other._floats[name]) for name, mine in self._floats.items()
         )
 
     def same(self, name: str, other: WeightStore) -> bool:
-        """True if a tensor is the same one in that store."""
+        """Return whether a tensor is the same one in that store."""
         return (
             name in self
             and name in other
-            and _same(self._entry(name, self._entries), other._entry(name, other._entries))
+            and _is_same_entry(self._find_entry(name, self._entries), other._find_entry(name, other._entries))
         )
 
     def is_quantized(self, layer: str) -> bool:
         name = f"{layer}.weight"
-        return name in self and isinstance(self._entry(name, self._entries), Packed | Held)
+        return name in self and isinstance(self._find_entry(name, self._entries), Packed | Held)
 
     def over(self, files: Sequence[Path], keep: Any = None) -> WeightStore:
-        """This store with the tensors of files that a stream wrote before those here; later files win."""
+        """Return this store with the tensors of files that a stream wrote in place of those here; later files win."""
         entries, floats = dict(self._entries), dict(self._floats)
         for path in files:
-            for name, found in written_entries(path).items():
-                entries[name] = found[-1]
-                if isinstance(found[0], Stored):
-                    floats[name] = found[0]
+            for name, written in make_entries(path).items():
+                entries[name] = written[-1]
+                if isinstance(written[0], Stored):
+                    floats[name] = written[0]
                 elif name in self._tied:
                     floats.setdefault(name, floats[self._tied[name]])
         return WeightStore(entries, self._tied, floats, (*self._keep, *([] if keep is None else [keep])))
 
     def holding(self, layers: Mapping[str, Held]) -> WeightStore:
-        """This store with these layers quantized; `read_float` goes on giving what it gave of them."""
+        """Return this store with these layers quantized; `read_float` goes on giving what it gave of them."""
         quantized = {f"{layer}.weight": held for layer, held in layers.items()}
         return WeightStore(self._entries | quantized, self._tied, self._floats, self._keep)
 
-    def _entry(self, name: str, among: Mapping[str, Entry]) -> Entry:
+    def _find_entry(self, name: str, among: Mapping[str, Entry]) -> Entry:
         try:
             return among[name] if name in among else among[self._tied[name]]
         except KeyError:
             raise KeyError(f"the model has no tensor {name!r}") from None
 
-    def _read(self, name: str, among: Mapping[str, Entry]) -> Tensor:
-        entry = self._entry(name, among)
+    def _read_entry(self, name: str, among: Mapping[str, Entry]) -> Tensor:
+        entry = self._find_entry(name, among)
         if isinstance(entry, Packed | Held):
-            weight = torch.from_numpy(_unpacked(entry).dequantize())
+            weight = torch.from_numpy(_unpack_weight(entry).dequantize())
             return weight.t().contiguous() if entry.transposed else weight
         if isinstance(entry, Stored):
-            tensor = _copied(entry.path, entry.key)
+            tensor = _copy_by_pieces(entry.path, entry.key)
+        elif isinstance(entry, Decoded):
+            tensor = _copy_as_float(entry.read())
         else:
-            tensor = _as_float(_expert(entry) if isinstance(entry, Sliced) else entry.detach())
+            tensor = _copy_as_float(_read_expert(entry) if isinstance(entry, Sliced) else entry.detach())
         if tensor.is_floating_point() and not finite(tensor):
-            where = "" if isinstance(entry, Tensor) else f" ({entry.path})"
+            where = "" if isinstance(entry, Tensor | Decoded) else f" ({entry.path})"
             raise SourceError(f"NaN or infinity in '{name}'{where}; the weights are not usable: get them again")
         return tensor
 
 
-def _same(one: Entry, other: Entry) -> bool:
+def _is_same_entry(one: Entry, other: Entry) -> bool:
     return one is other or (not isinstance(one, Tensor) and one == other)
 
 
-def written_entries(path: Path) -> dict[str, list[Entry]]:
-    """Tensor name -> what a file of finished work has for it: new float values, then a quantized weight."""
+def make_entries(path: Path) -> dict[str, list[Entry]]:
+    """Return what a file of finished work has for each tensor name: new float values, then a quantized weight."""
     record = json.loads(path.with_suffix(".json").read_text())
-    found: dict[str, list[Entry]] = {name: [Stored(path, name)] for name in record["replaced"]}
+    entries: dict[str, list[Entry]] = {name: [Stored(path, name)] for name in record["replaced"]}
     for layer, how in record["quantized"].items():
         packed = Packed(path, layer, how["bits"], how["group_size"], how["zero_points"], how["transposed"])
-        found.setdefault(f"{layer}.weight", []).append(packed)
-    return found
+        entries.setdefault(f"{layer}.weight", []).append(packed)
+    return entries
 
 
-def packed_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """What a file holds of a quantized layer; FP8 values under torch's type."""
+def pack_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors that a file holds of a quantized layer, by name; FP8 values under torch's type."""
     values = np.ascontiguousarray(weight.values)
     if values.dtype == ml_dtypes.float8_e4m3fn:
         held = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
     else:
         held = torch.from_numpy(values)
-    found = {layer + VALUES: held, layer + SCALES: torch.from_numpy(np.ascontiguousarray(weight.scales))}
+    tensors = {layer + VALUES: held, layer + SCALES: torch.from_numpy(np.ascontiguousarray(weight.scales))}
     if weight.zero_points is not None:
-        found[layer + ZERO_POINTS] = torch.from_numpy(np.ascontiguousarray(weight.zero_points))
-    return found
+        tensors[layer + ZERO_POINTS] = torch.from_numpy(np.ascontiguousarray(weight.zero_points))
+    return tensors
 
 
-def _unpacked(entry: Packed | Held) -> QuantizedWeight:
+def _unpack_weight(entry: Packed | Held) -> QuantizedWeight:
     if isinstance(entry, Held):
         return entry.weight
-    held = _tensor(entry.path, entry.layer + VALUES)
+    held = _read_tensor(entry.path, entry.layer + VALUES)
     if held.dtype == torch.float8_e4m3fn:
         values = held.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     else:
         values = held.numpy()
-    zero_points = _tensor(entry.path, entry.layer + ZERO_POINTS).numpy() if entry.zero_points else None
-    scales = _tensor(entry.path, entry.layer + SCALES).numpy()
+    zero_points = _read_tensor(entry.path, entry.layer + ZERO_POINTS).numpy() if entry.zero_points else None
+    scales = _read_tensor(entry.path, entry.layer + SCALES).numpy()
     return QuantizedWeight(values, scales, zero_points, entry.bits, entry.group_size)
 
 
-def _copied(path: Path, key: str) -> Tensor:
-    """A tensor of a file, floats as float32, read piece by piece: pages of a file that lie open count as memory."""
-    shape = _shape(path, key)
+def _copy_by_pieces(path: Path, key: str) -> Tensor:
+    """Read a tensor of a file, floats as float32, piece by piece: pages of a file that lie open count as memory."""
+    shape = _read_shape(path, key)
     if len(shape) < 2 or math.prod(shape) * FLOAT_BYTES <= PIECE_BYTES:
-        return _as_float(_tensor(path, key))
+        return _copy_as_float(_read_tensor(path, key))
     rows = max(1, PIECE_BYTES // (FLOAT_BYTES * math.prod(shape[1:])))
-    found: Tensor | None = None
+    tensor: Tensor | None = None
     for start in range(0, shape[0], rows):
-        with _opened(path, key) as file:
+        with _open_file(path, key) as file:
             piece: Tensor = file.get_slice(key)[start : start + rows]
-            if found is None:
-                found = torch.empty(shape, dtype=torch.float32 if piece.is_floating_point() else piece.dtype)
-            found[start : start + rows] = piece
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=torch.float32 if piece.is_floating_point() else piece.dtype)
+            tensor[start : start + rows] = piece
             del piece
-    assert found is not None
-    return found
+    assert tensor is not None
+    return tensor
 
 
-def _as_float(tensor: Tensor) -> Tensor:
-    """A copy; floats as float32."""
+def _copy_as_float(tensor: Tensor) -> Tensor:
+    """Return a copy; floats as float32."""
     if not tensor.is_floating_point():
         return tensor.clone()
     return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _tensor(path: Path, key: str) -> Tensor:
-    with _opened(path, key) as file:
-        found: Tensor = file.get_tensor(key)
-        return found
+def _read_tensor(path: Path, key: str) -> Tensor:
+    with _open_file(path, key) as file:
+        tensor: Tensor = file.get_tensor(key)
+        return tensor
 
 
-def _expert(entry: Sliced) -> Tensor:
-    """Of all experts' tensor this one's alone is read."""
-    with _opened(entry.path, entry.key) as file:
-        own = file.get_slice(entry.key)[entry.part.expert : entry.part.expert + 1]
-    return take_part(own, replace(entry.part, expert=0))
+def _read_expert(entry: Sliced) -> Tensor:
+    """Read one expert's part alone of a tensor that holds all experts'."""
+    with _open_file(entry.path, entry.key) as file:
+        single = file.get_slice(entry.key)[entry.part.expert : entry.part.expert + 1]
+    return take_part(single, replace(entry.part, expert=0))
 
 
-def _shape(path: Path, key: str) -> tuple[int, ...]:
-    with _opened(path, key) as file:
+def _read_shape(path: Path, key: str) -> tuple[int, ...]:
+    with _open_file(path, key) as file:
         return tuple(file.get_slice(key).get_shape())
 
 
 @contextmanager
-def _opened(path: Path, key: str) -> Iterator[Any]:
-    """A safetensors file, open while inside. SourceError, which names the tensor, where it cannot be read."""
+def _open_file(path: Path, key: str) -> Iterator[Any]:
+    """Keep a safetensors file open while the context is. SourceError, which names the tensor, if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

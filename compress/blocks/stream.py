@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from compress.blocks.activations import Holder, MicroBatch, micro_batches
-from compress.blocks.blockfiles import Said, finished_steps, read_step, step_file, write_step
+from compress.blocks.blockfiles import Said, read_finished_steps, read_step, step_file, write_step
 from compress.blocks.sharing import from_main, share, wait
 from compress.blocks.step import BlockStep
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
@@ -58,60 +58,60 @@ class Stream:
         self.float_too, self.data = float_too and data, data
         self.compute = getattr(torch, compute)
         self.timings: list[dict[str, Any]] = []
-        self._folder, self._owner = _work_folder(context.work)
+        self._folder, self._owner = _open_work_folder(context.work)
         self._offload, self._rows = offload, rows
-        self._plan = planned(model, data, readings_outside)
+        self._plan = plan_steps(model, data, readings_outside)
         self._said: list[Said] = []
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def __iter__(self) -> Generator[BlockStep, None, None]:
-        self._said = self._finished()
+        self._said = self._read_finished_steps()
         done = len(self._said)
         if done:
             self.context.log(f"{done} of {len(self._plan)} blocks are done already; going on after them")
         if done < len(self._plan):
-            with self._activations() as holder:
-                work = Work(self.model, self._batches(), holder, self.float_too, self.compute)
-                for one in self.context.progress(self._plan, "blocks"):
-                    if one.index < done:
-                        work.replay(one, self._said[one.index].path)
+            with self._open_holder() as holder:
+                work = Work(self.model, self._load_batches(), holder, self.float_too, self.compute)
+                for entry in self.context.progress(self._plan, "blocks"):
+                    if entry.index < done:
+                        work.replay(entry, self._said[entry.index].path)
                     else:
-                        yield from self._step(work, one)
-        self._said = finished_steps(self._folder, len(self._plan))
+                        yield from self._run_step(work, entry)
+        self._said = read_finished_steps(self._folder, len(self._plan))
 
     def result(self) -> PassResult:
-        """The model as the steps left it, and what they said. RuntimeError before the last step is done."""
+        """Return the model as the steps left it, and what they recorded. RuntimeError before the last step is done."""
         if len(self._said) < len(self._plan):
             raise RuntimeError("the stream was not worked through")
         return result_of(self.model, self._said, self._owner)
 
-    def _step(self, work: Work, one: Planned) -> Iterator[BlockStep]:
+    def _run_step(self, work: Work, entry: Planned) -> Iterator[BlockStep]:
         started = time.perf_counter()
-        step = work.open(one)
+        step = work.open(entry)
         yield step
-        if one.feeds_more:
+        if entry.feeds_more:
             work.advance(step)
         timing = {"seconds": round(time.perf_counter() - started, 3), "peak_rss_mib": peak_rss_mib()}
-        path = self._write(one, step, timing)
+        path = self._write_step(entry, step, timing)
         step.close()
         work.drop(path)
-        self.timings.append({"name": one.name, **timing})
-        self._check_memory(one.name)
+        self.timings.append({"name": entry.name, **timing})
+        self._check_memory(entry.name)
 
-    def _batches(self) -> list[MicroBatch] | None:
-        """This process's share of the calibration data; None without data. PassError if there is none."""
+    def _load_batches(self) -> list[MicroBatch] | None:
+        """Return this process's share of the calibration data; None without data. PassError if the context has none."""
         if not self.data:
             return None
-        found = list(enumerate(micro_batches(self.context.batches, self.model.parameters, self._rows)))
-        if not found:
+        batches = list(enumerate(micro_batches(self.context.batches, self.model.parameters, self._rows)))
+        if not batches:
             raise PassError("there is no calibration data; give the recipe a calibration set")
-        return [batch for i, batch in found if share().mine(i)]
+        return [batch for i, batch in batches if share().mine(i)]
 
     @contextmanager
-    def _activations(self) -> Iterator[Holder]:
-        """Where activations are: in memory, or in a folder of this process that ends with the stream."""
+    def _open_holder(self) -> Iterator[Holder]:
+        """Open what holds activations: memory, or a folder of this process that is removed as the context ends."""
         folder = self._folder / f"activations-{share().rank}"
         shutil.rmtree(folder, ignore_errors=True)  # a killed run's
         if not self._offload:
@@ -124,7 +124,7 @@ class Stream:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check_memory(self, name: str) -> None:
-        """PassError where the process holds more than the recipe allows; what is finished stays."""
+        """Raise PassError where the process holds more than the recipe allows; what is finished stays."""
         allowed, held = self.context.memory_mib, rss_mib()
         if allowed is not None and held > allowed:
             raise PassError(
@@ -132,26 +132,30 @@ class Stream:
                 "finished blocks are kept: raise the limit, or take fewer or shorter calibration samples"
             )
 
-    def _write(self, one: Planned, step: BlockStep, timing: Mapping[str, float]) -> Path:
+    def _write_step(self, entry: Planned, step: BlockStep, timing: Mapping[str, float]) -> Path:
         if share().rank == 0:
-            write_step(self._folder, one.index, one.name, step.changes, timing)
+            write_step(self._folder, entry.index, entry.name, step.changes, timing)
         wait()
-        return step_file(self._folder, one.index)
+        return step_file(self._folder, entry.index)
 
-    def _finished(self) -> list[Said]:
-        """The steps done by an earlier run, as the first process sees them, up to the first that is not whole."""
-        found: list[Said] = []
-        for one in self._plan:
-            said = read_step(self._folder, one.index, one.name) if share().rank == 0 else None
-            if said is None:
+    def _read_finished_steps(self) -> list[Said]:
+        """Read the steps that an earlier run finished, up to the first damaged one, as the first process sees them."""
+        records: list[Said] = []
+        for entry in self._plan:
+            record = read_step(self._folder, entry.index, entry.name) if share().rank == 0 else None
+            if record is None:
+                if step_file(self._folder, entry.index).with_suffix(".json").exists() and share().rank == 0:
+                    self.context.log(
+                        f"{entry.name}: what an earlier run left is damaged; it is discarded and done again"
+                    )
                 break
-            found.append(said)
-        count = from_main(len(found))
-        return finished_steps(self._folder, count) if count and not found else found
+            records.append(record)
+        count = from_main(len(records))
+        return read_finished_steps(self._folder, count) if count and not records else records
 
 
-def planned(model: StreamedModel, data: bool = True, readings_outside: bool = True) -> list[Planned]:
-    """The steps, in order."""
+def plan_steps(model: StreamedModel, data: bool = True, readings_outside: bool = True) -> list[Planned]:
+    """Return the steps of a stream over `model`, in order."""
     structure = model.structure
     whole = [block.name for block in structure.blocks] == [""]
     steps: list[tuple[str, tuple[Reading, ...], int | None]] = [
@@ -166,16 +170,16 @@ def planned(model: StreamedModel, data: bool = True, readings_outside: bool = Tr
 
 
 def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> PassResult:
-    """What a stream over `model` gave, from the records of its steps. `owner`: kept alive with the store."""
+    """Return the result of a stream over `model` from the records of its steps. `owner`: kept alive with the store."""
     schemes, scales, kv_scales = dict(model.schemes), dict(model.activation_scales), dict(model.kv_scales)
     measured: dict[str, dict[str, float]] = {}
-    for one in said:
-        schemes |= one.schemes
-        scales |= one.activation_scales
-        kv_scales |= one.kv_scales
-        for layer, numbers in [*one.measured.items(), (one.name, one.timing)]:
+    for record in said:
+        schemes |= record.schemes
+        scales |= record.activation_scales
+        kv_scales |= record.kv_scales
+        for layer, numbers in [*record.measured.items(), (record.name, record.timing)]:
             measured.setdefault(layer, {}).update(numbers)
-    store = model.store.over([one.path for one in said], owner)
+    store = model.store.over([record.path for record in said], owner)
     after = replace(
         model,
         store=store,
@@ -183,12 +187,12 @@ def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> 
         activation_scales=scales,
         kv_scales=kv_scales,
     )
-    decisions = tuple(decision for one in said for decision in one.decisions)
-    return PassResult(after, decisions, tuple(note for one in said for note in one.notes), measured)
+    decisions = tuple(decision for record in said for decision in record.decisions)
+    return PassResult(after, decisions, tuple(note for record in said for note in record.notes), measured)
 
 
 def rss_mib() -> float:
-    """The memory that this process holds now, MiB; 0 where the system does not say."""
+    """Return the memory that this process holds now, MiB; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -197,7 +201,7 @@ def rss_mib() -> float:
 
 
 def peak_rss_mib() -> float:
-    """The most memory that this process has held, MiB."""
+    """Return the most memory that this process has held, MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
@@ -210,11 +214,11 @@ class _Temporary:
         weakref.finalize(self, shutil.rmtree, self.path, True)
 
 
-def _work_folder(named: Path | None) -> tuple[Path, _Temporary | None]:
-    """Where finished steps go, and what keeps that folder; the first process decides for all."""
+def _open_work_folder(named: Path | None) -> tuple[Path, _Temporary | None]:
+    """Return the folder of finished steps, and what keeps a temporary one; the first process decides for all."""
     named = from_main(named)
     if named is not None:
         named.mkdir(parents=True, exist_ok=True)
         return named, None
-    own = _Temporary() if share().rank == 0 else None
-    return from_main(own.path if own is not None else None), own
+    temporary = _Temporary() if share().rank == 0 else None
+    return from_main(temporary.path if temporary is not None else None), temporary

@@ -38,24 +38,24 @@ class StreamUse:
 def stream_memory(
     structure: Structure, shapes: Shapes, n_rows: int, hidden_width: int, use: StreamUse | None = None
 ) -> int:
-    """Bytes above what the process held before: the most that any one step takes.
+    """Return the bytes that a stream takes above what the process held before: the most of any one step.
 
     `shapes`: of the parameters, by plain name. `n_rows`: tokens of this process's share of the calibration data (0: a
     pass without). `hidden_width`: of what a block hands to the next. Tables of embeddings stay in their file.
     """
     how = use or StreamUse()
     at = _At(shapes, n_rows, hidden_width, how)
-    steps = [at.step(block.readings, _inside(shapes, block.name)) for block in structure.blocks]
+    steps = [at.step(block.readings, _names_inside(shapes, block.name)) for block in structure.blocks]
     late = {layer for reading in structure.after for layer in reading.layers}
     if late:
-        small = [name for name in _outside(shapes, structure) if len(shapes[name]) == 1]
+        small = [name for name in _names_outside(shapes, structure) if len(shapes[name]) == 1]
         steps.append(at.step(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
     held = FLOAT * n_rows * hidden_width * (2 if how.float_too else 1)
     return int(FIXED_BYTES + held + max(steps, default=0))
 
 
 def head_memory(structure: Structure, shapes: Shapes) -> int:
-    """Bytes above what the process held before, of scoring two models with logits side by side.
+    """Return the bytes, above what the process held before, of scoring two models with logits side by side.
 
     Their head is read for each before the second's is found to be the first's.
     """
@@ -75,15 +75,15 @@ class _At:
     use: StreamUse
 
     def step(self, readings: Sequence[Reading], names: Sequence[str]) -> float:
-        """Bytes of one step at its largest reading, what it reads left out."""
+        """Return the bytes of one step at its largest reading, what it reads left out."""
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
         known = [reading for reading in readings if self.matrices(reading)]
         kept = 0 if self.use.lockstep else FLOAT * sum(self.n_inputs(reading) ** 2 for reading in known if self.n_rows)
         written = n_weights  # the integers, a byte each
-        return FLOAT * n_weights + written + kept + max((self.reading(one) for one in known), default=0.0)
+        return FLOAT * n_weights + written + kept + max((self.reading(each) for each in known), default=0.0)
 
     def reading(self, reading: Reading) -> float:
-        """While the forward stands before it: what it reads, the residual, its norm; then what is done there."""
+        """Return the bytes held while a forward stops at a reading: input, residual and norm, then the pass's work."""
         n_inputs = self.n_inputs(reading)
         item = 2 if self.use.compute == "bfloat16" and reading.how != "norm" else FLOAT
         row = item * n_inputs + 2 * FLOAT * self.width
@@ -94,7 +94,7 @@ class _At:
         return max(row * batch + others, self.work(reading))
 
     def work(self, reading: Reading) -> float:
-        """What the pass does with its layers."""
+        """Return the bytes that the pass takes to work on the reading's layers."""
         wanted = [name for name in reading.layers if self.use.rounded is None or name in self.use.rounded]
         sizes = [math.prod(self.shapes[f"{name}.weight"]) for name in wanted if f"{name}.weight" in self.shapes]
         squares = self.use.squares * self.n_inputs(reading) ** 2 if self.n_rows and sizes else 0
@@ -104,15 +104,15 @@ class _At:
         return [self.shapes[f"{name}.weight"] for name in reading.layers if f"{name}.weight" in self.shapes]
 
     def n_inputs(self, reading: Reading) -> int:
-        """The dimension that all its layers have; of several the last, as torch's Linear has it."""
+        """Return the dimension that all layers of a reading have; of several the last, as torch's Linear has it."""
         first, *others = self.matrices(reading)
         common = [size for size in first if all(size in other for other in others)]
         return (common or list(first))[-1]
 
 
-def _inside(shapes: Shapes, block: str) -> list[str]:
+def _names_inside(shapes: Shapes, block: str) -> list[str]:
     return [name for name in shapes if not block or name.startswith(f"{block}.")]
 
 
-def _outside(shapes: Shapes, structure: Structure) -> list[str]:
+def _names_outside(shapes: Shapes, structure: Structure) -> list[str]:
     return [name for name in shapes if not any(name.startswith(f"{block.name}.") for block in structure.blocks)]

@@ -12,7 +12,7 @@ from compress.blocks.materialise import fill
 from compress.blocks.sizes import AS_BUILT, Shapes
 from compress.blocks.store import WeightStore
 from compress.facts import Structure
-from compress.schemes import KvScheme, Scheme
+from compress.formats.schemes import KvScheme, Scheme
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class StreamedModel:
         return self.store.tied
 
     def quantized_layers(self) -> tuple[str, ...]:
-        """Layers whose weights are integers (or FP8), in the order of `schemes`."""
+        """Return the layers whose weights are integers (or FP8), in the order of `schemes`."""
         return tuple(layer for layer in self.schemes if self.store.is_quantized(layer))
 
     def materialise(self) -> nn.Module:
-        """The whole module with its weights, dequantized, float32."""
+        """Return the whole module with its weights, dequantized, float32."""
         module = self.build()
         fill(module, self.store.read, self.store.tied)
         return module

@@ -47,38 +47,38 @@ class _Live(TorchDispatchMode):
         self.operators.add(str(func.overloadpacket))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
+                self._add_storage(leaf.untyped_storage())
         return out
 
-    def _add(self, storage: Any) -> None:
+    def _add_storage(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self.alive and key not in self.known:
-            self.alive[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+            self.alive[key] = weakref.ref(storage, lambda _: self._drop_storage(key, size))
             self.n_bytes += size
             self.peak = max(self.peak, self.n_bytes)
 
-    def _drop(self, key: int, size: int) -> None:
+    def _drop_storage(self, key: int, size: int) -> None:
         self.alive.pop(key, None)
         self.n_bytes -= size
 
 
 def is_layer(module: nn.Module) -> bool:
-    """True for a module whose weight is a matrix, a kernel or a table."""
+    """Return whether a module's weight is a matrix, a kernel or a table."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)) or is_hf_conv1d(module)
 
 
 def is_hf_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: a Linear with a transposed weight (GPT-2)."""
+    """Return whether a module is transformers' Conv1D: a Linear with a transposed weight (GPT-2)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def layer_type(layer: nn.Module) -> str:
-    """The name to write in `targets:`; a subclass counts as the torch class that it is."""
+    """Return a layer's name for `targets:`; a subclass counts as the torch class that it is."""
     return next(kind.__name__ for kind in type(layer).__mro__ if kind.__name__ in LAYER_OPS)
 
 
 def weight_shape(layer: nn.Module) -> tuple[int, ...]:
-    """[out, in / groups, *kernel], or [rows, width] for Embedding."""
+    """Return a layer's weight shape as [out, in / groups, *kernel], or [rows, width] for Embedding."""
     shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
     if is_hf_conv1d(layer):
         return shape[::-1]
@@ -88,8 +88,8 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks that work while inside, and are taken off whatever happens there."""
+def remove_hooks_on_exit(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks when the context ends, whatever happened inside."""
     try:
         yield
     finally:
@@ -103,10 +103,12 @@ def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False)
     Unless `compute`, shapes alone are worked out: a forward that looks at values then fails with RuntimeError. Raises
     whatever else the forward raises.
     """
-    found = Trace()
-    handles = [m.register_forward_hook(_count(found, name)) for name, m in module.named_modules() if is_layer(m)]
+    result = Trace()
+    handles = [
+        m.register_forward_hook(_make_counting_hook(result, name)) for name, m in module.named_modules() if is_layer(m)
+    ]
     with (
-        removed_after(handles),
+        remove_hooks_on_exit(handles),
         torch.no_grad(),
         contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
@@ -116,45 +118,48 @@ def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False)
         live = _Live([*state.values()])
         with live:
             out = torch.func.functional_call(module, state, kwargs=inputs)
-    found.outputs, found.operators, found.peak_activation_bytes = (
-        named_outputs(out),
+    result.outputs, result.operators, result.peak_activation_bytes = (
+        name_outputs(out),
         tuple(sorted(live.operators)),
         live.peak,
     )
-    return found
+    return result
 
 
 def run(module: nn.Module, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The real forward pass; outputs by name."""
+    """Run the real forward pass without gradients and return the outputs by name."""
     with torch.inference_mode():
-        return named_outputs(module(**feeds))
+        return name_outputs(module(**feeds))
 
 
-def named_outputs(out: Any) -> dict[str, Tensor]:
-    """A tensor is "output", the k-th of several "output_k"; a dict keeps its names. SourceError for anything else."""
+def name_outputs(out: Any) -> dict[str, Tensor]:
+    """Name a forward's outputs: "output" for one tensor, "output_k" for several; a dict keeps its names.
+
+    SourceError for anything else.
+    """
     if isinstance(out, Tensor):
         return {"output": out}
-    found = {f"output_{k}": item for k, item in enumerate(out)} if isinstance(out, (tuple, list)) else out
-    if not isinstance(found, Mapping) or not all(isinstance(item, Tensor) for item in found.values()):
-        kinds = ", ".join(type(item).__name__ for item in found.values()) if isinstance(found, Mapping) else ""
+    named = {f"output_{k}": item for k, item in enumerate(out)} if isinstance(out, (tuple, list)) else out
+    if not isinstance(named, Mapping) or not all(isinstance(item, Tensor) for item in named.values()):
+        kinds = ", ".join(type(item).__name__ for item in named.values()) if isinstance(named, Mapping) else ""
         raise SourceError(
             f"model: forward gives {type(out).__name__}{f' of {kinds}' if kinds else ''}; a tensor, or tensors in a "
             "tuple or dict, can be exported"
         )
-    return {str(name): item for name, item in found.items()}
+    return {str(name): item for name, item in named.items()}
 
 
-def _count(found: Trace, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+def _make_counting_hook(result: Trace, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
     def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        macs, op = _macs(module, args, out)
-        found.macs[name] = found.macs.get(name, 0) + macs
-        found.ops[name] = op
+        macs, op = _count_macs(module, args, out)
+        result.macs[name] = result.macs.get(name, 0) + macs
+        result.ops[name] = op
 
     return hook
 
 
-def _macs(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> tuple[int, str]:
-    """(multiply-accumulates, ONNX operator) of one call."""
+def _count_macs(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> tuple[int, str]:
+    """Return (multiply-accumulates, ONNX operator) of one call."""
     weight: Any = module.weight
     if isinstance(module, nn.Embedding):
         return 0, "Gather"

@@ -60,18 +60,18 @@ class Work:
         self.names = [block.name for block in model.structure.blocks]
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
-        for _, part in self._outside(self.module):
+        for _, part in self._iter_outside(self.module):
             if is_table(part):
                 part.register_forward_hook(as_float)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
         self.flow = None if batches is None else Flow(batches, holder)
         self._floats: list[Held] | None = None
 
-    def open(self, one: Planned) -> BlockStep:
-        """The step with its weights and the calls that reach it."""
-        if one.block is None:
-            return self._open_outside(one)
-        return self._open_whole(one) if self.whole else self._open_block(one, one.block)
+    def open(self, entry: Planned) -> BlockStep:
+        """Return the step with its weights and the calls that reach it."""
+        if entry.block is None:
+            return self._open_outside(entry)
+        return self._open_whole(entry) if self.whole else self._open_block(entry, entry.block)
 
     def advance(self, step: BlockStep) -> None:
         """Compute what the next block reads."""
@@ -79,71 +79,73 @@ class Work:
         self.flow.advance(step.outputs())
 
     def drop(self, path: Path) -> None:
-        """Go on with what a finished step left in a file, its weights in memory let go of."""
+        """Read from now on what a finished step left in a file, and drop its weights from memory."""
         self.store = self.store.over([path])
         self._floats = None
         empty(self.module)
         heap.return_all()
 
-    def replay(self, one: Planned, path: Path) -> None:
-        """Pass the data through a step that is done already."""
-        if one.feeds_more and one.block is not None:
-            self._enter()
+    def replay(self, entry: Planned, path: Path) -> None:
+        """Pass the data through a step that an earlier run finished, whose tensors are in the file `path`."""
+        if entry.feeds_more and entry.block is not None:
+            self._enter_blocks()
             float_store, self.store = self.store, self.store.over([path])
-            self.advance(self._open_block(one, one.block, float_store))
+            self.advance(self._open_block(entry, entry.block, float_store))
         self.drop(path)
 
-    def _open_block(self, one: Planned, number: int, float_store: WeightStore | None = None) -> BlockStep:
+    def _open_block(self, entry: Planned, number: int, float_store: WeightStore | None = None) -> BlockStep:
         block, flow = self.blocks[number], self.flow
         if flow is None:
-            self._fill(block, one.name, self.store.read)
-            return BlockStep(self._part(one, block, layers_of(block, one.name), [], no_data))
-        self._enter()
+            self._fill_module(block, entry.name, self.store.read)
+            return BlockStep(self._make_part(entry, block, layers_of(block, entry.name), [], no_data))
+        self._enter_blocks()
         if self.float_too:
-            self._fill(block, one.name, (float_store or self.store).read_float)
+            self._fill_module(block, entry.name, (float_store or self.store).read_float)
             self._floats = flow.float_forward(number, block)
-        self._fill(block, one.name, self.store.read)
+        self._fill_module(block, entry.name, self.store.read)
         calls = flow.calls(number)
 
         def run(i: int) -> Tensor:
             args, kwargs = calls[i].arguments()
-            return flow.forms[number].taken(block(*args, **kwargs))
+            return flow.forms[number].take_hidden(block(*args, **kwargs))
 
-        return BlockStep(self._part(one, block, layers_of(block, one.name), calls, run))
+        return BlockStep(self._make_part(entry, block, layers_of(block, entry.name), calls, run))
 
-    def _open_whole(self, one: Planned) -> BlockStep:
-        """The model as one step."""
+    def _open_whole(self, entry: Planned) -> BlockStep:
+        """Return the whole model as one step."""
         if self.flow is None:
-            self._fill(self.module, "", self.store.read)
-            return BlockStep(self._part(one, self.module, layers_of(self.module), [], no_data))
+            self._fill_module(self.module, "", self.store.read)
+            return BlockStep(self._make_part(entry, self.module, layers_of(self.module), [], no_data))
         batches = self.flow.batches
 
         def run(i: int) -> Tensor:
             return first_output(self.module(**batches[i].feeds))
 
         if self.float_too:
-            self._fill(self.module, "", self.store.read_float)
+            self._fill_module(self.module, "", self.store.read_float)
             with torch.no_grad():
                 self._floats = [self.flow.holder.hold(run(i)) for i in range(len(batches))]
-        self._fill(self.module, "", self.store.read)
-        return BlockStep(self._part(one, self.module, layers_of(self.module), feeds_calls(batches), run))
+        self._fill_module(self.module, "", self.store.read)
+        return BlockStep(self._make_part(entry, self.module, layers_of(self.module), feeds_calls(batches), run))
 
-    def _open_outside(self, one: Planned) -> BlockStep:
-        """What is outside the blocks: of "before", a forward ends at the first block; "after" begins at the last."""
-        after = one.name == AFTER
+    def _open_outside(self, entry: Planned) -> BlockStep:
+        """Return a step outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
+        after = entry.name == AFTER
         whole = not after or self.flow is None
         self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
-        layers = {name: layer for name, layer in self._outside_layers().items() if (name in self.late) == after}
+        layers = {name: layer for name, layer in self._find_outside_layers().items() if (name in self.late) == after}
         if self.flow is None:
-            return BlockStep(self._part(one, self.module, layers, [], no_data))
+            return BlockStep(self._make_part(entry, self.module, layers, [], no_data))
         if after:
-            self._enter()
-        run = self._after(self.module, self.flow.hidden) if after else self._before()
-        part = self._part(one, self.module, layers, feeds_calls(self.flow.batches), run)
-        return BlockStep(replace(part, float_outputs=self._float_after()) if after and self.float_too else part)
+            self._enter_blocks()
+        run = self._make_after_run(self.module, self.flow.hidden) if after else self._make_before_run()
+        part = self._make_part(entry, self.module, layers, feeds_calls(self.flow.batches), run)
+        return BlockStep(
+            replace(part, float_outputs=self._make_float_after_run()) if after and self.float_too else part
+        )
 
-    def _before(self) -> Callable[[int], Tensor]:
-        """A forward as far as the first block: what that reads."""
+    def _make_before_run(self) -> Callable[[int], Tensor]:
+        """Return a function that runs a forward as far as the first block and gives what that block reads."""
         assert self.flow is not None
         batches = self.flow.batches
 
@@ -156,8 +158,8 @@ class Work:
 
         return run
 
-    def _after(self, module: nn.Module, hidden: Sequence[Held]) -> Callable[[int], Tensor]:
-        """A forward in which the last block gives `hidden`: the model's output."""
+    def _make_after_run(self, module: nn.Module, hidden: Sequence[Held]) -> Callable[[int], Tensor]:
+        """Return a function that gives the model's output in a forward whose last block gives `hidden`."""
         assert self.flow is not None
         flow = self.flow
         parts = {plain(path): part for path, part in module.named_modules()}
@@ -167,15 +169,15 @@ class Work:
             def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 last = number == len(blocks) - 1
                 given = hidden[i].get() if last else first_hidden(args, kwargs, self.names[number])
-                return flow.forms[number].given(given)
+                return flow.forms[number].give_hidden(given)
 
             with standing_in(blocks, call):
                 return first_output(module(**flow.batches[i].feeds))
 
         return run
 
-    def _float_after(self) -> Callable[[int], Tensor]:
-        """The float model's output, from another module, which is made when it is asked for."""
+    def _make_float_after_run(self) -> Callable[[int], Tensor]:
+        """Return a function that gives the float model's output, from another module, made on the first call."""
         flow = self.flow
         made: list[Callable[[int], Tensor]] = []
         assert flow is not None
@@ -185,80 +187,80 @@ class Work:
                 module = self.build()
                 without_cache(module)
                 self._fill_outside(module, late=True, views=False, floats=True)
-                made.append(self._after(module, flow.hidden if flow.floats is None else flow.floats))
+                made.append(self._make_after_run(module, flow.hidden if flow.floats is None else flow.floats))
             with torch.no_grad():
                 return made[0](i)
 
         return run
 
-    def _enter(self) -> None:
-        """Once: find what every block is called with."""
+    def _enter_blocks(self) -> None:
+        """Find what every block is called with, the first time that it is needed."""
         flow = self.flow
         assert flow is not None
         if flow.hidden or not flow.batches:
             return
         self._fill_outside(self.module, late=False, views=True)
-        flow.enter(self.module, self.names, self.blocks, self._real)
-        if self.float_too and any(map(self.store.is_quantized, self._outside_layers())):
+        flow.enter(self.module, self.names, self.blocks, self._run_block)
+        if self.float_too and any(map(self.store.is_quantized, self._find_outside_layers())):
             self._fill_outside(self.module, late=False, views=True, floats=True)
             flow.enter_float(self.module, self.names, self.blocks)
         empty(self.module)
 
-    def _real(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block's own forward, in a run in which all blocks are stood in for."""
+    def _run_block(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block's own forward, in a run in which all blocks are replaced by stubs."""
         block = self.blocks[number]
-        self._fill(block, self.names[number], self.store.read)
+        self._fill_module(block, self.names[number], self.store.read)
         out = type(block).forward(block, *args, **kwargs)
         empty(block)
         return out
 
-    def _part(
+    def _make_part(
         self,
-        one: Planned,
+        entry: Planned,
         block: nn.Module,
         layers: dict[str, nn.Module],
         calls: Sequence[Call],
         run: Callable[[int], Tensor],
     ) -> Part:
         floats = self._floats
-        found = holders(block, self.store.tied, one.name if one.block is not None else "")
+        held = holders(block, self.store.tied, entry.name if entry.block is not None else "")
         filled: Holders = {
-            name: places for name, places in found.items() if is_real(places[0][0]._parameters[places[0][1]])
+            name: places for name, places in held.items() if is_real(places[0][0]._parameters[places[0][1]])
         }
         return Part(
-            index=one.index,
-            name=one.name,
+            index=entry.index,
+            name=entry.name,
             block=block,
             layers=layers,
-            readings=one.readings,
+            readings=entry.readings,
             holders=filled,
             run=run,
             calls=calls,
             store=self.store,
             float_outputs=None if floats is None else lambda i: floats[i].get(),
-            runs_on=one.feeds_more,
+            runs_on=entry.feeds_more,
             compute=self.compute,
         )
 
-    def _fill(self, module: nn.Module, name: str, read: Read) -> None:
+    def _fill_module(self, module: nn.Module, name: str, read: Read) -> None:
         fill(module, read, self.store.tied, name)
 
-    def _outside(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """Modules outside the blocks, by plain path."""
+    def _iter_outside(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """Yield the modules outside the blocks: (plain path, module)."""
         for path, part in module.named_modules():
             if not any(plain(path) == name or plain(path).startswith(f"{name}.") for name in self.names):
                 yield plain(path) if path != "wrapped" else "", part
 
-    def _outside_layers(self) -> dict[str, nn.Module]:
-        return {path: part for path, part in self._outside(self.module) if is_layer(part)}
+    def _find_outside_layers(self) -> dict[str, nn.Module]:
+        return {path: part for path, part in self._iter_outside(self.module) if is_layer(part)}
 
     def _fill_outside(self, module: nn.Module, late: bool, views: bool, floats: bool = False) -> None:
-        """Weights outside the blocks; without `late`, not those of the layers that read what the blocks give.
+        """Fill the weights outside the blocks; without `late`, not those of the layers that read what the blocks give.
 
         With `views`, tables of embeddings stay in their files: only the rows that are looked up are ever read.
         """
-        parts = {path: part for path, part in self._outside(module) if late or path not in self.late}
-        tables = self._tables(parts) if views else {}
+        parts = {path: part for path, part in self._iter_outside(module) if late or path not in self.late}
+        tables = self._find_tables(parts) if views else {}
         for path, part in tables.items():
             view = self.store.view(f"{path}.weight", floats)
             if view is None:
@@ -267,8 +269,8 @@ class Work:
         only = {id(part) for path, part in parts.items() if path not in tables}
         fill(module, self.store.read_float if floats else self.store.read, self.store.tied, only=only)
 
-    def _tables(self, parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        """The embeddings among `parts` whose weight no other of them shares."""
+    def _find_tables(self, parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return the embeddings among `parts` whose weight no other of them shares."""
         tied = self.store.tied
         owners = [tied.get(name, name) for path, part in parts.items() for name in own_names(path, part)]
         return {

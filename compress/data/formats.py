@@ -4,52 +4,42 @@ from __future__ import annotations
 
 import csv
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from compress.data.table import Table
 from compress.errors import SourceError
-from compress.schema import DataSpec
-from runtime.columns import Array
-from runtime.files import sha256_of
-
-NPZ_ERRORS = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError)
-"""What numpy and zipfile raise on a damaged archive or an array of Python objects."""
+from compress.specs import DataSpec
+from runtime.bundle.columns import Array
+from runtime.bundle.files import sha256_of
+from runtime.bundle.npz import NpzError, read_headers, read_rows
 
 
 def open_npz(path: Path) -> Table:
-    """One column for each array; pickled objects are refused."""
+    """Open an npz as a table with one column for each array; pickled objects are refused."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = [name for name in archive.namelist() if name.endswith(".npy")]
-            shapes = {name.removesuffix(".npy"): _npy_shape(archive, name) for name in entries}
-    except NPZ_ERRORS as error:
+        headers = read_headers(path)
+    except NpzError as error:
         raise SourceError(f"{path}: cannot be read as an npz of arrays: {error}") from error
 
     def read(column: str, rows: Array) -> Array:
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return np.asarray(arrays[column][rows])
-        except NPZ_ERRORS as error:
-            raise SourceError(
-                f"{path}: array '{column}' cannot be read: {error}; save it with a numeric dtype"
-            ) from error
+            return read_rows(path, column, rows)
+        except NpzError as error:
+            raise SourceError(f"{path}: array '{column}' cannot be read: {error}") from error
 
-    lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
+    lengths = {name: header.shape[0] if header.shape else 0 for name, header in headers.items()}
     return Table(str(path), lengths, read, (path,), sha256_of(path))
 
 
 def open_csv(path: Path, spec: DataSpec, separator: str) -> Table:
-    """A header line gives the names, unless the spec has `names` or an index among its `columns`.
+    """Open a csv file; a header line gives the names, unless the spec has `names` or an index among its `columns`.
 
     Without a header, names are the spec's or "0", "1", ..., and further fields at a row's end are passed over. With a
     header, a row with more fields than names is refused: a separator inside a text would shift the columns unseen.
     """
     separator = spec.separator or separator
-    rows, lines = _csv_rows(path, separator, csv.QUOTE_MINIMAL if spec.quoting else csv.QUOTE_NONE)
+    rows, lines = _read_csv_rows(path, separator, csv.QUOTE_MINIMAL if spec.quoting else csv.QUOTE_NONE)
     header = spec.names is None and not any(isinstance(column, int) for column in spec.columns.values())
     names = spec.names or tuple(rows[0] if header else map(str, range(len(rows[0]))))
     rows, lines = (rows[1:], lines[1:]) if header else (rows, lines)
@@ -77,9 +67,9 @@ def open_csv(path: Path, spec: DataSpec, separator: str) -> Table:
 
 
 def open_jsonl(path: Path) -> Table:
-    """One JSON object a line; the first one's keys are the columns."""
-    lines = [(number, line) for number, line in enumerate(_text_lines(path), 1) if line.strip()]
-    objects = [_json_object(path, number, line) for number, line in lines]
+    """Open a file of one JSON object a line as a table; the first object's keys are the columns."""
+    lines = [(number, line) for number, line in enumerate(_read_lines(path), 1) if line.strip()]
+    objects = [_parse_json_object(path, number, line) for number, line in lines]
 
     def place(row: int) -> str:
         return f"line {lines[row][0]}"
@@ -97,8 +87,8 @@ def open_jsonl(path: Path) -> Table:
 
 
 def open_text(path: Path) -> Table:
-    """One sample a line, in the column "text"; blank lines are passed over."""
-    lines = [(number, line) for number, line in enumerate(_text_lines(path), 1) if line.strip()]
+    """Open a text file of one sample a line, in the column "text"; blank lines are passed over."""
+    lines = [(number, line) for number, line in enumerate(_read_lines(path), 1) if line.strip()]
 
     def read(column: str, rows: Array) -> list[str]:
         return [lines[row][1] for row in rows]
@@ -109,15 +99,8 @@ def open_text(path: Path) -> Table:
     return Table(str(path), {"text": len(lines)}, read, (path,), sha256_of(path), place=place)
 
 
-def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
-    with archive.open(name) as file:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return header(file)[0]
-
-
-def _csv_rows(path: Path, separator: str, quoting: Any) -> tuple[list[list[str]], list[int]]:
-    """Rows that are not blank, and the line on which each ends."""
+def _read_csv_rows(path: Path, separator: str, quoting: Any) -> tuple[list[list[str]], list[int]]:
+    """Return the rows that are not blank, and the line on which each ends."""
     rows, lines = [], []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -135,14 +118,14 @@ def _csv_rows(path: Path, separator: str, quoting: Any) -> tuple[list[list[str]]
     return rows, lines
 
 
-def _text_lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: is not UTF-8 text: {error}") from error
 
 
-def _json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_json_object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:

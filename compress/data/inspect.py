@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from compress.data.opening import open_table
 from compress.data.roles import resolve_roles, same_roles
-from compress.data.samples import drawn_rows, n_rows
-from compress.data.table import open_table
+from compress.data.samples import draw_rows, n_rows
 from compress.data.values import ColumnReader
 from compress.facts import SampleShapes
-from compress.schema import DataSpec
+from compress.specs import DataSpec
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,18 @@ class DataFacts:
 def inspect_data(
     spec: DataSpec, root: Path, task: str, input_names: Sequence[str], class_names: Sequence[str] = ()
 ) -> DataFacts:
-    """Look without loading: the file is there and readable, its columns fit the task, it has the samples asked for.
+    """Return the facts of a data set without loading it.
 
-    Only the first row's values are read and checked. Raises SourceError naming file, column, rule and way out.
+    Checked are that the file is there and readable, that its columns fit the task and that it has the samples asked
+    for; of the values only the first row's. Raises SourceError naming file, column, rule and way out.
     """
     parts = [_inspect_part(part, root, task, input_names, class_names) for part in spec.parts]
     same_roles([(part.source, part.columns) for part in parts])
-    return parts[0] if len(parts) == 1 else _together(parts)
+    return parts[0] if len(parts) == 1 else _merge_facts(parts)
 
 
-def _together(parts: Sequence[DataFacts]) -> DataFacts:
-    """Of several files; their columns and shapes are those of the first."""
+def _merge_facts(parts: Sequence[DataFacts]) -> DataFacts:
+    """Merge the facts of several files; columns and shapes are those of the first."""
     return replace(
         parts[0],
         source=", ".join(dict.fromkeys(part.source for part in parts)),
@@ -70,7 +71,7 @@ def _inspect_part(
     table = open_table(spec, root)
     roles = resolve_roles(spec, table, task, input_names)
     n = n_rows(table, roles)
-    n_samples = len(drawn_rows(spec, table, n, seed=0))
+    n_samples = len(draw_rows(spec, table, n, seed=0))
     reader = ColumnReader(table, np.array([0]), task, class_names=tuple(class_names))
     shapes = {role: _shape(reader.values(role, column)) for role, column in roles.items()}
     return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from compress.data.table import Table
 from compress.errors import SourceError
-from compress.reading.places import did_you_mean
-from compress.schema import DataSpec
+from compress.recipe.places import did_you_mean
+from compress.specs import DataSpec
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
@@ -27,28 +27,35 @@ TASK_ROLES: dict[str, tuple[str, ...]] = {
 
 
 def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    """Role -> column name. SourceError, all problems at once: an unknown role, a missing column, a missing input."""
+    """Map each role to a column name.
+
+    SourceError, all problems at once: an unknown role, a missing column, a missing input.
+    """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
-    found = _declared(spec, table, task, input_names) if spec.columns else _by_usual_names(table, task, input_names)
-    required = TASK_ROLES[task][:1] or tuple(input_names) or tuple(role for role in found if role != "label")[:1]
-    missing = [role for role in required if role not in found]
-    as_tensors = bool(input_names) and set(input_names) <= found.keys()
-    if (missing and not as_tensors) or not found.keys() - {"label"}:
+    columns = (
+        _resolve_declared(spec, table, task, input_names)
+        if spec.columns
+        else _match_usual_names(table, task, input_names)
+    )
+    required = TASK_ROLES[task][:1] or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    missing = [role for role in required if role not in columns]
+    as_tensors = bool(input_names) and set(input_names) <= columns.keys()
+    if (missing and not as_tensors) or not columns.keys() - {"label"}:
         roles = ", ".join(missing) or "an input"
         raise SourceError(
             f"{table.where}: no column for {roles}; the file has: {', '.join(table.names) or 'no columns'}; name them "
             f"in the recipe, such as `columns: {{{missing[0] if missing else 'x'}: ...}}`{table.hint}"
         )
-    lengths = {column: table.lengths[column] for column in found.values()}
+    lengths = {column: table.lengths[column] for column in columns.values()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{column} {n}" for column, n in lengths.items())
         raise SourceError(f"{table.where}: columns differ in length: {shown}")
-    return found
+    return columns
 
 
 def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
-    """SourceError unless all files, of which (source, roles) are given, have the same roles."""
+    """Raise SourceError unless all files, of which (source, roles) are given, have the same roles."""
     first, roles = parts[0]
     for source, others in parts[1:]:
         if set(others) != set(roles):
@@ -58,7 +65,7 @@ def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
             )
 
 
-def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
+def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
     allowed = (*TASK_ROLES[task], *input_names, "label")
     any_role = task == "generic" and not input_names
     unknown = [role for role in spec.columns if role not in allowed and not any_role]
@@ -66,7 +73,7 @@ def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str
         f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{did_you_mean(role, allowed)}"
         for role in unknown
     ]
-    found = {}
+    columns = {}
     for role, column in spec.columns.items():
         if isinstance(column, int):
             if not 0 <= column < len(table.names):
@@ -78,19 +85,19 @@ def _declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str
         if column not in table.lengths:
             shown = did_you_mean(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
             problems.append(f"{table.where}: there is no column '{column}' (for {role}){shown}{table.hint}")
-        found[role] = column
+        columns[role] = column
     if problems:
         raise SourceError(problems)
-    return found
+    return columns
 
 
-def _by_usual_names(table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _match_usual_names(table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
+    columns: dict[str, str] = {}
     for role in (*TASK_ROLES[task], "label"):
         names = [name for name in USUAL_NAMES[role] if name in table.lengths]
         if names:
-            found[role] = names[0]
+            columns[role] = names[0]
     if task == "generic":
         wanted = input_names or [name for name in table.names if name not in USUAL_NAMES["label"]]
-        found |= {name: name for name in wanted if name in table.lengths}
-    return found
+        columns |= {name: name for name in wanted if name in table.lengths}
+    return columns

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from compress.data.opening import open_table
 from compress.data.roles import resolve_roles, same_roles
-from compress.data.table import Table, open_table
+from compress.data.table import Table
 from compress.data.values import ColumnReader
 from compress.errors import SourceError
-from compress.schema import DataSpec
-from runtime.columns import Array
-from runtime.samples import digest_columns
+from compress.specs import DataSpec
+from runtime.bundle.columns import Array
+from runtime.bundle.samples import digest_columns
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def load_samples(
     n_classes: int | None = None,
     class_names: Sequence[str] = (),
 ) -> Samples:
-    """The samples of `spec`, checked. Labels that are names are mapped through `class_names`.
+    """Load and check the samples of `spec`. Labels that are names are mapped through `class_names`.
 
     With `shuffle`, rows come in the order drawn by the spec's seed (or else `seed`); two specs on one file with one
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
@@ -53,15 +54,17 @@ def load_samples(
     for part in spec.parts:
         table = open_table(part, root)
         roles = resolve_roles(part, table, task, input_names)
-        rows = drawn_rows(part, table, n_rows(table, roles), seed)
+        rows = draw_rows(part, table, n_rows(table, roles), seed)
         reader = ColumnReader(table, rows, task, n_classes, tuple(class_names))
         parts.append({role: reader.values(role, column) for role, column in roles.items()})
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
-    return samples_of(parts[0] if len(parts) == 1 else {role: _joined([p[role] for p in parts]) for role in parts[0]})
+    return samples_of(
+        parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
+    )
 
 
-def _joined(pieces: Sequence[Any]) -> Any:
-    """One column of several: an array where all are arrays of one shape and type of a row, else a list."""
+def _concat_columns(pieces: Sequence[Any]) -> Any:
+    """Concatenate one column of several files: an array where all have rows of one shape and type, else a list."""
     arrays = [piece for piece in pieces if isinstance(piece, np.ndarray)]
     if len(arrays) == len(pieces) and len({(array.shape[1:], array.dtype) for array in arrays}) == 1:
         return np.concatenate(arrays)
@@ -69,27 +72,27 @@ def _joined(pieces: Sequence[Any]) -> Any:
 
 
 def samples_of(columns: dict[str, Any]) -> Samples:
-    """Columns of one length, with their digests."""
+    """Make samples of columns of one length, with their digests."""
     n = len(next(iter(columns.values())))
-    return Samples(columns, n, digest_columns(columns), _row_digests(columns, n))
+    return Samples(columns, n, digest_columns(columns), _digest_rows(columns, n))
 
 
 def overlap(a: Samples, b: Samples) -> int:
-    """How many samples of `b` stand in `a` too, by the contents of their inputs."""
+    """Count the samples of `b` that stand in `a` too, by the contents of their inputs."""
     known = set(a.row_digests)
     return sum(digest in known for digest in b.row_digests)
 
 
 def n_rows(table: Table, roles: dict[str, str]) -> int:
-    """Rows of the columns in use; SourceError if there are none."""
+    """Return the number of rows of the columns in use; SourceError if there are none."""
     n = min(table.lengths[column] for column in roles.values())
     if n == 0:
         raise SourceError(f"{table.where}: holds no samples")
     return n
 
 
-def drawn_rows(spec: DataSpec, table: Table, n: int, seed: int) -> Array:
-    """Row numbers int64 [samples] out of `n`; SourceError if the spec asks for more than there are."""
+def draw_rows(spec: DataSpec, table: Table, n: int, seed: int) -> Array:
+    """Draw row numbers int64 [samples] out of `n`; SourceError if the spec asks for more than there are."""
     available = n - spec.skip
     if available <= 0:
         raise SourceError(f"{table.where}: skip: {spec.skip} passes over all {n} rows; skip fewer")
@@ -106,7 +109,7 @@ def drawn_rows(spec: DataSpec, table: Table, n: int, seed: int) -> Array:
     return order[spec.skip : spec.skip + n_samples]
 
 
-def _row_digests(columns: dict[str, Any], n: int) -> tuple[str, ...]:
+def _digest_rows(columns: dict[str, Any], n: int) -> tuple[str, ...]:
     roles = sorted(role for role in columns if role != "label")
     return tuple(_digest_row([(role, columns[role][i]) for role in roles]) for i in range(n))
 

@@ -1,4 +1,4 @@
-"""A data file as a table: named columns, read by row. `open_table` is the one door to all formats."""
+"""A data file as a table: named columns, read by row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.errors import SourceError
-from compress.paths import resolve_path
-from compress.schema import DataSpec
-from runtime.columns import Array
+from runtime.bundle.columns import Array
 
 
 @dataclass(frozen=True)
@@ -38,31 +35,3 @@ class Table:
     @property
     def n_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
-
-
-def open_table(spec: DataSpec, root: Path) -> Table:
-    """The table of a source; SourceError if it is missing, empty, or not of its format.
-
-    A relative path is tried against the working directory, then against `root`.
-    """
-    from compress.data.arrow import open_hub, open_imagefolder, open_parquet
-    from compress.data.formats import open_csv, open_jsonl, open_npz, open_text
-
-    kind, _, rest = spec.source.partition(":")
-    if kind == "hf":
-        return open_hub(rest, spec.split)
-    path = _usable(spec.source, resolve_path(root, rest), folder=kind == "imagefolder")
-    if kind in ("csv", "tsv"):
-        return open_csv(path, spec, "\t" if kind == "tsv" else ",")
-    if kind == "imagefolder":
-        return open_imagefolder(path, spec.split)
-    readers = {"npz": open_npz, "jsonl": open_jsonl, "text": open_text, "parquet": open_parquet}
-    return readers[kind](path)
-
-
-def _usable(source: str, path: Path, folder: bool) -> Path:
-    if path.is_dir() != folder:
-        raise SourceError(f"{source}: {path} is {'a file, a folder is' if folder else 'a folder, a file is'} needed")
-    if not folder and path.stat().st_size == 0:
-        raise SourceError(f"{source}: {path} is empty (0 bytes)")
-    return path

@@ -10,9 +10,9 @@ import numpy as np
 
 from compress.data.samples import Samples
 from compress.errors import SourceError
+from runtime.encode.preprocess import Preprocessor
 from runtime.errors import UsageError
-from runtime.predict import encoding_views
-from runtime.preprocess import Preprocessor
+from runtime.tasks.predict import encoding_views
 
 Feeds = dict[str, np.ndarray]
 
@@ -31,11 +31,11 @@ class EncodedSet:
 
     @property
     def n(self) -> int:
-        """Rows: the samples of all views."""
+        """Return the number of rows: the samples of all views."""
         return self.size * len(self.views)
 
     def feeds(self, rows: np.ndarray) -> Feeds:
-        """[len(rows), ...] for each input; texts are padded to the longest of the rows.
+        """Encode the rows: [len(rows), ...] for each input; texts are padded to the longest of the rows.
 
         SourceError where the rows cannot be encoded.
         """
@@ -43,30 +43,30 @@ class EncodedSet:
             parts = [(np.flatnonzero(rows // self.size == view), columns) for view, columns in enumerate(self.views)]
             if len(self.views) == 1:
                 return self.preprocessor.encode(self.views[0], rows)
-            return self.preprocessor.encode(_gathered(parts, rows, self.size))
+            return self.preprocessor.encode(_gather_rows(parts, rows, self.size))
         except UsageError as error:
             raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
 
 
-def encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:
-    """The samples of a task, for the model that `preprocessor` feeds."""
+def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:
+    """Make the encoded set of a task's samples, for the model that `preprocessor` feeds."""
     views = encoding_views(task, samples.columns)
     labels = samples.columns.get("label")
     return EncodedSet(views, samples.n, preprocessor, None if labels is None or len(views) > 1 else np.asarray(labels))
 
 
-def _gathered(
+def _gather_rows(
     parts: Sequence[tuple[np.ndarray, Mapping[str, Any]]], rows: np.ndarray, size: int
 ) -> dict[str, list[Any]]:
-    """The rows' samples out of several views, as columns of their own, in the rows' order."""
-    found: dict[str, list[Any]] = {name: [None] * len(rows) for name in parts[0][1]}
+    """Gather the rows' samples out of several views, as columns of their own, in the rows' order."""
+    gathered: dict[str, list[Any]] = {name: [None] * len(rows) for name in parts[0][1]}
     for places, columns in parts:
         for place in places.tolist():
-            for name in found:
-                found[name][place] = columns[name][int(rows[place]) % size]
-    return found
+            for name in gathered:
+                gathered[name][place] = columns[name][int(rows[place]) % size]
+    return gathered
 
 
 def n_rows(task: str, n_samples: int, columns: Mapping[str, Any]) -> int:
-    """Rows that so many samples with these columns (by role) are, before they are loaded: `EncodedSet.n`."""
+    """Return how many rows so many samples with these columns (by role) give, before loading them: `EncodedSet.n`."""
     return n_samples * (2 if task == "feature-extraction" and "text_pair" in columns else 1)

@@ -10,10 +10,10 @@ import numpy as np
 
 from compress.data.table import Table
 from compress.errors import SourceError
-from runtime.columns import Array
+from runtime.bundle.columns import Array
+from runtime.bundle.manifest import CLASSIFICATION
+from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
-from runtime.images import load_pixels
-from runtime.manifest import CLASSIFICATION
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class ColumnReader:
     class_names: tuple[str, ...] = ()
 
     def values(self, role: str, column: str) -> Any:
-        """As `Samples.columns` describes it. SourceError for the first value that the role cannot have."""
+        """Read a column, as `Samples` has it. SourceError for the first value that the role cannot have."""
         raw = self.table.read(column, self.rows)
-        if role == "image":
-            return self._images(column, raw)
+        if role == "image" and self.task != "generic":  # there it is the name of an input, whatever that takes
+            return self._load_images(column, raw)
         if role in ("text", "text_pair"):
-            return self._texts(column, raw)
+            return self._check_texts(column, raw)
         if role == "label":
-            return self._labels(column, raw)
-        return self._finite(column, self._numbers(column, raw))
+            return self._read_labels(column, raw)
+        return self._check_finite(column, self._to_numbers(column, raw))
 
     def _fail(self, column: str, i: int, problem: str) -> SourceError:
         return SourceError(f"{self.table.where}: column '{column}', {self.table.place(int(self.rows[i]))}: {problem}")
 
-    def _images(self, column: str, raw: Any) -> Any:
+    def _load_images(self, column: str, raw: Any) -> Any:
         images = []
         for i, item in enumerate(raw):
             try:
@@ -50,14 +50,14 @@ class ColumnReader:
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
 
-    def _texts(self, column: str, raw: Any) -> list[str]:
+    def _check_texts(self, column: str, raw: Any) -> list[str]:
         for i, item in enumerate(raw):
             if not isinstance(item, str):
                 raise self._fail(column, i, f"expected a text, found {type(item).__name__}")
         return [str(item) for item in raw]
 
-    def _numbers(self, column: str, raw: Any) -> Array:
-        """[N, ...] of numbers; texts that are numbers (csv) are converted."""
+    def _to_numbers(self, column: str, raw: Any) -> Array:
+        """Return the values as an array of numbers [N, ...]; texts that are numbers (csv) are converted."""
         try:
             array = np.asarray(raw)
             array = array.astype(np.float64) if array.dtype.kind in "US" else array
@@ -67,16 +67,18 @@ class ColumnReader:
             raise SourceError(f"{self.table.where}: column '{column}' holds {array.dtype} values, not numbers")
         return array
 
-    def _finite(self, column: str, array: Array) -> Array:
+    def _check_finite(self, column: str, array: Array) -> Array:
         if array.dtype.kind == "f":
             bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))
             if len(bad):
                 raise self._fail(column, int(bad[0]), f"holds NaN or infinity ({len(bad)} such rows)")
         return array
 
-    def _labels(self, column: str, raw: Any) -> Array:
-        named = self._named(column, raw)
-        labels = self._finite(column, self._numbers(column, self._parsed(column, raw) if named is None else named))
+    def _read_labels(self, column: str, raw: Any) -> Array:
+        class_ids = self._map_class_names(column, raw)
+        labels = self._check_finite(
+            column, self._to_numbers(column, self._parse_numbers(column, raw) if class_ids is None else class_ids)
+        )
         if labels.ndim != 1:
             raise SourceError(
                 f"{self.table.where}: column '{column}': labels have shape {labels.shape}, one number a row is needed"
@@ -89,9 +91,9 @@ class ColumnReader:
             raise self._fail(column, i, f"label {labels[i]} is not a class number")
         if not whole:
             return labels.astype(np.float64)
-        return self._in_range(column, labels.astype(np.int64))
+        return self._check_range(column, labels.astype(np.int64))
 
-    def _in_range(self, column: str, labels: Array) -> Array:
+    def _check_range(self, column: str, labels: Array) -> Array:
         n_classes = self.n_classes or len(self.class_names) or None
         if n_classes is None and self.task not in CLASSIFICATION:
             return labels
@@ -101,18 +103,18 @@ class ColumnReader:
             raise self._fail(column, int(bad[0]), f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)")
         return labels
 
-    def _named(self, column: str, raw: Any) -> Sequence[int] | None:
-        """Class numbers by the model's `class_names`, where the labels are names or the file names its class ids."""
+    def _map_class_names(self, column: str, raw: Any) -> Sequence[int] | None:
+        """Return class numbers by `class_names` where labels are names or the file names its class ids, else None."""
         index = {name.casefold(): i for i, name in enumerate(self.class_names)}
         stated = self.table.label_names.get(column)
         if stated is not None and index:
-            return self._restated(column, raw, [index.get(name.casefold()) for name in stated])
+            return self._map_class_ids(column, raw, [index.get(name.casefold()) for name in stated])
         if index and all(isinstance(label, str) and label.casefold() in index for label in raw):
             return [index[label.casefold()] for label in raw]
         return None
 
-    def _restated(self, column: str, raw: Any, mapped: list[int | None]) -> list[int]:
-        """The file's class ids as the model's: both name their classes, and the orders need not agree."""
+    def _map_class_ids(self, column: str, raw: Any, mapped: list[int | None]) -> list[int]:
+        """Map the file's class ids to the model's: both name their classes, and the orders need not agree."""
         if None in mapped:
             raise SourceError(
                 f"{self.table.where}: column '{column}': the file's classes "
@@ -122,8 +124,8 @@ class ColumnReader:
             )
         return [-1 if label is None or label < 0 else mapped[label] for label in raw]
 
-    def _parsed(self, column: str, raw: Any) -> Any:
-        """Texts as numbers: int where all are written so, else float."""
+    def _parse_numbers(self, column: str, raw: Any) -> Any:
+        """Convert texts to numbers: int where all are written so, else float."""
         if not any(isinstance(label, str) for label in raw):
             return raw
         for i, label in enumerate(raw):

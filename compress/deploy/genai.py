@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 from compress.errors import ExportError
-from runtime.bundle import verify
+from runtime.bundle.format import verify
 
 CONFIG = "genai_config.json"
 
 
 def write_folder(bundle: Path, out: Path) -> Path:
-    """Model, tokenizer and configuration under `out`, which must not exist. ExportError where the bundle has none."""
+    """Write model, tokenizer and configuration to `out`, which must not exist. ExportError if the bundle has none."""
     manifest = verify(bundle)
     folders = sorted({Path(name).parent for name in manifest.files if Path(name).name == CONFIG})
     if not folders:

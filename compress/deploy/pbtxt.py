@@ -16,32 +16,32 @@ class Word:
 
 
 def to_pbtxt(message: Mapping[str, Any]) -> str:
-    """Fields in their order; a list is a repeated field (of scalars: in brackets), a mapping a message of its own."""
-    return "\n".join(_lines(message)) + "\n"
+    """Format fields in order; a list is a repeated field (of scalars: in brackets), a mapping a message of its own."""
+    return "\n".join(_format_lines(message)) + "\n"
 
 
-def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _format_lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in message.items():
-        for one in _repeated(value):
-            if isinstance(one, Mapping):
+        for item in _split_repeated(value):
+            if isinstance(item, Mapping):
                 yield f"{indent}{name} {{"
-                yield from _lines(one, indent + "  ")
+                yield from _format_lines(item, indent + "  ")
                 yield f"{indent}}}"
             else:
-                yield f"{indent}{name}: {_scalar(one)}"
+                yield f"{indent}{name}: {_format_scalar(item)}"
 
 
-def _repeated(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value):
+def _split_repeated(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
         return list(value)
     return [value]
 
 
-def _scalar(value: Any) -> str:
+def _format_scalar(value: Any) -> str:
     if isinstance(value, Word):
         return value.name
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return f"[ {', '.join(map(_scalar, value))} ]"
+        return f"[ {', '.join(map(_format_scalar, value))} ]"
     return json.dumps(value)

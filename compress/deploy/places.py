@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
 from compress.deploy.container import write_context
 from compress.deploy.genai import write_folder
 from compress.deploy.triton import Serving, write_repository
-from compress.errors import OutputError, PlaceError
-from compress.output import explained
+from compress.errors import PlaceError
+from compress.store.durable import blame
+from compress.store.output import publish, reserve_output
 from runtime.backends import find_backend
 
 Place = Literal["triton", "docker", "genai"]
@@ -18,16 +18,16 @@ OPTIONS = {"backend": "--backend", "max_batch_size": "--max-batch-size", "instan
 TAKEN: dict[Place, tuple[str, ...]] = {"triton": tuple(OPTIONS), "docker": ("backend",), "genai": ()}
 
 
-def known_place(name: str) -> Place:
-    """PlaceError for a place that there is not."""
+def find_place(name: str) -> Place:
+    """Return `name` as a place. PlaceError for a place that there is not."""
     if name not in get_args(Place):
         raise PlaceError(f"--to {name}: known: {', '.join(get_args(Place))}")
-    found: Place = name  # type: ignore[assignment]
-    return found
+    place: Place = name  # type: ignore[assignment]
+    return place
 
 
-def _check_taken(place: Place, serving: Serving) -> None:
-    """PlaceError for an option that the place has no use for."""
+def _check_options(place: Place, serving: Serving) -> None:
+    """Raise PlaceError for an option that the place has no use for."""
     usual = Serving()
     for name, flag in OPTIONS.items():
         if getattr(serving, name) != getattr(usual, name) and name not in TAKEN[place]:
@@ -42,18 +42,15 @@ def deploy(bundle: Path, place: Place, out: Path, serving: Serving) -> Path:
         raise PlaceError(f"{out}: lies in the bundle, whose files may not change; choose another --out")
     if serving.backend:
         find_backend(serving.backend)
-    _check_taken(place, serving)
-    draft = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        with explained(out, OutputError):
+    _check_options(place, serving)
+    with reserve_output(out.resolve()) as staging:
+        staging.rmdir()  # each of these makes its folder
+        with blame(out):
             if place == "triton":
-                write_repository(bundle, draft, serving)
+                write_repository(bundle, staging, serving)
             elif place == "docker":
-                write_context(bundle, draft, serving.backend)
+                write_context(bundle, staging, serving.backend)
             else:
-                write_folder(bundle, draft)
-            draft.rename(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+                write_folder(bundle, staging)
+        publish(staging, out.resolve())
     return out

@@ -5,7 +5,7 @@
 <name>_encode/         Python backend: images or texts -> the model's inputs, by the bundle's own preprocessing
 <name>_model/          ONNX Runtime or TensorRT, with dynamic batching
 <name>_answer/         Python backend: outputs -> class and probability, or the pooled embedding
-bundle/                in both: what they read (manifest, tokenizer), the runtime's own code, and requirements.txt: what
+1/bundle/              in both: what they read (manifest, tokenizer), the runtime's own code, and requirements.txt: what
                        the server's Python must have besides
 ```
 A model that reads tensors as they are has no ensemble: <name>/ is the model.
@@ -14,7 +14,7 @@ A model that reads tensors as they are has no ensemble: <name>/ is the model.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
 from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.errors import ExportError
-from runtime.bundle import FILES_OF, Artifact, Manifest, TensorSpec, read_samples, verify
-from runtime.float8 import holds_float8
-from runtime.manifest import CLASSIFICATION, GENERATION
-from runtime.serving import IMAGE, MASK, TEXT, TEXT_PAIR, answer_specs
+from runtime.bundle.float8 import holds_float8
+from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
+from runtime.bundle.manifest import CLASSIFICATION, GENERATION
+from runtime.bundle.tensors import TensorSpec
+from runtime.serving.model import IMAGE, MASK, TEXT, TEXT_PAIR, answer_specs
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
@@ -34,6 +35,12 @@ TYPES = {
 """numpy's name -> Triton's."""
 PLATFORMS = {"onnx": ("onnxruntime_onnx", "model.onnx"), "engine": ("tensorrt_plan", "model.plan")}
 """Kind of artifact -> Triton's platform, and the file's name in its version's folder."""
+PINS = {"numpy": "1.26.4"}
+WHY_PINNED = """\
+For the Python of Triton's Python backend. numpy 2 changed how an array's type lies in memory, and a stub built with
+pybind11 before 2.12 (servers up to 2.52) reads it wrongly and hands over wrong data; numpy 1.26 is right for every one.
+"""
+"""Shown by benchmarks/triton_server.py."""
 ENCODED = ("image", "text")
 """Kinds of preprocessing that need an ensemble; tensors are taken as they are."""
 
@@ -53,7 +60,7 @@ class Serving:
 
 
 def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, ...]:
-    """The repository under `out`, which must not exist; its models' folders. ExportError, BundleError."""
+    """Write the repository to `out`, which must not exist; return its models' folders. ExportError, BundleError."""
     manifest = verify(bundle)
     if manifest.task in GENERATION:
         raise ExportError(
@@ -71,13 +78,13 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
     served = _Served(bundle, manifest, artifact, serving, size)
     out.mkdir(parents=True)
     if not encoded:
-        return (_model(out / manifest.name, served),)
+        return (_write_model(out / manifest.name, served),)
     names = {part: f"{manifest.name}_{part}" for part in ("encode", "model", "answer")}
     return (
-        _ensemble(out / manifest.name, served, names),
-        _python(out / names["encode"], served, "encode", _samples(served), _encoded(served)),
-        _model(out / names["model"], served),
-        _python(out / names["answer"], served, "answer", _given(served), _answers(served)),
+        _write_ensemble(out / manifest.name, served, names),
+        _write_end(out / names["encode"], served, "encode", _sample_specs(served), _encoded_specs(served)),
+        _write_model(out / names["model"], served),
+        _write_end(out / names["answer"], served, "answer", _answer_input_specs(served), _answer_output_specs(served)),
     )
 
 
@@ -93,7 +100,7 @@ class _Served:
 
 
 def _check_model(bundle: Path, artifact: Artifact) -> None:
-    """ExportError for what Triton's backends cannot load, or would compute wrongly."""
+    """Raise ExportError for what Triton's backends cannot load, or would compute wrongly."""
     record = artifact.engine
     if record is not None and record.runtime != "tensorrt":
         raise ExportError(
@@ -110,7 +117,10 @@ def _check_model(bundle: Path, artifact: Artifact) -> None:
 
 
 def _largest_batch(artifact: Artifact, serving: Serving, manifest: Manifest) -> int:
-    """ExportError for more than the first profile of an engine takes: Triton's instances run on that one."""
+    """Return the largest batch that is served.
+
+    ExportError for more than the first profile of an engine takes: Triton's instances run on that one.
+    """
     usual = manifest.judgement.benchmark.throughput_batch_size
     if artifact.engine is None:
         return serving.max_batch_size or usual
@@ -125,20 +135,20 @@ def _free_batch(artifact: Artifact) -> bool:
     return all(spec.shape and isinstance(spec.shape[0], str) for spec in (*artifact.inputs, *artifact.outputs))
 
 
-def _model(folder: Path, served: _Served) -> Path:
-    """The model itself, with dynamic batching where its batch is free."""
+def _write_model(folder: Path, served: _Served) -> Path:
+    """Write the model itself, with dynamic batching where its batch is free."""
     platform, file = PLATFORMS[served.artifact.kind]
     version = folder / "1"
     version.mkdir(parents=True)
     source = served.bundle / served.artifact.path
-    for one in FILES_OF[served.artifact.kind](source):
-        shutil.copyfile(one, version / (file if one == source else one.name))
+    for path in FILES_OF[served.artifact.kind](source):
+        shutil.copyfile(path, version / (file if path == source else path.name))
     config: dict[str, Any] = {
         "name": folder.name,
         "platform": platform,
         "max_batch_size": served.batch,
-        "input": [_tensor(spec, served.batch) for spec in served.artifact.inputs],
-        "output": [_tensor(spec, served.batch) for spec in served.artifact.outputs],
+        "input": [_describe_tensor(spec, served.batch) for spec in served.artifact.inputs],
+        "output": [_describe_tensor(spec, served.batch) for spec in served.artifact.outputs],
         "instance_group": [{"count": served.serving.instances, "kind": Word(_instance_kind(served))}],
     }
     if served.batch > 1:
@@ -146,7 +156,7 @@ def _model(folder: Path, served: _Served) -> Path:
     if platform == "onnxruntime_onnx":
         threads = served.manifest.judgement.benchmark.threads
         config["parameters"] = [{"key": "intra_op_thread_count", "value": {"string_value": str(threads)}}]
-    return _configured(folder, config)
+    return _write_config(folder, config)
 
 
 def _instance_kind(served: _Served) -> str:
@@ -154,59 +164,70 @@ def _instance_kind(served: _Served) -> str:
     return "KIND_GPU" if served.artifact.kind == "engine" or on in ON_A_GPU else "KIND_CPU"
 
 
-def _python(folder: Path, served: _Served, part: str, given: Sequence[TensorSpec], made: Sequence[TensorSpec]) -> Path:
-    """One of the two ends: a model of Triton's Python backend that calls `runtime.serving`."""
+def _write_end(
+    folder: Path, served: _Served, part: str, given: Sequence[TensorSpec], made: Sequence[TensorSpec]
+) -> Path:
+    """Write one of the two ends: a model of Triton's Python backend that calls `runtime.serving.model`."""
     version = folder / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(MODEL.replace("END", ENDS[part]), encoding="utf-8")
-    _copy_needed(served, folder / "bundle")
-    return _configured(
+    _copy_needed(served, version / "bundle")  # beside `1` the server warns of a version that is no number
+    return _write_config(
         folder,
         {
             "name": folder.name,
             "backend": "python",
             "max_batch_size": served.batch,
-            "input": [_named(spec) for spec in given],
-            "output": [_named(spec) for spec in made],
+            "input": [_describe_spec(spec) for spec in given],
+            "output": [_describe_spec(spec) for spec in made],
             "instance_group": [{"count": served.serving.instances, "kind": Word("KIND_CPU")}],
         },
     )
 
 
-def _ensemble(folder: Path, served: _Served, names: dict[str, str]) -> Path:
-    """What clients call: the three in their order, each tensor passed on under its own name."""
+def _write_ensemble(folder: Path, served: _Served, names: dict[str, str]) -> Path:
+    """Write the ensemble that clients call: the three models in their order, tensors passed on from one to the next."""
     (folder / "1").mkdir(parents=True)
-    inputs, outputs = served.artifact.inputs, served.artifact.outputs
-    samples, answers = _samples(served), _answers(served)
+    samples, answers = _sample_specs(served), _answer_output_specs(served)
+    # What lies between two steps has a name of its own: Triton refuses an ensemble that writes one name twice, and
+    # of a classifier both the model and the answer give `logits`.
+    encoded = {spec.name: f"encoded_{spec.name}" for spec in _encoded_specs(served)}
+    raw = {spec.name: f"raw_{spec.name}" for spec in served.artifact.outputs}
+    between = encoded | raw
     steps = [
-        _step(names["encode"], samples, _encoded(served)),
-        _step(names["model"], inputs, outputs),
-        _step(names["answer"], _given(served), answers),
+        _describe_step(names["encode"], {spec.name: spec.name for spec in samples}, encoded),
+        _describe_step(names["model"], {spec.name: encoded[spec.name] for spec in served.artifact.inputs}, raw),
+        _describe_step(
+            names["answer"],
+            {spec.name: between[spec.name] for spec in _answer_input_specs(served)},
+            {spec.name: spec.name for spec in answers},
+        ),
     ]
-    return _configured(
+    return _write_config(
         folder,
         {
             "name": folder.name,
             "platform": "ensemble",
             "max_batch_size": served.batch,
-            "input": [_named(spec) for spec in samples],
-            "output": [_named(spec) for spec in answers],
+            "input": [_describe_spec(spec) for spec in samples],
+            "output": [_describe_spec(spec) for spec in answers],
             "ensemble_scheduling": {"step": steps},
         },
     )
 
 
-def _step(model: str, given: Sequence[TensorSpec], made: Sequence[TensorSpec]) -> dict[str, Any]:
+def _describe_step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, Any]:
+    """Describe one step of the ensemble. `inputs` and `outputs`: the model's own name -> the ensemble's."""
     return {
         "model_name": model,
         "model_version": -1,
-        "input_map": [{"key": spec.name, "value": spec.name} for spec in given],
-        "output_map": [{"key": spec.name, "value": spec.name} for spec in made],
+        "input_map": [{"key": key, "value": value} for key, value in inputs.items()],
+        "output_map": [{"key": key, "value": value} for key, value in outputs.items()],
     }
 
 
-def _samples(served: _Served) -> tuple[TensorSpec, ...]:
-    """What a client sends, without the batch: of a classifier that is judged on pairs of texts, both."""
+def _sample_specs(served: _Served) -> tuple[TensorSpec, ...]:
+    """Return the specs of what a client sends, without the batch: both texts where a classifier is judged on pairs."""
     manifest = served.manifest
     if manifest.preprocess["kind"] == "image":
         channels = {"L": 1, "RGB": 3}[str(manifest.preprocess.get("channels", "RGB"))]
@@ -217,35 +238,41 @@ def _samples(served: _Served) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, "object", (1,)) for name in ((TEXT, TEXT_PAIR) if pairs else (TEXT,)))
 
 
-def _encoded(served: _Served) -> tuple[TensorSpec, ...]:
-    """What encoding gives, without the batch: the model's inputs, and the mask that embeddings are pooled with."""
+def _encoded_specs(served: _Served) -> tuple[TensorSpec, ...]:
+    """Return the specs of what encoding gives, without the batch.
+
+    These are the model's inputs, and the mask that embeddings are pooled with.
+    """
     inputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.inputs)
     pooled = served.manifest.task not in CLASSIFICATION and served.manifest.preprocess["kind"] == "text"
     masked = any(spec.name == MASK for spec in inputs)
     return inputs if masked or not pooled else (*inputs, TensorSpec(MASK, "int64", ("sequence",)))
 
 
-def _given(served: _Served) -> tuple[TensorSpec, ...]:
-    """What answers are made of, without the batch."""
+def _answer_input_specs(served: _Served) -> tuple[TensorSpec, ...]:
+    """Return the specs of what answers are made of, without the batch."""
     outputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.outputs)
     if served.manifest.task in CLASSIFICATION:
         return outputs
-    return (*outputs, *(spec for spec in _encoded(served) if spec.name == MASK))
+    return (*outputs, *(spec for spec in _encoded_specs(served) if spec.name == MASK))
 
 
-def _answers(served: _Served) -> tuple[TensorSpec, ...]:
+def _answer_output_specs(served: _Served) -> tuple[TensorSpec, ...]:
     return answer_specs(served.manifest.task, served.artifact.outputs)
 
 
-def _tensor(spec: TensorSpec, batch: int) -> dict[str, Any]:
-    """An input or output as the configuration has it; with a batch its first size is left out, and what is one number
-    a sample has the size 1 for Triton, which knows no other."""
+def _describe_tensor(spec: TensorSpec, batch: int) -> dict[str, Any]:
+    """Describe an input or output in the configuration's form.
+
+    With a batch its first size is left out, and what is one number a sample has the size 1 for Triton, which knows no
+    other.
+    """
     if not batch or len(spec.shape) > 1:
-        return _named(replace(spec, shape=spec.shape[1:]) if batch else spec)
-    return {**_named(replace(spec, shape=(1,))), "reshape": {"shape": []}}
+        return _describe_spec(replace(spec, shape=spec.shape[1:]) if batch else spec)
+    return {**_describe_spec(replace(spec, shape=(1,))), "reshape": {"shape": []}}
 
 
-def _named(spec: TensorSpec) -> dict[str, Any]:
+def _describe_spec(spec: TensorSpec) -> dict[str, Any]:
     dims = [size if isinstance(size, int) else -1 for size in spec.shape]
     kind = "TYPE_STRING" if spec.dtype == "object" else TYPES.get(spec.dtype)
     if kind is None:
@@ -253,13 +280,13 @@ def _named(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "data_type": Word(kind), "dims": dims}
 
 
-def _configured(folder: Path, config: dict[str, Any]) -> Path:
+def _write_config(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.pbtxt").write_text(to_pbtxt(config), encoding="utf-8")
     return folder
 
 
 def _copy_needed(served: _Served, folder: Path) -> None:
-    """What an end reads: the manifest, the files beside the candidate that are no weights, and the runtime's code."""
+    """Copy what an end reads: the manifest, the files beside the candidate except weights, and the runtime's code."""
     folder.mkdir()
     shutil.copyfile(served.bundle / "manifest.json", folder / "manifest.json")
     beside = Path(served.manifest.artifact("candidate").path).parent
@@ -267,13 +294,13 @@ def _copy_needed(served: _Served, folder: Path) -> None:
         if Path(name).parent == beside and Path(name).suffix in (".json", ".txt"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(served.bundle / name, folder / name)
-    write_requirements(folder, ("numpy", *reading_samples(served.manifest)))
+    write_requirements(folder, ("numpy", *reading_samples(served.manifest)), PINS, WHY_PINNED)
     copy_runtime(folder)
 
 
 ENDS = {"encode": "Encoder", "answer": "Answers"}
 MODEL = '''\
-"""One end of a served bundle; what it does is in bundle/runtime/serving.py."""
+"""One end of a served bundle; what it does is in bundle/runtime/serving/model.py."""
 
 import sys
 from pathlib import Path
@@ -284,9 +311,9 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
-        folder = Path(args["model_repository"]) / "bundle"
+        folder = Path(args["model_repository"]) / args["model_version"] / "bundle"
         sys.path.insert(0, str(folder))
-        from runtime.serving import END
+        from runtime.serving.model import END
 
         self.end = END(folder)
 

@@ -10,14 +10,14 @@ CHANNELS = (1, 3)
 
 
 def is_channels_first(shape: tuple[int, ...]) -> bool:
-    """True for [.., C, H, W], False for [.., H, W, C]. ValueError if neither has 1 or 3 channels."""
+    """Return True for [.., C, H, W], False for [.., H, W, C]. ValueError if neither has 1 or 3 channels."""
     if shape[-3] not in CHANNELS and shape[-1] not in CHANNELS:
         raise ValueError(f"{list(shape)} is neither [.., C, H, W] nor [.., H, W, C] with 1 or 3 channels")
     return shape[-3] in CHANNELS
 
 
-def flipped(images: np.ndarray, random: Random) -> np.ndarray:
-    """Each of [b, ...] mirrored left to right with probability one half."""
+def flip_images(images: np.ndarray, random: Random) -> np.ndarray:
+    """Mirror each of [b, ...] left to right with probability one half."""
     chosen = random.random(len(images)) < 0.5
     result = images.copy()
     width = -1 if is_channels_first(images.shape) else -2
@@ -25,8 +25,8 @@ def flipped(images: np.ndarray, random: Random) -> np.ndarray:
     return result
 
 
-def cropped(images: np.ndarray, padding: int, random: Random) -> np.ndarray:
-    """Each shifted by up to `padding` pixels; what comes in from outside is 0, the encoded mean colour."""
+def shift_images(images: np.ndarray, padding: int, random: Random) -> np.ndarray:
+    """Shift each image by up to `padding` pixels; what comes in from outside is 0, the encoded mean colour."""
     first = is_channels_first(images.shape)
     height, width = images.shape[2:4] if first else images.shape[1:3]
     margins = [(0, 0), (0, 0), (padding, padding), (padding, padding)] if first else _channels_last_margins(padding)
@@ -38,9 +38,10 @@ def cropped(images: np.ndarray, padding: int, random: Random) -> np.ndarray:
     return result
 
 
-def blended(images: np.ndarray, alpha: float, random: Random) -> tuple[np.ndarray, np.ndarray, float]:
-    """(share * image + (1 - share) * another, the others' places in the batch [b], share); share ~ Beta(alpha, alpha).
+def blend_images(images: np.ndarray, alpha: float, random: Random) -> tuple[np.ndarray, np.ndarray, float]:
+    """Blend each image with another of the batch; share ~ Beta(alpha, alpha).
 
+    Returns (share * image + (1 - share) * another, the others' places in the batch [b], share).
     mixup, Zhang et al. 2018 (arXiv:1710.09412), one share for a batch as in its code.
     """
     share = float(random.beta(alpha, alpha))

@@ -23,27 +23,27 @@ class Average:
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """After the step of that number, from 0 on."""
+        """Update the average after the step of that number, from 0 on."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, tensor in _floats(self.module):
             self.tensors[name].lerp_(tensor.detach(), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the module has the average's values."""
-        own = module_state(self.module)
+        """Give the module the average's values while the context is open."""
+        values = module_state(self.module)
         restore_module(self.module, self.tensors)
         try:
             yield
         finally:
-            restore_module(self.module, own)
+            restore_module(self.module, values)
 
     def state(self) -> Tensors:
-        """To be saved."""
+        """Return the average by name, on the CPU, to be saved."""
         return {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse."""
+        """Set the average to what `state` gave."""
         for name, tensor in state.items():
             self.tensors[name].copy_(tensor)
 

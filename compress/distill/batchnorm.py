@@ -19,21 +19,21 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 
 
 def set_mode(module: nn.Module, dropout: bool, freeze_batchnorm: bool) -> None:
-    """What is random while training only where `dropout`; running statistics follow the data unless frozen."""
+    """Switch on what is random in training only if `dropout`; running statistics follow the data unless frozen."""
     module.train(dropout)
     for norm in batch_norms(module):
         norm.train(not freeze_batchnorm)
 
 
 @contextmanager
-def shared_statistics(module: nn.Module, reduce: Reduce, n_processes: int) -> Iterator[None]:
-    """Inside, norms in train mode take mean and variance over the samples of all processes."""
+def share_statistics(module: nn.Module, reduce: Reduce, n_processes: int) -> Iterator[None]:
+    """Make norms in train mode use mean and variance of all processes' samples while the context is open."""
     if n_processes == 1:
         yield
         return
     norms = batch_norms(module)
     for norm in norms:
-        norm.forward = _shared_forward(norm, reduce)  # type: ignore[assignment, method-assign]
+        norm.forward = _make_shared_forward(norm, reduce)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -54,17 +54,17 @@ class _Summed(torch.autograd.Function):
         return ctx.reduce(grads[0].contiguous()), None
 
 
-def _shared_forward(norm: _BatchNorm, reduce: Reduce) -> Callable[[Tensor], Tensor]:
+def _make_shared_forward(norm: _BatchNorm, reduce: Reduce) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if not norm.training:
             return type(norm).forward(norm, x)
-        return _normalized(norm, x, reduce)
+        return _normalize(norm, x, reduce)
 
     return forward
 
 
-def _normalized(norm: _BatchNorm, x: Tensor, reduce: Reduce) -> Tensor:
-    """[b, C, ...] by the statistics of all processes' samples, which the running ones follow."""
+def _normalize(norm: _BatchNorm, x: Tensor, reduce: Reduce) -> Tensor:
+    """Normalize [b, C, ...] by the statistics of all processes' samples, which the running ones follow."""
     others = [0, *range(2, x.dim())]
     shape = (1, -1, *[1] * (x.dim() - 2))
     values = x.float()

@@ -59,23 +59,23 @@ class Course:
 
     @property
     def samples(self) -> int:
-        """Of one step."""
+        """Return the number of samples of one step."""
         return self.batch_size * self.accumulate
 
 
 def progress_made(course: Course, step: int, seconds: float) -> float:
-    """0 at the start, 1 at the end: by steps or by time, whichever is nearer to its end."""
+    """Return 0 at the start, 1 at the end: by steps or by time, whichever is nearer to its end."""
     spent = 0.0 if course.max_seconds is None else seconds / course.max_seconds
     return min(max(step / max(course.steps, 1), spent), 1.0)
 
 
 def looks_due(course: Course, step: int, seconds: float) -> int:
-    """How many looks, but for that at the start, the time that is spent asks for."""
+    """Return how many looks, but for that at the start, the time that is spent asks for."""
     return 0 if course.max_seconds is None else int(LOOKS * progress_made(course, step, seconds))
 
 
 def learning_rate(course: Course, step: int, seconds: float) -> float:
-    """Of the step of that number, from 0 on: a linear rise, then the schedule."""
+    """Return the rate of the step of that number, from 0 on: a linear rise, then the schedule."""
     done = progress_made(course, step, seconds)
     rise = min(max(step + 1, done * course.steps) / course.warmup, 1.0) if course.warmup else 1.0
     falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
@@ -83,32 +83,32 @@ def learning_rate(course: Course, step: int, seconds: float) -> float:
 
 
 def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
-    """(rows to learn from, rows held out) of `n`, the second drawn by the seed; in rising order."""
+    """Split `n` rows into (rows to learn from, rows held out), the second drawn by the seed; in rising order."""
     n_held = round(held_out * n)
     order = np.random.default_rng([seed, 0]).permutation(n)
     return np.sort(order[n_held:]), np.sort(order[:n_held])
 
 
 def step_rows(rows: Rows, course: Course, step: int) -> list[Rows]:
-    """The step's micro-batches. Samples come in an endless row of permutations, one for each epoch."""
+    """Return the rows of each micro-batch. Samples come in an endless row of permutations, one for each epoch."""
     first = step * course.samples
     numbers = np.arange(first, first + course.samples)
     epochs, places = numbers // len(rows), numbers % len(rows)
-    orders = {epoch: _order(len(rows), course.seed, epoch) for epoch in np.unique(epochs).tolist()}
+    orders = {epoch: _permute_rows(len(rows), course.seed, epoch) for epoch in np.unique(epochs).tolist()}
     drawn = np.array([orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)])
     return np.split(rows[drawn], course.accumulate)
 
 
 def step_random(course: Course, step: int, micro: int) -> np.random.Generator:
-    """What augments one micro-batch."""
+    """Make the generator that augments one micro-batch."""
     return np.random.default_rng([course.seed, 2, step, micro])
 
 
 def step_seed(course: Course, step: int, micro: int, rank: int) -> int:
-    """Of what torch draws in one micro-batch (dropout)."""
+    """Return the seed of what torch draws in one micro-batch (dropout)."""
     return int(np.random.default_rng([course.seed, 3, step, micro, rank]).integers(2**62))
 
 
 @lru_cache(maxsize=2)
-def _order(n: int, seed: int, epoch: int) -> Rows:
+def _permute_rows(n: int, seed: int, epoch: int) -> Rows:
     return np.random.default_rng([seed, 1, epoch]).permutation(n)

@@ -15,14 +15,14 @@ LayerMap = str | Pairs
 UNIFORM, REGEX = "uniform", "re:"
 
 
-def paired(
+def pair_modules(
     kind: str,
     wanted: LayerMap,
     student: Sequence[str],
     teacher: Sequence[str],
     blocks: tuple[Sequence[str], Sequence[str]],
 ) -> Pairs:
-    """The pairs that `wanted` means. `student`, `teacher`: names of all modules; `blocks`: of both, in order.
+    """Return the pairs that `wanted` means. `student`, `teacher`: names of all modules; `blocks`: of both, in order.
 
     `kind`: the pass that asks, for messages. `re:`: every module of the student that matches, and the teacher's of the
     same name. PassError: a module that is not there, or nothing to pair.
@@ -44,13 +44,13 @@ def paired(
 
 
 def uniform(student: Sequence[str], teacher: Sequence[str]) -> Pairs:
-    """Of N student's and M teacher's blocks the n-th learns from the (n M / N)-th, counted from 1 (TinyBERT, 4.1)."""
+    """Pair the n-th of N student's blocks with the (n M / N)-th of M teacher's, counted from 1 (TinyBERT, 4.1)."""
     n, m = len(student), len(teacher)
     return tuple((name, teacher[max(round((i + 1) * m / n) - 1, 0)]) for i, name in enumerate(student)) if m else ()
 
 
 def missing(name: str, known: Sequence[str], whose: str) -> str | None:
-    """A sentence if the model has no module of that name, or None."""
+    """Return a sentence if the model has no module of that name, or None."""
     if name in known:
         return None
     near = get_close_matches(name, known, n=1, cutoff=0.6)

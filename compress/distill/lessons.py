@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.context import TrainSet
-from compress.distill.augment import blended, cropped, flipped
+from compress.distill.augment import blend_images, flip_images, shift_images
 from compress.distill.batch import MASK, Batch, Mixed
 
 Rows = np.ndarray
@@ -31,41 +31,44 @@ class Augment:
 
 
 def batch_maker(train: TrainSet, parameters: Mapping[str, str], augment: Augment, tokens: bool) -> BatchOf:
-    """`parameters`: input -> parameter of forward. `tokens`: a sample counts by the tokens that are predicted in it."""
+    """Return a function that makes the micro-batch of some rows.
+
+    `parameters`: input -> parameter of forward. `tokens`: a sample counts by the tokens that are predicted in it.
+    """
 
     def make(rows: Rows, random: np.random.Generator | None) -> Batch:
-        feeds, labels = train.feeds(rows), _labels(train.labels, rows)
+        feeds, labels = train.feeds(rows), _select_labels(train.labels, rows)
         mixed = None
         if random is not None and augment.any:
-            feeds, mixed = _augmented(feeds, labels, augment, random)
+            feeds, mixed = _augment_images(feeds, labels, augment, random)
         tensors = {parameters[name]: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
         augmented = random is not None and augment.any
-        return Batch(rows, tensors, _weights(tensors, len(rows), tokens), labels, mixed, augmented)
+        return Batch(rows, tensors, _weigh_samples(tensors, len(rows), tokens), labels, mixed, augmented)
 
     return make
 
 
-def _augmented(
+def _augment_images(
     feeds: Mapping[str, np.ndarray], labels: Tensor | None, augment: Augment, random: np.random.Generator
 ) -> tuple[dict[str, np.ndarray], Mixed | None]:
-    """The only input, changed."""
+    """Augment the only input; return it with what it was blended with."""
     ((name, images),) = feeds.items()
-    images = flipped(images, random) if augment.flip else images
-    images = cropped(images, augment.crop, random) if augment.crop else images
+    images = flip_images(images, random) if augment.flip else images
+    images = shift_images(images, augment.crop, random) if augment.crop else images
     if not augment.mixup:
         return {name: images}, None
-    images, others, share = blended(images, augment.mixup, random)
+    images, others, share = blend_images(images, augment.mixup, random)
     return {name: images}, Mixed(None if labels is None else labels[torch.from_numpy(others)], share)
 
 
-def _labels(labels: np.ndarray | None, rows: Rows) -> Tensor | None:
+def _select_labels(labels: np.ndarray | None, rows: Rows) -> Tensor | None:
     if labels is None:
         return None
     chosen = torch.from_numpy(np.ascontiguousarray(labels[rows]))
     return chosen.long() if labels.dtype.kind in "iu" else chosen.float()
 
 
-def _weights(feeds: Mapping[str, Tensor], n: int, tokens: bool) -> Tensor:
+def _weigh_samples(feeds: Mapping[str, Tensor], n: int, tokens: bool) -> Tensor:
     if not tokens:
         return torch.ones(n)
     return (feeds[MASK].sum(1) - 1).clamp_min(0).float()

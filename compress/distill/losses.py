@@ -17,7 +17,7 @@ Pooling = Literal["none", "mean", "cls", "max"]
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, kind: Divergence = "forward") -> Tensor:
-    """KL divergence of softmax(logits / T) times T^2, in nats, over the last dimension: [..., C] -> [...].
+    """Return the KL divergence of softmax(logits / T) times T^2, in nats, over the last dimension: [..., C] -> [...].
 
     forward: KL(teacher || student), reverse: KL(student || teacher), symmetric: the mean of both. T^2 keeps the size
     of the gradient as T grows (Hinton et al. 2015, arXiv:1503.02531, section 2).
@@ -35,54 +35,58 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, kind:
 
 
 def label_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy for classes (int64 [b], outputs [b, C]), squared error for scores ([b], outputs [b] or [b, 1])."""
+    """Return the cross-entropy for classes, the squared error for scores.
+
+    Classes: int64 [b], outputs [b, C]. Scores: [b], outputs [b] or [b, 1].
+    """
     if labels.dtype == torch.int64 and outputs.dim() > 1 and outputs.shape[-1] > 1:
         return F.cross_entropy(outputs.float(), labels, reduction="none")
     return (outputs.float().reshape(len(labels)) - labels.float()).square()
 
 
 def relative_error(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean squared error over the teacher's mean square, so that layers of any size weigh the same. [b, ...] -> [b].
+    """Return the mean squared error over the teacher's mean square: [b, ...] -> [b].
 
-    TinyBERT (Jiao et al. 2020, arXiv:1909.10351, eq. 8) has the plain mean; `mask` [b, T]: tokens of [b, T, D] that
-    count.
+    So layers of any size weigh the same; TinyBERT (Jiao et al. 2020, arXiv:1909.10351, eq. 8) has the plain mean.
+    `mask` [b, T]: tokens of [b, T, D] that count.
     """
-    kept = _keep(teacher, mask)
+    kept = _token_factor(teacher, mask)
     error = ((student.float() - teacher.float()) * kept).square().flatten(1).mean(1)
     return error / (teacher.float() * kept).square().flatten(1).mean(1).clamp_min(1e-12)
 
 
 def cosine_error(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 - cosine over the last dimension, mean over tokens (DistilBERT, Sanh et al. 2019, arXiv:1910.01108).
+    """Return 1 - cosine over the last dimension, mean over tokens (DistilBERT, Sanh et al. 2019, arXiv:1910.01108).
 
     Taken as half the squared distance of the unit vectors, which is exactly 0 for equal ones, and so is its gradient.
     """
     apart = F.normalize(student.float(), dim=-1) - F.normalize(teacher.float(), dim=-1)
-    return masked_mean(apart.square().sum(-1) / 2, mask)  # [b] or [b, ...] -> [b]
+    return average_masked(apart.square().sum(-1) / 2, mask)  # [b] or [b, ...] -> [b]
 
 
 def attention_error(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
-    """KL(teacher || student) of attention maps [b, heads, T, T], mean over heads and tokens (MiniLM, arXiv:2002.10957).
+    """Return KL(teacher || student) of attention maps [b, heads, T, T], mean over heads and tokens.
 
-    Where the numbers of heads differ, the mean maps are compared. `mask` [b, T]: tokens, padding left out.
+    MiniLM, arXiv:2002.10957. Where the numbers of heads differ, the mean maps are compared.
+    `mask` [b, T]: tokens, padding left out.
     """
     if student.shape[1] != teacher.shape[1]:
         student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
     s, t = student.float().clamp_min(1e-9), teacher.float().clamp_min(1e-9)
     gap = (t * (t.log() - s.log()) + s - t).sum(-1).mean(1)  # [b, T]; s - t adds up to 0 and makes the gradient exact
-    return masked_mean(gap, mask)
+    return average_masked(gap, mask)
 
 
-def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """[b, T] -> [b], over the tokens of the mask; [b, ...] -> [b] without one."""
+def average_masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Average [b, T] -> [b], over the tokens of the mask; [b, ...] -> [b] without one."""
     if mask is None or values.dim() < 2 or values.shape[:2] != mask.shape:
         return values.flatten(1).mean(1) if values.dim() > 1 else values
     kept = mask.to(values.dtype)
     return (values.flatten(2).mean(2) if values.dim() > 2 else values).mul(kept).sum(1) / kept.sum(1).clamp_min(1)
 
 
-def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """One embedding a text: [b, T, D] and the mask [b, T] -> [b, D], as the runtime pools; not normalised."""
+def pool_tokens(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Pool one embedding a text: [b, T, D] and the mask [b, T] -> [b, D], as the runtime pools; not normalised."""
     kept = mask[..., None].to(hidden.dtype)
     if pooling == "mean":
         return (hidden * kept).sum(1) / kept.sum(1).clamp_min(1e-9)
@@ -91,8 +95,8 @@ def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), mask.bool().int().argmax(1)]  # cls: the first token
 
 
-def _keep(teacher: Tensor, mask: Tensor | None) -> Tensor | float:
-    """What zeroes padding in [b, T, D]; 1.0 for anything else."""
+def _token_factor(teacher: Tensor, mask: Tensor | None) -> Tensor | float:
+    """Return the factor that zeroes padding in [b, T, D]; 1.0 for anything else."""
     if mask is None or teacher.dim() != 3 or teacher.shape[:2] != mask.shape:
         return 1.0
     return mask[..., None].float()

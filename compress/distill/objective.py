@@ -16,11 +16,11 @@ from compress.distill.losses import (
     Divergence,
     Pooling,
     attention_error,
+    average_masked,
     cosine_error,
     divergence,
     label_loss,
-    masked_mean,
-    pooled,
+    pool_tokens,
     relative_error,
 )
 from compress.distill.watch import Seen
@@ -38,55 +38,61 @@ class Weighted:
 
 
 def total_loss(terms: Sequence[Weighted], batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-    """Mean over the batch's samples, each counted by its weight, of the weighed sum of the terms."""
-    each = sum((one.weight * one.term(batch, student, teacher).float() for one in terms), batch.weights.new_zeros(()))
-    return (each * batch.weights).sum() / batch.weights.sum().clamp_min(1e-12)
+    """Return the mean over the batch's samples, each counted by its weight, of the weighed sum of the terms."""
+    losses = sum(
+        (each.weight * each.term(batch, student, teacher).float() for each in terms), batch.weights.new_zeros(())
+    )
+    return (losses * batch.weights).sum() / batch.weights.sum().clamp_min(1e-12)
 
 
 def logits_term(temperature: float, kind: Divergence, tokens: bool) -> Term:
-    """KL divergence of the first outputs. `tokens`: [b, T, V], mean over the tokens that are predicted."""
+    """Return a term: KL divergence of the first outputs. `tokens`: [b, T, V], mean over the predicted tokens."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
         if not tokens:
-            return masked_mean(divergence(student.first, teacher.first, temperature, kind), None)
-        chosen = _predicted(batch)
+            return average_masked(divergence(student.first, teacher.first, temperature, kind), None)
+        chosen = _mask_predicted(batch)
         gaps = divergence(student.first[:, :-1][chosen], teacher.first[:, :-1][chosen], temperature, kind)
-        return _mean_of_each(gaps, chosen)
+        return _mean_by_row(gaps, chosen)
 
     return term
 
 
 def labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-    """Against the labels; of a blended sample against both of its."""
+    """Return the loss [b] of the first outputs against the labels; of a blended sample against both of its."""
     assert batch.labels is not None
-    own = label_loss(student.first, batch.labels)
+    loss = label_loss(student.first, batch.labels)
     if batch.mixed is None or batch.mixed.labels is None:
-        return own
+        return loss
     other = label_loss(student.first, batch.mixed.labels)
-    return batch.mixed.share * own + (1 - batch.mixed.share) * other
+    return batch.mixed.share * loss + (1 - batch.mixed.share) * other
 
 
 def next_token_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-    """Cross-entropy of every token given those before it, mean over a text's."""
-    chosen = _predicted(batch)
+    """Return the cross-entropy of every token given those before it, mean over a text's."""
+    chosen = _mask_predicted(batch)
     ids = batch.feeds["input_ids"][:, 1:][chosen]
     gaps = F.cross_entropy(student.first[:, :-1][chosen].float(), ids, reduction="none")
-    return _mean_of_each(gaps, chosen)
+    return _mean_by_row(gaps, chosen)
 
 
 def outputs_term(distance: Distance) -> Term:
-    """Mean over the model's outputs."""
+    """Return a term: the distance of the outputs, mean over the model's."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-        gaps = [_distance(distance, student.outputs[name], target, batch) for name, target in teacher.outputs.items()]
+        gaps = [
+            _measure_distance(distance, student.outputs[name], target, batch)
+            for name, target in teacher.outputs.items()
+        ]
         return sum(gaps[1:], gaps[0]) / len(gaps)
 
     return term
 
 
 def hidden_term(distance: Distance, pairs: Pairs, projections: nn.ModuleDict) -> Term:
-    """Mean over the pairs of modules; `projections`: student's module (dots as "/") -> from its width to the teacher's.
+    """Return a term: the distance of hidden states, mean over the pairs of modules.
 
+    `projections`: student's module (dots as "/") -> from its width to the teacher's.
     FitNets (Romero et al. 2015, arXiv:1412.6550), TinyBERT.
     """
 
@@ -95,14 +101,14 @@ def hidden_term(distance: Distance, pairs: Pairs, projections: nn.ModuleDict) ->
         for own, other in pairs:
             values, key = features_last(student.hidden[own]), projection_name(own, other)
             values = projections[key](values) if key in projections else values
-            gaps.append(_distance(distance, values, features_last(teacher.hidden[other]), batch))
+            gaps.append(_measure_distance(distance, values, features_last(teacher.hidden[other]), batch))
         return sum(gaps[1:], gaps[0]) / len(gaps)
 
     return term
 
 
 def maps_term(pairs: Pairs) -> Term:
-    """Mean over pairs of attention modules."""
+    """Return a term: the error of attention maps, mean over pairs of attention modules."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
         gaps = [attention_error(student.maps[own], teacher.maps[other], batch.mask) for own, other in pairs]
@@ -111,36 +117,36 @@ def maps_term(pairs: Pairs) -> Term:
     return term
 
 
-def pooled_outputs(seen: Seen, batch: Batch, pooling: Pooling) -> Seen:
-    """With outputs [b, T, D] as one embedding a text."""
+def pool_outputs(seen: Seen, batch: Batch, pooling: Pooling) -> Seen:
+    """Return `seen` with outputs [b, T, D] as one embedding a text."""
     if pooling == "none" or batch.mask is None:
         return seen
-    outputs = {k: pooled(v, batch.mask, pooling) if v.dim() == 3 else v for k, v in seen.outputs.items()}
+    outputs = {k: pool_tokens(v, batch.mask, pooling) if v.dim() == 3 else v for k, v in seen.outputs.items()}
     return Seen(outputs, seen.hidden, seen.maps)
 
 
 def features_last(tensor: Tensor) -> Tensor:
-    """[b, C, H, W] -> [b, H, W, C]; others as they are."""
+    """Move features last: [b, C, H, W] -> [b, H, W, C]; other tensors stay as they are."""
     return tensor.movedim(1, -1) if tensor.dim() == 4 else tensor
 
 
 def projection_name(student: str, teacher: str) -> str:
-    """Of a pair, as a ModuleDict can hold it."""
+    """Return the name of a pair, as a ModuleDict can hold it."""
     return f"{student} {teacher}".replace(".", "/")
 
 
-def _distance(distance: Distance, student: Tensor, teacher: Tensor, batch: Batch) -> Tensor:
+def _measure_distance(distance: Distance, student: Tensor, teacher: Tensor, batch: Batch) -> Tensor:
     error = relative_error if distance == "mse" else cosine_error
     return error(student, teacher, batch.mask)
 
 
-def _predicted(batch: Batch) -> Tensor:
-    """bool [b, T - 1]: where a token follows."""
+def _mask_predicted(batch: Batch) -> Tensor:
+    """Return bool [b, T - 1]: where a token follows."""
     ids = batch.feeds["input_ids"]
     return (torch.ones_like(ids) if batch.mask is None else batch.mask)[:, 1:] != 0
 
 
-def _mean_of_each(values: Tensor, chosen: Tensor) -> Tensor:
-    """Values at the chosen places, in their order -> the mean of each row's [b]; 0 of none."""
+def _mean_by_row(values: Tensor, chosen: Tensor) -> Tensor:
+    """Average the values at the chosen places, given in their order, over each row: [b]; 0 of none."""
     sums = values.new_zeros(len(chosen)).index_add(0, chosen.nonzero()[:, 0], values)
     return sums / chosen.sum(1).clamp_min(1)

@@ -13,7 +13,7 @@ from compress.errors import PassError
 
 
 def make_optimizer(module: nn.Module, course: Course, rates: Mapping[str, float]) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) or SGD with momentum over the parameters that want a gradient.
+    """Make AdamW (arXiv:1711.05101) or SGD with momentum over the parameters that want a gradient.
 
     Matrices and kernels decay, biases, norms and other vectors do not. Each group's "factor" multiplies the rate that
     is set before every step; `rates`: parameter -> its factor, 1 where not named.
@@ -41,7 +41,7 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tenso
 
 
 def check_sizes(n_rows: int, course: Course, n_processes: int, name: str) -> None:
-    """PassError if there is nothing to learn from, or not a sample for each process."""
+    """Raise PassError if there is nothing to learn from, or not a sample for each process."""
     if not n_rows:
         raise PassError(f"{name}: held_out {course.held_out:g} leaves no sample to learn from; hold out less")
     if course.batch_size < n_processes:

@@ -12,6 +12,7 @@ from torch import nn
 
 from compress.blocks.sharing import main_process
 from compress.distill.state import Tensors, module_state, read_state, restore_module, write_state
+from compress.errors import OutputError
 
 FILE = "rewind.safetensors"
 
@@ -28,7 +29,7 @@ class Rewind:
         self.state: Tensors | None = None if step else module_state(module)
 
     def after_step(self, step: int) -> None:
-        """To be called after each step of the first training, with its number (from 0)."""
+        """Keep the state at its step. To be called after each step of the first training, with its number (from 0)."""
         if step + 1 != self.step:
             return
         self.state = module_state(self.module)
@@ -36,9 +37,11 @@ class Rewind:
             write_state(self.file, self.state, {})
 
     def restore(self) -> bool:
-        """Bring the state back, in place; False if that many steps were never made."""
+        """Bring the state back, in place; False if so many steps were never made. OutputError: its file is damaged."""
         if self.state is None and self.file is not None:
             kept = read_state(self.file)
+            if kept is None and self.file.exists():
+                raise OutputError(f"{self.file}: is damaged, and the first training is over; remove it and its folder")
             self.state = None if kept is None else kept[0]
         if self.state is None:
             return False

@@ -6,7 +6,6 @@ the teacher's distribution, not its most likely text.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from compress.context import Feeds, TrainSet
+from compress.distill.state import read_state, write_state
 from compress.errors import PassError
 
 FILE = "sequences.safetensors"
@@ -39,7 +38,7 @@ class Written:
         self.n = len(self.ids)
 
     def feeds(self, rows: np.ndarray) -> Feeds:
-        """Padded on the right to the longest of the rows."""
+        """Return the rows' texts, padded on the right to the longest of the rows."""
         lengths = self.lengths[rows]
         width = int(lengths.max())
         return {IDS: self.ids[rows, :width], MASK: (np.arange(width) < lengths[:, None]).astype(np.int64)}
@@ -57,56 +56,60 @@ class Writing:
     seed: int
 
 
-def written(
+def write_sequences(
     module: nn.Module,
     train: TrainSet,
     how: Writing,
     folder: Path | None,
     progress: Callable[[Sequence[Any], str], Iterable[Any]],
 ) -> Written:
-    """The training set as the teacher goes on with it, kept in `folder` if there is one. PassError: it cannot write."""
+    """Let the teacher continue the training set's texts.
+
+    The result is kept in `folder` if there is one. PassError: the teacher cannot write.
+    """
     path = None if folder is None else folder / FILE
-    if path is not None and path.exists():
-        found = load_file(path)
-        return Written(found[IDS], found["lengths"])
+    kept = None if path is None else read_state(path)
+    if kept is not None:
+        return Written(kept[0][IDS].numpy(), kept[0]["lengths"].numpy())
     writer: Any = getattr(module, "wrapped", None)
     if not hasattr(writer, "generate"):
         raise PassError("distill: sequences: the teacher is no Hugging Face model that generates; leave sequences out")
     starts = range(0, train.n, BATCH)
     parts = [
-        _continued(writer, train.feeds(np.arange(start, min(start + BATCH, train.n))), how, start)
+        _continue_texts(writer, train.feeds(np.arange(start, min(start + BATCH, train.n))), how, start)
         for start in progress(starts, "the teacher writes")
     ]
     width = max(part.ids.shape[1] for part in parts)
     ids = np.concatenate([np.pad(part.ids, ((0, 0), (0, width - part.ids.shape[1]))) for part in parts])
     result = Written(ids, np.concatenate([part.lengths for part in parts]))
     if path is not None:
-        draft = path.with_name(f"draft-{os.getpid()}-{FILE}")
-        save_file({IDS: result.ids, "lengths": result.lengths}, draft)
-        os.replace(draft, path)
+        write_state(path, {IDS: torch.from_numpy(result.ids), "lengths": torch.from_numpy(result.lengths)}, {})
     return result
 
 
-def _continued(writer: Any, feeds: Feeds, how: Writing, start: int) -> Written:
-    """The texts of one batch, [b, T] with a mask that begins at the left; what is drawn follows from seed and place."""
+def _continue_texts(writer: Any, feeds: Feeds, how: Writing, start: int) -> Written:
+    """Continue the texts of one batch, [b, T] with a mask that begins at the left.
+
+    What is drawn follows from seed and place.
+    """
     ids, lengths = feeds[IDS].astype(np.int64), feeds[MASK].sum(1).astype(np.int64)
     longer = lengths > how.prompt
     if not longer.any():
         return Written(ids, lengths)
     prompts = torch.from_numpy(ids[longer, : how.prompt])
-    drawn = _drawn(writer, prompts, int(lengths.max()) - how.prompt, how, start)
-    ends = _ends(writer, drawn, how.prompt)
+    drawn = _draw_tokens(writer, prompts, int(lengths.max()) - how.prompt, how, start)
+    ends = _find_ends(writer, drawn, how.prompt)
     ids[longer, : drawn.shape[1]] = drawn
     lengths[longer] = np.minimum(lengths[longer], ends)
     ids[np.arange(ids.shape[1]) >= lengths[:, None]] = 0
     return Written(ids, lengths)
 
 
-def _drawn(writer: Any, prompts: torch.Tensor, n_new: int, how: Writing, start: int) -> np.ndarray:
-    """int64 [b, <= prompt + n_new], prompts included; texts that end early are filled up with 0."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _own_settings_aside(writer):
+def _draw_tokens(writer: Any, prompts: torch.Tensor, n_new: int, how: Writing, start: int) -> np.ndarray:
+    """Draw int64 [b, <= prompt + n_new], prompts included; texts that end early are filled up with 0."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _suspend_settings(writer):
         torch.manual_seed(int(np.random.default_rng([how.seed, 4, start]).integers(2**62)))
-        found: torch.Tensor = writer.generate(
+        ids: torch.Tensor = writer.generate(
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=True,
@@ -117,22 +120,25 @@ def _drawn(writer: Any, prompts: torch.Tensor, n_new: int, how: Writing, start: 
             pad_token_id=0,
             use_cache=True,
         )
-    return found.numpy()
+    return ids.numpy()
 
 
 @contextmanager
-def _own_settings_aside(writer: Any) -> Iterator[None]:
-    """Inside, nothing of its makers' settings (a penalty on repetition, min_p) bends what it draws from."""
-    own = writer.generation_config
-    writer.generation_config = type(own)(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+def _suspend_settings(writer: Any) -> Iterator[None]:
+    """Suspend the model's own settings (a penalty on repetition, min_p), which bend what it draws from.
+
+    They are back when the context closes.
+    """
+    settings = writer.generation_config
+    writer.generation_config = type(settings)(bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id)
     try:
         yield
     finally:
-        writer.generation_config = own
+        writer.generation_config = settings
 
 
-def _ends(writer: Any, ids: np.ndarray, prompt: int) -> np.ndarray:
-    """int64 [b]: tokens up to and with the first end-of-text that was drawn; all where there is none."""
+def _find_ends(writer: Any, ids: np.ndarray, prompt: int) -> np.ndarray:
+    """Return int64 [b]: tokens up to and with the first end-of-text that was drawn; all where there is none."""
     config = getattr(writer, "generation_config", None)
     wanted = getattr(config, "eos_token_id", None)
     stops = np.isin(ids[:, prompt:], [] if wanted is None else np.atleast_1d(wanted))

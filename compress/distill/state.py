@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,43 +14,50 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compress.errors import OutputError
+from compress.store.durable import DIGEST, blame
+from runtime.bundle.files import put_in_place
+
 Tensors = dict[str, Tensor]
 RECORD = "record"
 
 
 def module_state(module: nn.Module) -> Tensors:
-    """Parameters and buffers by name, on the CPU; tied ones once. Copies."""
+    """Copy parameters and buffers by name to the CPU; tied ones once."""
     return {name: _plain_copy(tensor) for name, tensor in distinct(module).items()}
 
 
 def distinct(module: nn.Module) -> Tensors:
-    """Parameters and buffers by name, as the module holds them; tied ones once, by their first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Return parameters and buffers by name, as the module holds them; tied ones once, by their first name."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+        tensors.setdefault(id(tensor), (name, tensor))
+    return dict(tensors.values())
 
 
 def restore_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """The inverse of `module_state`: values are copied into the tensors that are there."""
-    own = module.state_dict(keep_vars=True)
+    """Copy the values of a `module_state` into the tensors that are there."""
+    tensors = module.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, value in state.items():
-            own[name].copy_(value)
+            tensors[name].copy_(value)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's tensors as "<parameter's number>.<key>"."""
-    found = {}
+    """Copy the optimizer's tensors, named "<parameter's number>.<key>", to the CPU."""
+    tensors = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"{number}.{key}"] = _plain_copy(value)
-    return found
+                tensors[f"{number}.{key}"] = _plain_copy(value)
+    return tensors
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """The inverse. A tensor of a parameter's shape gets its layout in memory, too: sums then round as they did."""
+    """Give the optimizer, in place, the tensors that `optimizer_state` returned.
+
+    A tensor of a parameter's shape gets its layout in memory, too: sums then round as they did.
+    """
     parameters = _parameters(optimizer)
     for name, value in state.items():
         number, _, key = name.partition(".")
@@ -59,27 +67,46 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Tens
 
 
 def write_state(path: Path, tensors: Tensors, record: Mapping[str, Any]) -> None:
-    """Under another name first, then renamed: there is a whole file at any instant."""
-    draft = path.with_suffix(".draft")
-    save_file(tensors, draft, {RECORD: json.dumps(record)})
-    os.replace(draft, path)
+    """Write under another name first, then rename: there is a whole file at any instant.
+
+    OutputError: it cannot be written. Several processes may write the same file; the last one stays.
+    """
+    draft, text = path.with_name(f"draft-{os.getpid()}-{path.name}"), json.dumps(record)
+    try:
+        with blame(path):
+            save_file(tensors, draft, {RECORD: text, DIGEST: _digest(tensors, text)})
+            put_in_place(draft, path)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OutputError(f"{path}: cannot be written: {error}; what is finished is kept, run again") from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_state(path: Path) -> tuple[Tensors, dict[str, Any]] | None:
-    """None where there is no file, or none that is whole."""
+    """Read (tensors, record); None if there is no file, or one in which a byte that counts is not as it was written."""
     try:
         with safe_open(path, framework="pt") as file:
-            record = json.loads((file.metadata() or {})[RECORD])
-            return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError):
+            kept = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return (tensors, json.loads(kept[RECORD])) if _digest(tensors, kept[RECORD]) == kept[DIGEST] else None
+    except (OSError, SafetensorError, KeyError, ValueError, RecursionError):
         return None
 
 
-def prefixed(name: str, tensors: Mapping[str, Tensor]) -> Tensors:
+def _digest(tensors: Tensors, text: str) -> str:
+    """Return the sha256 (hex) of names, dtypes, shapes and values, and of the record's text."""
+    sha = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        sha.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def add_prefix(name: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {f"{name}/{key}": tensor for key, tensor in tensors.items()}
 
 
-def unprefixed(name: str, tensors: Mapping[str, Tensor]) -> Tensors:
+def remove_prefix(name: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {key.removeprefix(f"{name}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{name}/")}
 
 

@@ -21,16 +21,16 @@ def start_from(student: nn.Module, teacher: nn.Module, choose: Choose) -> None:
     every list of blocks of which the student has another number.
     """
     known = {plain(name): tensor for name, tensor in teacher.state_dict().items()}
-    places = _places(student, teacher, choose)
+    places = _match_blocks(student, teacher, choose)
     with torch.no_grad():
         for name, values in student.state_dict().items():
-            source = known.get(_in_teacher(plain(name), places))
+            source = known.get(_to_teacher_name(plain(name), places))
             if source is not None and source.dim() == values.dim():
                 _copy_corner(values, source)
 
 
-def _places(student: nn.Module, teacher: nn.Module, choose: Choose) -> dict[str, Sequence[int]]:
-    """List of blocks, of those that differ in length -> the teacher's that each of the student's starts from."""
+def _match_blocks(student: nn.Module, teacher: nn.Module, choose: Choose) -> dict[str, Sequence[int]]:
+    """Map each list of blocks that differs in length to the teacher's that each of the student's starts from."""
     own, others = (
         {plain(path): len(part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
         for module in (student, teacher)
@@ -38,7 +38,7 @@ def _places(student: nn.Module, teacher: nn.Module, choose: Choose) -> dict[str,
     return {path: choose(others[path], n) for path, n in own.items() if others.get(path, n) != n}
 
 
-def _in_teacher(name: str, places: Mapping[str, Sequence[int]]) -> str:
+def _to_teacher_name(name: str, places: Mapping[str, Sequence[int]]) -> str:
     for path, blocks in places.items():
         if name.startswith(f"{path}."):
             number, _, rest = name.removeprefix(f"{path}.").partition(".")
@@ -47,7 +47,7 @@ def _in_teacher(name: str, places: Mapping[str, Sequence[int]]) -> str:
 
 
 def _copy_corner(values: Tensor, source: Tensor) -> None:
-    """As much of `source` as `values` (changed in place) has room for."""
+    """Copy as much of `source` as `values` (changed in place) has room for."""
     common = tuple(slice(0, min(a, b)) for a, b in zip(values.shape, source.shape, strict=True))
     values[common].copy_(source[common])
 
@@ -63,7 +63,7 @@ class CalledAs(nn.Module):
         return self.wrapped(**{self.names[name]: tensor for name, tensor in feeds.items()})
 
 
-def called_as(module: nn.Module, own: Mapping[str, str], wanted: Mapping[str, str]) -> nn.Module:
-    """The module, called by the parameters `wanted`. Both: input -> parameter of forward."""
+def rename_inputs(module: nn.Module, own: Mapping[str, str], wanted: Mapping[str, str]) -> nn.Module:
+    """Return the module, called by the parameters `wanted`. Both: input -> parameter of forward."""
     names = {wanted[key]: parameter for key, parameter in own.items() if key in wanted}
     return module if all(a == b for a, b in names.items()) else CalledAs(module, names)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from compress.distill.batch import Batch
 from compress.distill.watch import Seen
+from runtime.bundle.files import put_in_place, sha256_of
 
 Answer = Callable[[Batch], Seen]
 """What a model gives for a batch, no gradients."""
-FILE = "teacher.npy"
+PREFIX = "teacher-"
 BATCH = 64
 """Samples that the teacher answers together when its outputs are kept."""
 
@@ -33,8 +34,8 @@ class Kept:
     values: np.ndarray
 
     def __call__(self, batch: Batch) -> Seen:
-        found = torch.from_numpy(np.ascontiguousarray(self.values[batch.rows]))
-        return Seen({self.name: found.to(batch.weights.device)})
+        values = torch.from_numpy(np.ascontiguousarray(self.values[batch.rows]))
+        return Seen({self.name: values.to(batch.weights.device)})
 
 
 def keep_outputs(
@@ -44,20 +45,26 @@ def keep_outputs(
     folder: Path,
     progress: Callable[[Sequence[Any], str], Iterable[Any]],
 ) -> Kept:
-    """Ask for every row once and keep the answers in `folder`, under their name when whole; one output [b, width]."""
-    path = folder / FILE
+    """Ask for every row once and keep the answers in `folder`, under their digest when whole; one output [b, width]."""
+    path = next((file for file in folder.glob(f"{PREFIX}*.npy") if file.name == _name_by_digest(file)), None)
     name, first = next(iter(answer(batch_of(np.arange(1))).outputs.items()))
-    if not path.exists():
-        draft = folder / f"draft-{os.getpid()}-{FILE}"  # of several processes each makes its own; the last one stays
+    if path is None:
+        draft = folder / f"draft-{os.getpid()}.npy"  # of several processes each makes its own
         values = np.lib.format.open_memmap(draft, "w+", np.float32, (n, first.shape[1]))
         for start in progress(range(0, n, BATCH), "the teacher's outputs"):
             rows = np.arange(start, min(start + BATCH, n))
-            values[rows] = _array(answer(batch_of(rows)).outputs[name])
+            values[rows] = _to_array(answer(batch_of(rows)).outputs[name])
         values.flush()
         del values
-        os.replace(draft, path)
+        path = folder / _name_by_digest(draft)
+        put_in_place(draft, path)
     return Kept(name, np.load(path, mmap_mode="r"))
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def _name_by_digest(file: Path) -> str:
+    """Return the name of a file of kept outputs: any other byte is another name."""
+    return f"{PREFIX}{sha256_of(file)}.npy"
+
+
+def _to_array(tensor: Tensor) -> np.ndarray:
     return tensor.float().cpu().numpy()

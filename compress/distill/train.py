@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compress.blocks.sharing import share, wait
 from compress.distill.average import Average
 from compress.distill.batch import Batch, part, to_device
-from compress.distill.batchnorm import set_mode, shared_statistics
+from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.course import (
     Course,
     Rows,
@@ -38,16 +38,16 @@ from compress.distill.course import (
 )
 from compress.distill.optimizer import check_sizes, make_optimizer, reduce_gradients
 from compress.distill.state import (
+    add_prefix,
     module_state,
     optimizer_state,
-    prefixed,
     read_state,
+    remove_prefix,
     restore_module,
     restore_optimizer,
-    unprefixed,
     write_state,
 )
-from compress.distill.training_log import TrainLog, diverged, line, log_of
+from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
 from compress.errors import PassError
 
 TINY = 1e-12
@@ -71,7 +71,7 @@ class Lessons:
     loss: Callable[[Batch], Tensor]
 
 
-def _nothing(step: int, done: float = 0.0) -> None:
+def _do_nothing(step: int, done: float = 0.0) -> None:
     pass
 
 
@@ -90,17 +90,17 @@ class Around:
     progress: Callable[[Sequence[Any], str], Iterable[Any]]
     work: Path | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
-    before_step: Callable[[int, float], None] = _nothing
-    after_step: Callable[[int], None] = _nothing
+    before_step: Callable[[int, float], None] = _do_nothing
+    after_step: Callable[[int], None] = _do_nothing
 
 
-def _accelerator() -> Accelerator:
-    """Of this process among those of a launch; RuntimeError where accelerate knows of other ones."""
+def _make_accelerator() -> Accelerator:
+    """Make the accelerator of this process of a launch; RuntimeError where accelerate knows of other processes."""
     size = share().size  # joins the group before accelerate would, which sees processes on CPUs only if it is told so
-    found = Accelerator(cpu=not torch.cuda.is_available())
-    if found.num_processes != size:
-        raise RuntimeError(f"{size} processes work together, but accelerate was set up for {found.num_processes}")
-    return found
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if accelerator.num_processes != size:
+        raise RuntimeError(f"{size} processes work together, but accelerate was set up for {accelerator.num_processes}")
+    return accelerator
 
 
 def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -> TrainLog:
@@ -113,12 +113,12 @@ def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -
     training.resume()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(shared_statistics(module, training.sum, training.size))
+        stack.enter_context(share_statistics(module, training.sum, training.size))
         training.run()
     restore_module(module, training.best)
     module.cpu().eval()
     if training.log.end == "diverged" and (training.log.best_loss is None or not training.log.best_step):
-        raise PassError(diverged(around.name, training.log, course))
+        raise PassError(make_divergence_error(around.name, training.log, course))
     return training.log
 
 
@@ -126,7 +126,7 @@ class _Training:
     """One run. What changes is the module, the optimizer, `average`, `log` and `best`; these are what is saved."""
 
     def __init__(self, module: nn.Module, lessons: Lessons, course: Course, around: Around) -> None:
-        self.accelerator = _accelerator()
+        self.accelerator = _make_accelerator()
         self.device = self.accelerator.device
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.module, self.lessons, self.course, self.around = module.to(self.device), lessons, course, around
@@ -142,12 +142,12 @@ class _Training:
         self._check_same_start()
 
     def run(self) -> None:
-        """All steps that are left."""
+        """Run all steps that are left."""
         if not self.log.looks:
-            self._look()
+            self._evaluate()
         steps = range(self.log.step, 0 if self.log.end else self.course.steps)
         for step in self.around.progress(steps, self.around.name):
-            loss = self._step(step)
+            loss = self._make_step(step)
             if not math.isfinite(loss):
                 self.log.end = "diverged"
                 break
@@ -160,7 +160,7 @@ class _Training:
         self._save()
 
     def _check_same_start(self) -> None:
-        """RuntimeError where processes would train different models: their gradients are summed."""
+        """Raise RuntimeError where processes would train different models: their gradients are summed."""
         if self.size == 1:
             return
         digest = 0
@@ -171,8 +171,8 @@ class _Training:
         if int(same) != self.size:
             raise RuntimeError(f"{self.around.name}: the {self.size} processes begin with different weights")
 
-    def _step(self, step: int) -> float:
-        """One step of the optimizer; its loss, or NaN where loss or gradient are not finite and nothing was done."""
+    def _make_step(self, step: int) -> float:
+        """Make one optimizer step; return its loss, or NaN if loss or gradient are not finite and nothing was done."""
         self.around.before_step(step, progress_made(self.course, step, self._agreed_seconds()))
         set_mode(self.module, self.course.dropout, self.course.freeze_batchnorm)
         self.optimizer.zero_grad(set_to_none=True)
@@ -183,22 +183,22 @@ class _Training:
         for k, batch in enumerate(batches):
             torch.manual_seed(step_seed(self.course, step, k, self.rank))
             mine = part(batch, self.rank, self.size)
-            loss = self._loss(mine) * (mine.weight / max(whole, TINY))
+            loss = self._compute_loss(mine) * (mine.weight / max(whole, TINY))
             self.accelerator.backward(loss)
             total += loss.detach()
-        found = float(self.sum(total))
-        if not math.isfinite(found) or not self._clip():
+        loss_sum = float(self.sum(total))
+        if not math.isfinite(loss_sum) or not self._clip():
             return math.nan
         self._apply(step)
-        return found
+        return loss_sum
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _compute_loss(self, batch: Batch) -> Tensor:
         reduced = self.course.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=reduced):
             return self.lessons.loss(to_device(batch, self.device))
 
     def _clip(self) -> bool:
-        """Gradients of all processes summed, and clipped; False if they are not finite."""
+        """Sum the gradients of all processes and clip them; return False if they are not finite."""
         if self.size > 1:
             reduce_gradients(self.parameters, self.sum)
         limit = self.course.clip or math.inf
@@ -214,14 +214,14 @@ class _Training:
             self.average.follow(step)
 
     def _judge(self) -> None:
-        """After a step: look where it is time, end where it is time, save where it is time."""
+        """Look, end and save where it is time, after a step."""
         course, log = self.course, self.log
         seconds = self._agreed_seconds()
         late = course.max_seconds is not None and seconds >= course.max_seconds
         last = late or log.step == course.steps
         due = bool(log.looks) and looks_due(course, log.step, seconds) >= len(log.looks)
         if last or due or log.step % course.evaluate_every == 0:
-            self._look()
+            self._evaluate()
         if course.patience is not None and log.stale >= course.patience and not last:
             log.end = "patience"
         elif last:
@@ -229,18 +229,18 @@ class _Training:
         if time.monotonic() - self.saved >= self.pause:
             self._save()
 
-    def _look(self) -> None:
-        """The loss on what is held out; the best state is kept. Where nothing is held out, the last state is."""
+    def _evaluate(self) -> None:
+        """Take the loss on what is held out and keep the best state; where nothing is held out, keep the last."""
         with self.average.in_place() if self.average is not None else nullcontext():
             if not len(self.held):
                 self.best, self.log.best_step = module_state(self.module), self.log.step
                 return
-            if self.log.look(self._held_out_loss()):
+            if self.log.look(self._compute_held_out_loss()):
                 self.best = module_state(self.module)
         self.around.log(line(self.around.name, self.log, self.course, self._seconds()))
 
-    def _held_out_loss(self) -> float:
-        """In eval mode, on the samples as they are. Processes take batches in turn."""
+    def _compute_held_out_loss(self) -> float:
+        """Return the loss on the samples held out, in eval mode and as they are. Processes take batches in turn."""
         self.module.eval()
         size = self.course.batch_size
         pieces = [self.held[start : start + size] for start in range(0, len(self.held), size)]
@@ -248,23 +248,25 @@ class _Training:
         with torch.no_grad():
             for rows in pieces[self.rank :: self.size]:
                 batch = self.lessons.batch(rows, None)
-                sums += torch.tensor([float(self._loss(batch)) * batch.weight, batch.weight], dtype=torch.float64)
-        found = self.sum(sums)
-        if not found[1]:
+                sums += torch.tensor(
+                    [float(self._compute_loss(batch)) * batch.weight, batch.weight], dtype=torch.float64
+                )
+        totals = self.sum(sums)
+        if not totals[1]:
             raise PassError(
                 f"{self.around.name}: the {len(self.held)} samples held out have nothing to be judged by (texts of one "
                 "token?); raise held_out, or leave them out of the training set"
             )
-        return float(found[0] / found[1])
+        return float(totals[0] / totals[1])
 
     def _save(self) -> None:
         self.log.seconds = self._seconds()
         self.begun = self.saved = time.monotonic()
         if self.file is None or self.rank > 0:
             return
-        tensors = prefixed("now", module_state(self.module)) | prefixed("best", self.best)
-        tensors |= prefixed("optimizer", optimizer_state(self.optimizer))
-        tensors |= {} if self.average is None else prefixed("average", self.average.state())
+        tensors = add_prefix("now", module_state(self.module)) | add_prefix("best", self.best)
+        tensors |= add_prefix("optimizer", optimizer_state(self.optimizer))
+        tensors |= {} if self.average is None else add_prefix("average", self.average.state())
         write_state(self.file, tensors, asdict(self.log))
         self.saved = time.monotonic()
         took = self.saved - self.begun
@@ -272,27 +274,29 @@ class _Training:
 
     def resume(self) -> None:
         """Go on where an earlier run stood, if it left anything."""
-        found = None if self.file is None else read_state(self.file)
+        saved_run = None if self.file is None else read_state(self.file)
         wait()  # until all have read, nobody writes
-        if found is None:
+        if saved_run is None:
+            if self.file is not None and self.file.exists():
+                self.around.log(f"{self.around.name}: what an earlier run left is damaged; training starts afresh")
             return
-        tensors, record = found
-        restore_module(self.module, unprefixed("now", tensors))
-        restore_optimizer(self.optimizer, unprefixed("optimizer", tensors))
+        tensors, record = saved_run
+        restore_module(self.module, remove_prefix("now", tensors))
+        restore_optimizer(self.optimizer, remove_prefix("optimizer", tensors))
         if self.average is not None:
-            self.average.restore(unprefixed("average", tensors))
-        self.best, self.log = unprefixed("best", tensors), log_of(record)
+            self.average.restore(remove_prefix("average", tensors))
+        self.best, self.log = remove_prefix("best", tensors), log_of(record)
         self.around.log(f"{self.around.name}: goes on from step {self.log.step} of {self.course.steps}")
 
     def _seconds(self) -> float:
         return self.log.seconds + time.monotonic() - self.begun
 
     def _agreed_seconds(self) -> float:
-        """The mean over processes, so that all do the same; 0 where time does not count."""
+        """Return the mean over processes, so that all do the same; 0 where time does not count."""
         if self.course.max_seconds is None:
             return 0.0
         return float(self.sum(torch.tensor(self._seconds(), dtype=torch.float64))) / self.size
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all processes."""
+        """Sum a tensor over all processes."""
         return self.accelerator.reduce(tensor, "sum") if self.size > 1 else tensor

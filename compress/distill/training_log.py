@@ -33,7 +33,7 @@ class TrainLog:
     """Losses of the steps since the curve's last point."""
 
     def add(self, loss: float, steps: int) -> None:
-        """One more step, of `steps` in all."""
+        """Record one more step, of `steps` in all."""
         self.step += 1
         self.pending.append(loss)
         if len(self.pending) >= max(steps // POINTS, 1) or self.step == steps:
@@ -41,7 +41,7 @@ class TrainLog:
             self.pending = []
 
     def look(self, loss: float) -> bool:
-        """A loss on the samples held out; True if it is the least so far."""
+        """Record a loss on the samples held out; return True if it is the least so far."""
         self.looks.append((self.step, loss))
         self.start_loss = loss if self.start_loss is None else self.start_loss
         if self.best_loss is not None and not math.isnan(self.best_loss) and not loss < self.best_loss:
@@ -51,22 +51,22 @@ class TrainLog:
 
     @property
     def stale(self) -> int:
-        """Looks since the best one."""
+        """Count the looks since the best one."""
         return sum(step > self.best_step for step, _ in self.looks)
 
     def looked(self) -> bool:
-        """True if the state as it is has been looked at."""
+        """Return whether the state as it is has been looked at."""
         return bool(self.looks) and self.looks[-1][0] == self.step
 
 
 def log_of(record: dict[str, Any]) -> TrainLog:
-    """From JSON, which has lists for pairs."""
+    """Make a log from JSON, which has lists for pairs."""
     points = {name: [tuple(point) for point in record[name]] for name in ("curve", "looks")}
     return TrainLog(**record | points)
 
 
 def line(name: str, log: TrainLog, course: Course, seconds: float) -> str:
-    """For the log, after a look at the samples held out."""
+    """Return a line for the log, after a look at the samples held out."""
     text = f"{name}: step {log.step} of {course.steps}: held out {log.looks[-1][1]:.4g}"
     if not log.step:
         return text
@@ -79,8 +79,8 @@ def line(name: str, log: TrainLog, course: Course, seconds: float) -> str:
     return f"{text}; at most {max(left, 0):.0f} s left"
 
 
-def diverged(name: str, log: TrainLog, course: Course) -> str:
-    """The error where nothing better than the start was found before the loss broke."""
+def make_divergence_error(name: str, log: TrainLog, course: Course) -> str:
+    """Return the error where nothing better than the start was found before the loss broke."""
     return (
         f"{name}: the loss became NaN or infinite in step {log.step + 1} and nothing better than the start had been "
         f"found; lower learning_rate ({course.learning_rate:g}), clip harder or warm up longer"
@@ -88,9 +88,9 @@ def diverged(name: str, log: TrainLog, course: Course) -> str:
 
 
 def summary(name: str, log: TrainLog) -> str:
-    """One sentence for the report."""
+    """Return one sentence for the report."""
     ends = {"time": ", as max_seconds says", "patience": ", as nothing better came", "diverged": ""}
-    text = f"{name}: {log.step} steps in {log.seconds:.0f} s{ends.get(log.end, '')}"
+    text = f"{name}: {log.step} steps{ends.get(log.end, '')}"  # no seconds: a bundle's bytes may not hang on the clock
     if log.end == "diverged":
         text += f"; then the loss was NaN or infinite, and the state after step {log.best_step} was kept"
     if log.start_loss is None or log.best_loss is None:
@@ -101,8 +101,8 @@ def summary(name: str, log: TrainLog) -> str:
 
 
 def numbers(log: TrainLog) -> dict[str, float]:
-    """For the report's table."""
-    found = {"steps": float(log.step), "best_step": float(log.best_step), "seconds": round(log.seconds, 1)}
+    """Return what the report's table says of a training: its length, and what it did to the loss held out."""
+    figures = {"steps": float(log.step), "best_step": float(log.best_step)}
     if log.start_loss is not None and log.best_loss is not None:
-        found |= {"loss_before": log.start_loss, "loss_after": log.best_loss}
-    return found
+        figures |= {"loss_before": log.start_loss, "loss_after": log.best_loss}
+    return figures

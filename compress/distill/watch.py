@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import named_outputs, removed_after
+from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
 
 Feeds = Mapping[str, Tensor]
@@ -28,7 +28,7 @@ class Seen:
 
     @property
     def first(self) -> Tensor:
-        """The first output: logits where there are any."""
+        """Return the first output: logits where there are any."""
         return next(iter(self.outputs.values()))
 
 
@@ -46,7 +46,7 @@ class Watched(AbstractContextManager["Watched"]):
     def __enter__(self) -> Watched:
         parts = module_names(self.module)
         wanted = dict.fromkeys((*self.hidden, *self.maps))
-        self.handles = [parts[name].register_forward_hook(self._keeper(name)) for name in wanted]
+        self.handles = [parts[name].register_forward_hook(self._make_hook(name)) for name in wanted]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,25 +55,25 @@ class Watched(AbstractContextManager["Watched"]):
         self.given.clear()
 
     def __call__(self, feeds: Feeds) -> Seen:
-        """PassError where a module that is watched was not called."""
+        """Run the module and return what it gave. PassError where a module that is watched was not called."""
         self.given.clear()
-        outputs = named_outputs(self.module(**feeds))
+        outputs = name_outputs(self.module(**feeds))
         silent = [name for name in (*self.hidden, *self.maps) if name not in self.given]
         if silent:
             raise PassError(f"{self.kind}: the model runs without calling {silent[0]}; map another module")
-        hidden = {name: self._tensor(name) for name in self.hidden}
+        hidden = {name: self._read_tensor(name) for name in self.hidden}
         seen = Seen(outputs, hidden, {name: self.given[name][1] for name in self.maps})
         self.given.clear()
         return seen
 
-    def _tensor(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         out = self.given[name]
         item = out[0] if isinstance(out, tuple) and out else out
         if not isinstance(item, Tensor):
             raise PassError(f"{self.kind}: {name} gives {type(out).__name__}, not a tensor; map another module")
         return item
 
-    def _keeper(self, name: str) -> Callable[..., None]:
+    def _make_hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             self.given[name] = out
 
@@ -81,29 +81,29 @@ class Watched(AbstractContextManager["Watched"]):
 
 
 def module_names(module: nn.Module) -> dict[str, nn.Module]:
-    """By plain name, in the module's order."""
+    """Return the modules by plain name, in the module's order."""
     return {plain(name): part for name, part in module.named_modules()}
 
 
 def attention_modules(module: nn.Module, feeds: Feeds) -> list[str]:
-    """The modules that give (output, attention map) when run on these feeds, the innermost of each; in their order."""
-    found: list[str] = []
+    """Return the modules that give (output, attention map) on these feeds, the innermost of each; in their order."""
+    names: list[str] = []
 
-    def keeper(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def keep(part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             if _has_map(out):
-                found.append(name)
+                names.append(name)
 
         return keep
 
-    handles = [part.register_forward_hook(keeper(name)) for name, part in module_names(module).items()]
-    with removed_after(handles), torch.no_grad():
+    handles = [part.register_forward_hook(make_hook(name)) for name, part in module_names(module).items()]
+    with remove_hooks_on_exit(handles), torch.no_grad():
         module(**feeds)
-    return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+    return [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
 
 
 def _has_map(out: Any) -> bool:
-    """True for a tuple whose second item holds probabilities [b, h, T, T]."""
+    """Return whether this is a tuple whose second item holds probabilities [b, h, T, T]."""
     if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], Tensor) or out[1].dim() != 4:
         return False
     sums = out[1].sum(-1)

@@ -17,18 +17,21 @@ _KINDS = {
 }
 
 
-def asked_precisions(path: Path) -> dict[str, str]:
-    """Product node -> int8 or float8 (both factors are dequantized), int4 (its weights are), or its float type."""
+def find_asked_precisions(path: Path) -> dict[str, str]:
+    """Return product node -> the precision that it asks for.
+
+    int8 or float8 (both factors are dequantized), int4 (its weights are), or its float type.
+    """
     model = ir.load(path)
-    found = {}
+    precisions = {}
     for node in model.graph.all_nodes():
         if node.op_type in PRODUCTS and node.name:
-            found[node.name] = _asked(node)
-    return found
+            precisions[node.name] = _find_precision(node)
+    return precisions
 
 
-def _asked(node: ir.Node) -> str:
-    stored = [_stored(value) for value in node.inputs[:2] if value is not None]
+def _find_precision(node: ir.Node) -> str:
+    stored = [_find_stored_type(value) for value in node.inputs[:2] if value is not None]
     for kind in ("int8", "float8"):
         if stored.count(kind) == 2:
             return kind
@@ -40,8 +43,8 @@ def _asked(node: ir.Node) -> str:
     return next((kind for kind in types if kind), "float32")
 
 
-def _stored(value: ir.Value) -> str:
-    """What a factor is stored in, where a DequantizeLinear makes it; "" for any other."""
+def _find_stored_type(value: ir.Value) -> str:
+    """Return the type in which a factor is stored, where a DequantizeLinear makes it; "" for any other."""
     node = value.producer()
     while node is not None and node.op_type in ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Cast"):
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None

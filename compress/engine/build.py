@@ -1,4 +1,4 @@
-"""Compiling one engine, in a process of its own: `python -m compress.engine.build ORDER.json`.
+"""Compiling one engine, in a process of its own.
 
 A broken installation may crash the process, a library takes one logger for all its life, and what a build held is given
 back when it ends: three reasons why this is never done in the process that asks for it.
@@ -17,14 +17,14 @@ from typing import Any
 
 from compress.engine.layers import Outcome, layers_in_json, layers_in_log, outcomes, share_held
 from compress.errors import ExportError
-from runtime import tensorrt_api as api
-from runtime.engine import EngineRecord
+from runtime.bundle.engine import EngineRecord
+from runtime.bundle.files import write_whole
+from runtime.bundle.profiles import InputShapes, Profile
+from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
-from runtime.files import write_whole
-from runtime.gpu import gpu_here, platform_here
-from runtime.isolated import last_line
-from runtime.profiles import InputShapes, Profile
-from runtime.records import from_json, to_json
+from runtime.nvidia import tensorrt_api as api
+from runtime.nvidia.gpu import gpu_here, platform_here
+from runtime.processes.isolated import last_line, start_python
 
 TIMEOUT_S = 4 * 3600
 FAILED = 1
@@ -47,43 +47,47 @@ class Job:
 
 
 def build_engine(job: Job) -> tuple[EngineRecord, tuple[str, ...]]:
-    """Compile, and give the record and what the user should know. ExportError with what the library said."""
-    command = [sys.executable, "-m", "compress.engine.build"]
+    """Compile an engine and return its record and what the user should know.
+
+    ExportError with what the library said.
+    """
+    code = "from compress.engine.build import main; sys.exit(main(sys.stdin.read()))"
     try:
-        done = subprocess.run(
-            command, input=json.dumps(to_json(job)), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = start_python(code, given=json.dumps(to_json(job)), seconds=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise ExportError(
             f"{job.runtime}: the build took longer than {TIMEOUT_S} s; lower builder_optimization_level"
         ) from error
     if done.returncode < 0:
-        said = last_line(done.stderr)
+        message = last_line(done.stderr)
         raise ExportError(
-            f"{job.runtime}: the builder crashed (signal {-done.returncode}: {said}); see `compress doctor`"
+            f"{job.runtime}: the builder crashed (signal {-done.returncode}: {message}); see `compress doctor`"
         )
     if done.returncode != 0:
         raise ExportError([f"{job.runtime}: {line}" for line in done.stderr.strip().splitlines()[-8:]] or "no word")
-    found: dict[str, Any] = json.loads(Path(job.record).read_text(encoding="utf-8"))
-    return from_json(EngineRecord, found["record"], "record"), tuple(found["notes"])
+    answer: dict[str, Any] = json.loads(Path(job.record).read_text(encoding="utf-8"))
+    return from_json(EngineRecord, answer["record"], "record"), tuple(answer["notes"])
 
 
 def compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
-    """What the process does: the engine's file under its name when it is whole. RuntimeFailure with the way out."""
+    """Compile in this process and write the engine under its name when it is whole; return its record and notes.
+
+    RuntimeFailure with the way out.
+    """
     trt = api.load(job.runtime)
     messages = api.Messages(trt)
     builder = trt.Builder(messages.logger)
     network = api.read_network(trt, builder, messages.logger, Path(job.graph))
-    options = _options(job)
+    options = _make_options(job)
     config = api.make_config(trt, builder, options)
     free = {network.get_input(i).name for i in range(network.num_inputs) if -1 in network.get_input(i).shape}
     for profile in job.profiles:
-        api.add_profile(builder, config, {name: _ends(profile[name]) for name in profile if name in free})
+        api.add_profile(builder, config, {name: _unpack_shapes(profile[name]) for name in profile if name in free})
     notes = [text] if (text := api.use_timing_cache(trt, config, options.timing_cache, messages)) else []
     begun = time.monotonic()
     data = builder.build_serialized_network(network, config)
     if data is None:
-        raise RuntimeFailure(_reasons(messages))
+        raise RuntimeFailure(_list_reasons(messages))
     seconds, engine = time.monotonic() - begun, bytes(memoryview(data))
     write_whole(Path(job.engine), engine)
     if job.cache and (kept := api.timing_cache(config)):
@@ -91,7 +95,7 @@ def compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
     described = api.describe_engine(trt, messages, engine, options.version_compatible)
     layers = layers_in_json(described) if described else layers_in_log(text for _, text in messages.said)
     write_whole(Path(job.layers), (json.dumps([asdict(layer) for layer in layers], indent=1) + "\n").encode())
-    found = outcomes(job.asked, layers)
+    node_outcomes = outcomes(job.asked, layers)
     gpu = gpu_here()
     return EngineRecord(
         runtime=job.runtime,
@@ -104,15 +108,19 @@ def compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
         gpu=gpu.name if gpu else "",
         build_seconds=round(seconds, 3),
         n_layers=len(layers),
-        asked=_counted(found),
-        held=round(share_held(found), 4),
-        short={one.node: f"{one.asked} -> {one.got or 'not named'}" for one in found if not one.held},
+        asked=_count_asked(node_outcomes),
+        held=round(share_held(node_outcomes), 4),
+        short={
+            outcome.node: f"{outcome.asked} -> {outcome.got or 'not named'}"
+            for outcome in node_outcomes
+            if not outcome.held
+        },
         inspected="inspector" if described else "log",
     ), notes
 
 
-def _options(job: Job) -> api.BuildOptions:
-    """The recipe's words as the library's options; a timing cache that is not there yet begins empty."""
+def _make_options(job: Job) -> api.BuildOptions:
+    """Return the recipe's words as the library's options; a timing cache that is not there yet begins empty."""
     given = dict(job.options)
     workspace, kept = given.pop("workspace_mib", None), given.pop("timing_cache", False)
     fields = {name: value for name, value in given.items() if name in api.BuildOptions.__dataclass_fields__}
@@ -124,20 +132,26 @@ def _options(job: Job) -> api.BuildOptions:
     ).with_cache(None if cache is None else cache.read_bytes() if cache.is_file() else b"")
 
 
-def _ends(shapes: InputShapes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _unpack_shapes(shapes: InputShapes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     return shapes.min, shapes.opt, shapes.max
 
 
-def _reasons(messages: api.Messages) -> list[str]:
-    """The library's errors, each once, those of a missing driver last: they are logged of builds that succeed, too."""
-    said = list(dict.fromkeys(messages.errors()))
-    return sorted(said, key=lambda text: "cuda" in text.lower()) or [
+def _list_reasons(messages: api.Messages) -> list[str]:
+    """Return the library's errors, each once, those of a missing driver last.
+
+    These are logged of builds that succeed, too.
+    """
+    errors = list(dict.fromkeys(messages.errors()))
+    return sorted(errors, key=lambda text: "cuda" in text.lower()) or [
         "the build failed, and the library did not say why"
     ]
 
 
-def _counted(found: Sequence[Outcome]) -> dict[str, int]:
-    return {kind: sum(one.asked == kind for one in found) for kind in dict.fromkeys(one.asked for one in found)}
+def _count_asked(results: Sequence[Outcome]) -> dict[str, int]:
+    return {
+        kind: sum(outcome.asked == kind for outcome in results)
+        for kind in dict.fromkeys(outcome.asked for outcome in results)
+    }
 
 
 def main(text: str) -> int:
@@ -148,10 +162,6 @@ def main(text: str) -> int:
     except RuntimeFailure as error:
         print("\n".join(error.problems), file=sys.stderr)
         return FAILED
-    found = {"record": to_json(record), "notes": notes}
-    write_whole(Path(job.record), json.dumps(found, indent=1).encode())
+    answer = {"record": to_json(record), "notes": notes}
+    write_whole(Path(job.record), json.dumps(answer, indent=1).encode())
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.stdin.read()))

@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from compress.cache import default_root
-from compress.engine.asked import asked_precisions
+from compress.engine.asked import find_asked_precisions
 from compress.engine.build import Job, build_engine
 from compress.facts import Note
-from runtime.bundle import Artifact
-from runtime.engine import EngineOrder, EngineRecord
-from runtime.gpu import gpu_here
-from runtime.isolated import run
+from compress.store.cache import default_root
+from runtime.bundle.engine import EngineOrder, EngineRecord
+from runtime.bundle.format import Artifact
+from runtime.nvidia.gpu import gpu_here
+from runtime.processes.isolated import run
 
 RECORD = "engine.json"
 SHOWN = 5
@@ -24,10 +24,13 @@ WITH_GPU = ("strip_weights", "refit")
 
 
 def why_not_here(order: EngineOrder) -> str:
-    """Why this machine cannot compile it, and the way out; "" if it can. The library is tried in another process."""
-    found = _library_trouble(order.runtime)
-    if found:
-        return found
+    """Return why this machine cannot compile it, and the way out; "" if it can.
+
+    The library is tried in another process.
+    """
+    trouble = _explain_library_trouble(order.runtime)
+    if trouble:
+        return trouble
     asking = [name for name in WITH_GPU if order.options.get(name)]
     if order.runtime == "tensorrt-rtx" and not asking:
         return ""
@@ -37,25 +40,25 @@ def why_not_here(order: EngineOrder) -> str:
     return ""
 
 
-def known_capabilities(runtime: str) -> tuple[str, ...]:
-    """Compute capabilities that the library here compiles for without the GPU; empty where that is not known."""
-    return tuple(_library(runtime)[1].split())
+def list_capabilities(runtime: str) -> tuple[str, ...]:
+    """Return the compute capabilities that the library here compiles for without the GPU; empty where not known."""
+    return tuple(_probe_library(runtime)[1].split())
 
 
-def _library_trouble(runtime: str) -> str:
-    return _library(runtime)[0]
+def _explain_library_trouble(runtime: str) -> str:
+    return _probe_library(runtime)[0]
 
 
 @lru_cache
-def _library(runtime: str) -> tuple[str, str]:
-    """(why it cannot be loaded, "" if it can; the compute capabilities that it knows)."""
-    return run(f"from runtime import tensorrt_api as api; print(*api.known_capabilities(api.load({runtime!r})))")
+def _probe_library(runtime: str) -> tuple[str, str]:
+    """Return (why it cannot be loaded, "" if it can; the compute capabilities that it knows)."""
+    return run(f"from runtime.nvidia import tensorrt_api as api; print(*api.list_capabilities(api.load({runtime!r})))")
 
 
 def compile_order(
     root: Path, order: EngineOrder, graph: Artifact, cache: Path | None
 ) -> tuple[Artifact, tuple[Note, ...]]:
-    """The engine of `order` beside the graph in the bundle's folder `root`; and what is to be said of it. ExportError.
+    """Compile `order` beside the graph in the bundle's folder `root`; return the engine and notes on it. ExportError.
 
     `cache`: the folder in which timing caches are kept; None: the user's.
     """
@@ -68,10 +71,10 @@ def compile_order(
         engine=str(engine),
         layers=str(layers),
         record=str(record),
-        cache=str(_timing_file(cache or default_root(), order)) if order.options.get("timing_cache") else "",
+        cache=str(_make_timing_path(cache or default_root(), order)) if order.options.get("timing_cache") else "",
         profiles=order.profiles,
         options=order.options,
-        asked=asked_precisions(model),
+        asked=find_asked_precisions(model),
     )
     try:
         built, notes = build_engine(job)
@@ -95,7 +98,7 @@ def compile_order(
 
 
 def precision_texts(record: EngineRecord) -> list[str]:
-    """Which share of the products runs in the precision that the graph asks for, and which do not."""
+    """Return sentences: which share of the products runs in the precision that the graph asks for, and which do not."""
     asked = ", ".join(f"{count} in {kind}" for kind, count in record.asked.items())
     texts = [f"{record.held:.0%} of the products asked for ({asked}) run so"] if asked else []
     if record.short:
@@ -105,8 +108,11 @@ def precision_texts(record: EngineRecord) -> list[str]:
     return texts
 
 
-def _timing_file(root: Path, order: EngineOrder) -> Path:
-    """One for each library and kind of GPU: the library itself refuses what another version timed."""
+def _make_timing_path(root: Path, order: EngineOrder) -> Path:
+    """Return the timing cache's file, one for each library and kind of GPU; its folder is made.
+
+    The library itself refuses what another version timed.
+    """
     gpu = gpu_here()
     name = "-".join(re.findall(r"[a-z0-9]+", gpu.name.lower())) if gpu else "none"
     folder = root / "timing"

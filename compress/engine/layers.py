@@ -48,34 +48,37 @@ class Outcome:
 
 
 def layers_in_log(lines: Iterable[str]) -> list[EngineLayer]:
-    """From the builder's messages: those after the line "Layers:", one text or several."""
-    found = (
+    """Parse layers from the builder's messages: those after the line "Layers:", one text or several."""
+    matches = (
         re.match(r"Name: (.*?), LayerType: (\S+?), Inputs: ", line) for text in lines for line in text.splitlines()
     )
-    return [_logged(match) for match in found if match]
+    return [_parse_log_line(match) for match in matches if match]
 
 
 def layers_in_json(text: str) -> list[EngineLayer]:
-    """From `EngineInspector.get_engine_information(LayerInformationFormat.JSON)`."""
+    """Parse layers from `EngineInspector.get_engine_information(LayerInformationFormat.JSON)`."""
     rows = json.loads(text)["Layers"]
-    return [_inspected(row) for row in rows if isinstance(row, Mapping)]
+    return [_parse_row(row) for row in rows if isinstance(row, Mapping)]
 
 
 def outcomes(asked: Mapping[str, str], layers: Sequence[EngineLayer]) -> list[Outcome]:
-    """For each node of `asked` (name -> precision) what it got: that one if a kernel of the node computes in it."""
+    """Return for each node of `asked` (name -> precision) what it got.
+
+    That is the asked one if a kernel of the node computes in it.
+    """
     by_node: dict[str, list[EngineLayer]] = {}
     for layer in layers:
         for node in layer.nodes:
             by_node.setdefault(node, []).append(layer)
-    return [_outcome(node, precision, by_node.get(node, ())) for node, precision in asked.items()]
+    return [_judge_node(node, precision, by_node.get(node, ())) for node, precision in asked.items()]
 
 
 def share_held(found: Sequence[Outcome]) -> float:
-    """Part of the nodes that got what was asked, in [0, 1]; 1 of none."""
-    return sum(one.held for one in found) / len(found) if found else 1.0
+    """Return the part of the nodes that got what was asked, in [0, 1]; 1 of none."""
+    return sum(outcome.held for outcome in found) / len(found) if found else 1.0
 
 
-def _outcome(node: str, asked: str, layers: Sequence[EngineLayer]) -> Outcome:
+def _judge_node(node: str, asked: str, layers: Sequence[EngineLayer]) -> Outcome:
     kernels = tuple(layer.name for layer in layers)
     if any(_computes_in(asked, layer) for layer in layers):
         return Outcome(node, asked, asked, kernels)
@@ -84,7 +87,10 @@ def _outcome(node: str, asked: str, layers: Sequence[EngineLayer]) -> Outcome:
 
 
 def _computes_in(precision: str, layer: EngineLayer) -> bool:
-    """Both factors of an 8-bit product are in 8 bits; a kernel that only rounds or adds reads one such tensor."""
+    """Return whether a kernel computes a product in a precision.
+
+    Both factors of an 8-bit product are in 8 bits; a kernel that only rounds or adds reads one such tensor.
+    """
     if precision == "int4":
         return precision in layer.weights
     if precision in ("int8", "float8"):
@@ -92,11 +98,11 @@ def _computes_in(precision: str, layer: EngineLayer) -> bool:
     return precision in layer.inputs
 
 
-def _logged(match: re.Match[str]) -> EngineLayer:
+def _parse_log_line(match: re.Match[str]) -> EngineLayer:
     line = match.string
-    parts = {key: _bracketed(line, f"{key}: [") for key in ("Inputs", "Constants", "Outputs")}
+    parts = {key: _extract_brackets(line, f"{key}: [") for key in ("Inputs", "Constants", "Outputs")}
     tactic = re.search(r"TacticName: ([^,]*),", line)
-    types = {key: _types(re.findall(r"Datatype: (\w+)", text)) for key, text in parts.items()}
+    types = {key: _translate_types(re.findall(r"Datatype: (\w+)", text)) for key, text in parts.items()}
     return EngineLayer(
         match[1],
         match[2],
@@ -104,12 +110,12 @@ def _logged(match: re.Match[str]) -> EngineLayer:
         types["Constants"],
         types["Outputs"],
         tactic[1] if tactic else "",
-        _nodes(line.rpartition("Metadata: ")[2]),
+        _parse_nodes(line.rpartition("Metadata: ")[2]),
     )
 
 
-def _bracketed(line: str, start: str) -> str:
-    """What stands between `start`, which ends with "[", and the bracket that closes it."""
+def _extract_brackets(line: str, start: str) -> str:
+    """Return what stands between `start`, which ends with "[", and the bracket that closes it."""
     begin = line.find(start)
     if begin < 0:
         return ""
@@ -121,33 +127,35 @@ def _bracketed(line: str, start: str) -> str:
     return line[begin:]
 
 
-def _inspected(row: Mapping[str, object]) -> EngineLayer:
+def _parse_row(row: Mapping[str, object]) -> EngineLayer:
     def types(key: str) -> tuple[str, ...]:
         tensors = row.get(key) or ()
         assert isinstance(tensors, Sequence)
-        return _types([str(one.get("Datatype") or one.get("Format/Datatype") or "") for one in tensors])
+        return _translate_types(
+            [str(tensor.get("Datatype") or tensor.get("Format/Datatype") or "") for tensor in tensors]
+        )
 
     weights = row.get("Weights")  # TensorRT's convolutions; RTX lists them among its constants
-    own = _types([str(weights.get("Type", ""))]) if isinstance(weights, Mapping) else ()
+    weight_types = _translate_types([str(weights.get("Type", ""))]) if isinstance(weights, Mapping) else ()
     return EngineLayer(
         str(row.get("Name", "")),
         str(row.get("LayerType", "")),
         types("Inputs"),
-        (*own, *types("Constants")),
+        (*weight_types, *types("Constants")),
         types("Outputs"),
         str(row.get("TacticName", "")),
-        _nodes(str(row.get("Metadata", ""))),
+        _parse_nodes(str(row.get("Metadata", ""))),
     )
 
 
-def _types(words: Sequence[str]) -> tuple[str, ...]:
-    """Of "Half", or of "Row major linear FP16 format (kLINEAR)"; unknown words as they are."""
-    found = []
+def _translate_types(words: Sequence[str]) -> tuple[str, ...]:
+    """Translate "Half", or "Row major linear FP16 format (kLINEAR)", to our type names; unknown words stay."""
+    translated = []
     for word in words:
         known = [TYPES[part] for part in re.findall(r"[a-z0-9]+", word.lower()) if part in TYPES]
-        found.append(known[0] if known else word)
-    return tuple(found)
+        translated.append(known[0] if known else word)
+    return tuple(translated)
 
 
-def _nodes(metadata: str) -> tuple[str, ...]:
+def _parse_nodes(metadata: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"\[ONNX Layer: ([^\]]+)\]", metadata)))

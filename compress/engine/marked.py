@@ -16,7 +16,7 @@ PASSED_OVER = (
 
 
 def tensors_of(path: Path) -> list[str]:
-    """Float tensors that operators compute, in the order in which they run."""
+    """Return the float tensors that operators compute, in the order in which they run."""
     nodes = ir.load(path).graph
     return [
         value.name

@@ -12,25 +12,30 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compress import __version__
 from compress.blocks.streamed import StreamedModel
 from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
 from compress.export.engines import write_engines
+from compress.export.first_token import write_first_token
 from compress.export.genai import write_genai_config
+from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
-from compress.exports import CheckpointExport, EngineExport
-from compress.facts import Note
+from compress.facts import HostNote, Note
+from compress.formats.targets import TARGETS
 from compress.graph.cache import cache_of
 from compress.graph.specs import input_specs, output_specs
 from compress.quantize.state import FLOAT8, GraphState
-from compress.schema import Recipe
-from compress.targets import TARGETS
-from runtime.bundle import (
+from compress.recipe.exports import CheckpointExport, EngineExport
+from compress.recipe.schema import Recipe
+from compress.version import __version__
+from runtime.bundle.engine import EngineOrder
+from runtime.bundle.files import write_whole
+from runtime.bundle.format import (
+    HOST,
     Artifact,
+    BuildScore,
     Generation,
     Manifest,
-    TensorSpec,
     checkpoint_size,
     model_size,
     write_bundle,
@@ -38,9 +43,8 @@ from runtime.bundle import (
     write_outputs,
     write_samples,
 )
-from runtime.engine import EngineOrder
-from runtime.files import write_whole
-from runtime.preprocess import PreprocessSpec, spec_to_dict
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.preprocess import PreprocessSpec, spec_to_dict
 
 FOLDER_FILES = (
     "config.json",
@@ -77,6 +81,8 @@ class Contents:
     recipe: Recipe
     recipe_yaml: str
     lock: dict[str, Any]
+    host: dict[str, Any]
+    """What is of this machine alone; no digest covers it."""
     preprocess: PreprocessSpec
     folder: Path | None
     tokenizer: Path | None
@@ -93,12 +99,16 @@ class Contents:
     generation: Generation | None = None
     cache: Path | None = None
     """Where timing caches of engines are kept; None: the user's folder."""
+    score: BuildScore | None = None
+    """How `candidate_outputs` were measured."""
+    load_back: LoadBack | None = None
+    """What checkpoints are loaded back with; None: they are not."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where no baseline is written."""
 
 
 def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
-    """Write every file of the bundle under `staging`, then its manifest; and what is worth knowing of the files.
+    """Write every file of the bundle under `staging`, then its manifest; return it, and notes on the files.
 
     Raises ExportError, BundleError.
     """
@@ -110,6 +120,8 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         write_candidate_outputs(staging, contents.candidate_outputs)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
     write_json(staging / "lock.json", contents.lock)
+    here = [note.text for note in notes if isinstance(note, HostNote)]
+    write_json(staging / HOST, {**contents.host, "notes": here})
     layers = [*contents.layers, *note_rows(notes)]
     write_json(staging / "layers.json", layers)
     manifest = Manifest(
@@ -123,6 +135,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         judgement=recipe.validate_,
         generation=contents.generation,
         source_bytes=contents.source_bytes,
+        score=contents.score,
         orders=tuple(orders),
         created_by=f"compress {__version__}",
     )
@@ -131,12 +144,13 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
 
 
 def note_rows(notes: Sequence[Note]) -> list[dict[str, Any]]:
-    """Notes as rows of layers.json."""
-    return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in notes]
+    """Return notes as rows of layers.json, those of this machine alone left out."""
+    shared = [note for note in notes if not isinstance(note, HostNote)]
+    return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in shared]
 
 
 def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact], list[EngineOrder], list[Note]]:
-    """The float graph if there are graphs, then every export; the one for the recipe's target is the candidate."""
+    """Write the float graph if there are graphs, then every export; that for the recipe's target is the candidate."""
     recipe = contents.recipe
     artifacts: list[Artifact] = []
     orders: list[EngineOrder] = []
@@ -151,12 +165,14 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
         main = target == recipe.target
         if isinstance(export, CheckpointExport):
             folder = staging / ("model" if main else "checkpoint")
-            artifact, found = _write_checkpoint(folder, "candidate" if main else "checkpoint", export, contents)
+            artifact, file_notes = _write_checkpoint(folder, "candidate" if main else "checkpoint", export, contents)
         else:
             folder = staging / ("model" if main else f"model-{target}")
-            artifact, found = _write_flavour(folder, "candidate" if main else f"candidate-{target}", target, contents)
+            artifact, file_notes = _write_target_graph(
+                folder, "candidate" if main else f"candidate-{target}", target, contents
+            )
         artifacts.append(artifact)
-        notes += found
+        notes += file_notes
         if isinstance(export, EngineExport):
             pair = (artifact, artifacts[0])
             made = write_engines(
@@ -168,8 +184,8 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
     return artifacts, orders, notes
 
 
-def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> tuple[Artifact, list[Note]]:
-    """The graph in the form that a target is fast on, and the files that tools expect beside it."""
+def _write_target_graph(folder: Path, name: str, target: str, contents: Contents) -> tuple[Artifact, list[Note]]:
+    """Write the graph in the form that a target is fast on, and the files that tools expect beside it."""
     graphs = contents.graphs
     assert graphs is not None
     graph, texts = finish(graphs.state, TARGETS[target])
@@ -177,6 +193,7 @@ def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> 
     artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder, contents.tokenizer)
+        notes += write_first_token(folder, contents.preprocess)
         if artifact.cache is not None and artifact.cache.shared_buffer and (folder / "config.json").is_file():
             write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
     return artifact, notes
@@ -185,29 +202,35 @@ def _write_flavour(folder: Path, name: str, target: str, contents: Contents) -> 
 def _write_checkpoint(
     folder: Path, name: str, export: CheckpointExport, contents: Contents
 ) -> tuple[Artifact, list[Note]]:
-    """The folder that transformers and vLLM load."""
+    """Write the folder that transformers and vLLM load, and load it back where the contents say with what."""
     model = contents.streamed
     assert model is not None
-    notes = write_checkpoint(folder, model, export, contents.recipe_yaml)
+    trusted = contents.recipe.model.trust_remote_code
+    notes = write_checkpoint(folder, model, export, contents.recipe_yaml, with_code=trusted)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder)
+        notes += write_first_token(folder, contents.preprocess)
+    target = contents.recipe.target_of(export)
+    if contents.load_back is not None:
+        notes += check_loads_back(folder, model, export, target, contents.load_back)
     schemes = sorted({scheme.name for scheme in model.schemes.values()})
     return Artifact(
         name=name,
         path=f"{folder.name}/config.json",
-        target=contents.recipe.target_of(export),
+        target=target,
         precision=" + ".join(schemes) or "as it was",
         inputs=(),
         outputs=(),
         size_bytes=checkpoint_size(folder / "config.json"),
         kind="checkpoint",
+        remote_code=trusted,
     ), notes
 
 
 def precision(state: GraphState) -> str:
-    """What the weights are stored in, in words: "int8", "float8", "int4 + float16", ..."""
-    found = {"float8" if w.values.dtype == FLOAT8 else f"int{w.bits}" for w in state.weights.values()}
-    return " + ".join([*sorted(found), *([state.half] if state.half else [])]) or "float32"
+    """Return what the weights are stored in, in words: "int8", "float8", "int4 + float16", ..."""
+    types = {"float8" if w.values.dtype == FLOAT8 else f"int{w.bits}" for w in state.weights.values()}
+    return " + ".join([*sorted(types), *([state.half] if state.half else [])]) or "float32"
 
 
 def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: Graphs, target: str) -> Artifact:
@@ -227,7 +250,7 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
 
 
 def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None) -> None:
-    """Those that the folder lacks; tokenizer.json from the folder `tokenizer`, if there is one of its own."""
+    """Copy FOLDER_FILES that `folder` lacks from `source`; tokenizer.json from the folder `tokenizer`, where given."""
     for name in FOLDER_FILES:
         origin = tokenizer if tokenizer is not None and name == "tokenizer.json" else source
         if (origin / name).is_file() and not (folder / name).exists():
@@ -236,5 +259,5 @@ def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As all JSON files of a bundle but its manifest and reports are written."""
+    """Write JSON as all files of a bundle but its manifest and reports are written: keys sorted, two spaces."""
     write_whole(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from compress.inspect import NO_LAYERS
-from runtime.bundle import Manifest
+from runtime.bundle.format import NO_LAYERS, Manifest
+from runtime.bundle.manifest import GENERATION
 
 TEMPLATE = """\
 ---
@@ -31,24 +33,80 @@ measured, `recipe.yaml` what was asked for, `lock.json` every version, seed and 
 - {{ count }} layers: {{ action }}
 {% endfor %}
 `layers.json` names each one, with the reason.
-
+{% for note in notes %}{% if loop.first %}
+## What to know
+{% endif -%}
+- {{ note }}
+{% endfor %}
 ## Run it, judge it again
-Needs numpy and onnxruntime (and `tokenizers` for text, `pillow` for image files).
+`DIR` is this folder. {{ usage.needs }}
 
 ```
-python -m runtime predict {{ manifest.name }} INPUT
-python -m runtime validate {{ manifest.name }}
+{{ usage.command }}
+compress-run validate DIR
 ```
+Installing the project (`pip install .` in its folder) brings that command; `python -m runtime` is the same where its
+folder is at hand.
+{%- if usage.note %}
+{{ usage.note }}
+{%- endif %}
 
 Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}).
 The evaluation set has {{ manifest.evaluation.n_samples }} samples.
 """
 
 
+@dataclass(frozen=True)
+class Usage:
+    """How the candidate is run: a command that works as it stands, and what it needs."""
+
+    command: str
+    needs: str
+    note: str = ""
+
+
+def usage_of(manifest: Manifest) -> Usage:
+    """Return how people run the bundle's candidate, by its task and by what its samples are."""
+    candidate = manifest.artifact("candidate")
+    if candidate.kind == "checkpoint":
+        return _describe_checkpoint_usage(manifest, str(PurePosixPath(candidate.path).parent))
+    kind = manifest.preprocess["kind"]
+    if manifest.task in GENERATION:
+        needs = "numpy, onnxruntime, `tokenizers` and, for `--chat`, `jinja2`"
+        return Usage('compress-run generate DIR "Once upon a time"', f"The commands need {needs}.")
+    if kind == "image":
+        needs = "numpy, onnxruntime and `pillow`"
+        return Usage("compress-run predict DIR image.png", f"The commands need {needs}; `image.png` is any picture.")
+    if kind == "text":
+        return Usage('compress-run predict DIR "a text"', "The commands need numpy, onnxruntime and `tokenizers`.")
+    inputs = ", ".join(f"`{spec.name}` {list(spec.shape)} {spec.dtype}" for spec in candidate.inputs)
+    return Usage(
+        "compress-run predict DIR inputs.npz --output outputs.npz",
+        "The commands need numpy and onnxruntime.",
+        f"`inputs.npz` holds an array for each input: {inputs}.",
+    )
+
+
+def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
+    """Return how the engine that a checkpoint is for opens its folder; the report can be made again everywhere."""
+    target = manifest.artifact("candidate").target
+    sample = {"image": "image.png", "language": "Once upon a time"}.get(str(manifest.preprocess["kind"]), "a text")
+    command = f"vllm serve DIR/{folder}"
+    if target != "vllm":
+        call = f"pipeline('{manifest.task}', 'DIR/{folder}')('{sample}')"
+        command = f'python -c "from transformers import pipeline; print({call})"'
+    return Usage(
+        command,
+        f"The model is a checkpoint, which {target} opens; `validate` needs numpy and onnxruntime alone.",
+        "Quality was measured when the checkpoint was built; `validate` judges what was measured.",
+    )
+
+
 def model_card(manifest: Manifest, lock: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown with the YAML header that model hubs read."""
+    """Return the model card: Markdown with the YAML header that model hubs read."""
     actions = Counter(str(layer["action"]) for layer in layers if layer.get("type") not in NO_LAYERS).most_common()
+    notes = [str(row["reason"]) for row in layers if row.get("type") == "note" and row["action"] == "warning"]
     template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(
         TEMPLATE
     )
-    return template.render(manifest=manifest, lock=lock, actions=actions)
+    return template.render(manifest=manifest, lock=lock, actions=actions, notes=notes, usage=usage_of(manifest))

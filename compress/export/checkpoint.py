@@ -20,16 +20,16 @@ from compress.errors import ExportError
 from compress.export import compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
 from compress.export.checkpoint_experts import float_stacks, stack_shape
+from compress.export.checkpoint_rules import layer_problem
 from compress.export.shards import Entry, Unit, write_shards
-from compress.export_rules import layer_problem
-from compress.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.facts import Note
+from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
 from compress.models.pruned import config_lacks
 from compress.models.source import SHAPES
 from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import Scheme
+from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport
 
 WORST_SCALE_CHANGE = 0.01
 """Of a scale that is rounded to the type it is stored in; more is a warning."""
@@ -51,48 +51,52 @@ class Content:
     """Layer -> the largest relative change of a scale in the type it is stored in, once the layer is written."""
 
 
-def write_checkpoint(folder: Path, model: StreamedModel, export: CheckpointExport, recipe_yaml: str) -> list[Note]:
-    """Write everything that an engine loads into `folder`, and say what is worth knowing of it.
+def write_checkpoint(
+    folder: Path, model: StreamedModel, export: CheckpointExport, recipe_yaml: str, with_code: bool = False
+) -> list[Note]:
+    """Write everything that an engine loads into `folder`, and return notes on it.
 
     Peak memory is one layer's weights, whatever the size of the model. Quantized layers are stored exactly but for
-    scales, which take the type that the format has for them. Raises ExportError: a layer that the format cannot hold,
-    a tensor that is missing or damaged, a value that a smaller type cannot hold; SourceError: a source file that
-    cannot be read.
+    scales, which take the type that the format has for them. `with_code`: the model's own *.py come along. Raises
+    ExportError: a layer that the format cannot hold, a tensor that is missing or damaged, a value that a smaller type
+    cannot hold; SourceError: a source file that cannot be read.
     """
     module = model.build()
-    content = _content(module, model, export)
+    content = _collect_content(module, model, export)
     folder.mkdir(parents=True, exist_ok=True)
-    files = write_shards(folder, list(_units(content)), int(export.max_shard_gib * 2**30))
-    quantization = _quantization(content)
+    files = write_shards(folder, list(_make_units(content)), int(export.max_shard_gib * 2**30))
+    quantization = _make_quantization_config(content)
     untied = [name for name in tied_names(module) if name not in model.tied]
-    write_config(folder, model.folder, module, quantization, content.types.usual, bool(untied), model.shapes.config)
-    recorded = config_lacks(module, model.shapes)
+    usual, sizes = content.types.usual, model.shapes.config
+    record = write_config(folder, model.folder, module, quantization, usual, bool(untied), sizes, with_code)
+    recorded = config_lacks(module, model.shapes, record)
     if recorded:
         write_shapes(model.shapes, folder / SHAPES)
     if quantization is not None and export.format == "gptq":
         write_json(folder / "quantize_config.json", quantization)
     (folder / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-    return _notes(content, files, untied, recorded)
+    return _make_notes(content, files, untied, recorded)
 
 
-def _content(module: nn.Module, model: StreamedModel, export: CheckpointExport) -> Content:
+def _collect_content(module: nn.Module, model: StreamedModel, export: CheckpointExport) -> Content:
     modules = {plain(name): part for name, part in module.named_modules()}
-    own = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     schemes = {layer: model.schemes[layer] for layer in modules if layer in set(model.quantized_layers())}
-    names, single = file_names(module, own), (export.target or CHECKPOINT_TARGET) == "vllm"
+    names, single = file_names(module, tensors), (export.target or CHECKPOINT_TARGET) == "vllm"
     stacks = {} if single and names.experts else float_stacks(module, schemes)
-    content = Content(model, export, modules, own, schemes, names, float_types(model.folder, export.dtype), stacks)
-    if problems := list(_problems(content)):
+    content = Content(model, export, modules, tensors, schemes, names, float_types(model.folder, export.dtype), stacks)
+    if problems := list(_find_problems(content)):
         raise ExportError(problems)
     return content
 
 
-def _problems(content: Content) -> Iterator[str]:
-    """What would otherwise be written wrongly; the plan has looked at most of it before."""
+def _find_problems(content: Content) -> Iterator[str]:
+    """Yield what would otherwise be written wrongly; the plan has looked at most of it before."""
     model, export = content.model, content.export
     held = set(model.store.names())
     if missing := [name for name in content.own if name not in held and not name.endswith("num_batches_tracked")]:
-        yield f"the weights lack {_listed(missing)}, which {model.architecture or 'the model'} has; get them again"
+        names = _format_names(missing)
+        yield f"the weights lack {names}, which {model.architecture or 'the model'} has; get them again"
     for layer, scheme in content.schemes.items():
         part = content.modules[layer]
         kind = layer_type(part) if is_layer(part) else type(part).__name__
@@ -100,35 +104,35 @@ def _problems(content: Content) -> Iterator[str]:
         if problem := layer_problem(layer, kind, shape, scheme, export.format):
             yield problem
         if f"{layer}.weight" in model.tied.values():
-            sharing = [name for name, owner in model.tied.items() if owner == f"{layer}.weight"]
-            yield f"{layer} is quantized and shares its weight with {_listed(sharing)}; ignore it, or quantize both"
-        if _static(scheme) and layer not in model.activation_scales:
+            sharing = _format_names([name for name, owner in model.tied.items() if owner == f"{layer}.weight"])
+            yield f"{layer} is quantized and shares its weight with {sharing}; ignore it, or quantize both"
+        if _has_static_inputs(scheme) and layer not in model.activation_scales:
             yield f"{layer} has no scale for its inputs, which {scheme.name} needs; run its pass again"
 
 
-def _static(scheme: Scheme) -> bool:
+def _has_static_inputs(scheme: Scheme) -> bool:
     return scheme.activations is not None and not scheme.activations.dynamic
 
 
-def _units(content: Content) -> Iterator[Unit]:
-    """In the module's order: a quantized layer's tensors together, everything else one by one, then cache scales."""
+def _make_units(content: Content) -> Iterator[Unit]:
+    """Yield in the module's order a quantized layer's tensors together, all others one by one, then cache scales."""
     tied, stacked = content.model.tied, set()
     for name in content.own:
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight" and layer in content.schemes:
-            yield _quantized_unit(content, layer)
+            yield _make_quantized_unit(content, layer)
         elif name in content.stacks:
             stack = content.stacks[name].stacked
             if stack not in stacked:
-                yield _stacked_unit(content, stack)
+                yield _make_stacked_unit(content, stack)
             stacked.add(stack)
         elif name not in tied and name in content.model.store:
-            yield _float_unit(content, name)
+            yield _make_float_unit(content, name)
     for attention, scales in content.model.kv_scales.items():
-        yield _scale_unit(content.names.layer(attention), scales)
+        yield _make_scale_unit(content.names.layer(attention), scales)
 
 
-def _float_unit(content: Content, name: str) -> Unit:
+def _make_float_unit(content: Content, name: str) -> Unit:
     store, written = content.model.store, content.names.tensor(name)
     shape, dtype = store.shape(name), content.own[name].dtype
     dtype = content.types.of(written) if dtype.is_floating_point else dtype
@@ -136,14 +140,16 @@ def _float_unit(content: Content, name: str) -> Unit:
     def make() -> dict[str, Tensor]:
         tensor = store.read(name).to(dtype)
         if dtype.is_floating_point and not finite(tensor):
-            raise ExportError(f"'{name}' does not fit into {_short(dtype)}; set export.dtype: bfloat16 or float32")
+            raise ExportError(
+                f"'{name}' does not fit into {_format_dtype(dtype)}; set export.dtype: bfloat16 or float32"
+            )
         return {written: tensor}
 
     return Unit((Entry(written, dtype, tuple(shape)),), make)
 
 
-def _stacked_unit(content: Content, stack: str) -> Unit:
-    """Experts of a mixture that stay float, as one tensor."""
+def _make_stacked_unit(content: Content, stack: str) -> Unit:
+    """Return the experts of a mixture that stay float as one tensor."""
     store, written = content.model.store, content.names.tensor(stack)
     parts = {name: part for name, part in content.stacks.items() if part.stacked == stack}
     shape, dtype = stack_shape(parts, store.shape), content.types.of(written)
@@ -151,7 +157,7 @@ def _stacked_unit(content: Content, stack: str) -> Unit:
     return Unit((Entry(written, dtype, shape),), make)
 
 
-def _quantized_unit(content: Content, layer: str) -> Unit:
+def _make_quantized_unit(content: Content, layer: str) -> Unit:
     scheme, written = content.schemes[layer], content.names.layer(layer)
     rows, columns = weight_shape(content.modules[layer])
     gptq, usual = content.export.format == "gptq", content.types.usual
@@ -163,24 +169,26 @@ def _quantized_unit(content: Content, layer: str) -> Unit:
     scale = next(entry for entry in announced if entry.name.endswith("scale") or entry.name.endswith("scales"))
 
     def make() -> dict[str, Tensor]:
-        weight = _sound(layer, content.model.store.quantized(layer), scheme, (rows, columns))
-        content.scale_changes[layer] = _change(layer, weight.scales, scale.dtype)
+        weight = _check_weight(layer, content.model.store.quantized(layer), scheme, (rows, columns))
+        content.scale_changes[layer] = _measure_scale_change(layer, weight.scales, scale.dtype)
         if gptq:
             return gptq_format.tensors(written, weight, scheme)
-        inputs = content.model.activation_scales[layer] if _static(scheme) else None
+        inputs = content.model.activation_scales[layer] if _has_static_inputs(scheme) else None
         return compressed_tensors.tensors(written, weight, scheme, usual, inputs)
 
     return Unit(announced, make)
 
 
-def _scale_unit(attention: str, scales: tuple[float, float]) -> Unit:
-    """The scales of a layer's cached keys and values, beside its projections."""
+def _make_scale_unit(attention: str, scales: tuple[float, float]) -> Unit:
+    """Return the scales of a layer's cached keys and values, named beside its projections."""
     made = {f"{attention}.{n}": torch.tensor([s]) for n, s in zip(("k_scale", "v_scale"), scales, strict=True)}
     return Unit(tuple(Entry(name, torch.float32, (1,)) for name in made), lambda: made)
 
 
-def _sound(layer: str, weight: QuantizedWeight | None, scheme: Scheme, shape: tuple[int, int]) -> QuantizedWeight:
-    """The weight, or an ExportError that says what is wrong with it."""
+def _check_weight(
+    layer: str, weight: QuantizedWeight | None, scheme: Scheme, shape: tuple[int, int]
+) -> QuantizedWeight:
+    """Return the weight, or raise ExportError that says what is wrong with it."""
     low, high = scheme.weights.levels
     if weight is None:
         problem = "has no quantized weight"
@@ -197,25 +205,25 @@ def _sound(layer: str, weight: QuantizedWeight | None, scheme: Scheme, shape: tu
     raise ExportError(f"{layer} {problem}: the finished work is damaged; run the passes again")
 
 
-def _change(layer: str, scales: np.ndarray, dtype: torch.dtype) -> float:
-    """The largest relative change that storing makes to a scale. ExportError where one becomes infinite."""
+def _measure_scale_change(layer: str, scales: np.ndarray, dtype: torch.dtype) -> float:
+    """Return the largest relative change that storing makes to a scale. ExportError where one becomes infinite."""
     exact = torch.from_numpy(np.ascontiguousarray(scales)).to(torch.float32)
     stored = exact.to(dtype).to(torch.float32)
     if not finite(stored):
-        raise ExportError(f"{layer} has scales that do not fit into {_short(dtype)}; set export.dtype: bfloat16")
+        raise ExportError(f"{layer} has scales that do not fit into {_format_dtype(dtype)}; set export.dtype: bfloat16")
     return float(((stored - exact).abs() / exact.abs().clamp_min(1e-30)).max())
 
 
-def _quantization(content: Content) -> dict | None:
-    """`quantization_config`, or None where nothing is quantized."""
+def _make_quantization_config(content: Content) -> dict | None:
+    """Return `quantization_config`, or None where nothing is quantized."""
     if not content.schemes and content.model.kv_cache is None:
         return None
     layer = content.names.layer
     kinds = {name: layer_type(part) for name, part in content.modules.items() if is_layer(part)}
     targeted = {kinds[name] for name in content.schemes}
-    floating = [n for n, p in content.modules.items() if n not in content.schemes and _targetable(p, targeted)]
+    floating = [n for n, p in content.modules.items() if n not in content.schemes and _is_targetable(p, targeted)]
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
-    ignore = [layer(name) for name in floating] + _left_out(content, targeted)
+    ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
     if content.export.format == "gptq":
         return gptq_format.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
@@ -223,9 +231,10 @@ def _quantization(content: Content) -> dict | None:
     return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other)
 
 
-def _left_out(content: Content, targeted: set[str]) -> list[str]:
-    """Layers that a reader builds of the configuration and this model was loaded without (a pooler that nothing reads):
-    it would take them for quantized ones, and find no integers for them.
+def _find_unloaded_layers(content: Content, targeted: set[str]) -> list[str]:
+    """Return the layers that a reader builds of the configuration and this model was loaded without.
+
+    It would take such a layer (a pooler that nothing reads) for a quantized one, and find no integers for it.
     """
     module = content.model.build()
     config = transformers_config(module)
@@ -234,11 +243,13 @@ def _left_out(content: Content, targeted: set[str]) -> list[str]:
     model: Any = getattr(module, "wrapped", module)
     with torch.device("meta"):
         built = type(model)(config)
-    return [name for name, part in built.named_modules() if name not in content.modules and _targetable(part, targeted)]
+    return [
+        name for name, part in built.named_modules() if name not in content.modules and _is_targetable(part, targeted)
+    ]
 
 
-def _targetable(part: nn.Module, targeted: set[str]) -> bool:
-    """Whether a reader would take a float module for a quantized one. Engines run a mixture's router as a Linear."""
+def _is_targetable(part: nn.Module, targeted: set[str]) -> bool:
+    """Return whether a reader would take a float module for a quantized one. Engines run a router as a Linear."""
     if is_layer(part):
         return layer_type(part) in targeted
     from compressed_tensors.quantization.quant_config import get_vllm_module_type
@@ -247,7 +258,7 @@ def _targetable(part: nn.Module, targeted: set[str]) -> bool:
     return router and "Linear" in targeted
 
 
-def _notes(content: Content, files: tuple[Path, ...], untied: list[str], recorded: bool) -> list[Note]:
+def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], recorded: bool) -> list[Note]:
     size = sum(path.stat().st_size for path in files)
     notes = [Note("info", f"{len(files)} file(s) of safetensors, {size / 2**20:.1f} MiB")]
     worst = max(content.scale_changes, key=content.scale_changes.__getitem__, default="")
@@ -268,13 +279,15 @@ def _notes(content: Content, files: tuple[Path, ...], untied: list[str], recorde
         )
         notes.append(Note("warning", text))
     if untied:
-        notes.append(Note("info", f"{_listed(untied)} no longer share another's weight: tie_word_embeddings is false"))
+        notes.append(
+            Note("info", f"{_format_names(untied)} no longer share another's weight: tie_word_embeddings is false")
+        )
     return notes
 
 
-def _listed(names: list[str], most: int = 10) -> str:
+def _format_names(names: list[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _short(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.blocks.sizes import Setting, transformers_config
+from compress.blocks.sizes import UNFIT_NUMBERS, Setting, config_settings, transformers_config
 from compress.errors import ExportError
 from compress.export.shards import CODES
 
@@ -29,7 +29,6 @@ COPIED = (
     "chat_template*",
     "preprocessor_config.json",
     "processor_config.json",
-    "*.py",
     "LICENSE*",
     "NOTICE*",
 )
@@ -49,7 +48,7 @@ class FloatTypes:
 
 
 def float_types(folder: Path | None, wanted: str | None) -> FloatTypes:
-    """`wanted` for all, or what the source's files have each tensor in, the commonest for those they do not have."""
+    """Return `wanted` for all, or each tensor's type in the source's files; the commonest for tensors they lack."""
     if wanted is not None:
         return FloatTypes(getattr(torch, wanted))
     by_name: dict[str, torch.dtype] = {}
@@ -59,7 +58,7 @@ def float_types(folder: Path | None, wanted: str | None) -> FloatTypes:
         by_name |= {n: FLOATS[e["dtype"]] for n, e in header.items() if n != "__metadata__" and e["dtype"] in FLOATS}
     if by_name:
         return FloatTypes(Counter(by_name.values()).most_common(1)[0][0], by_name)
-    config = _source_config(folder)
+    config = _read_source_config(folder)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return FloatTypes(getattr(torch, name) if name in ("float32", "float16", "bfloat16") else torch.float32)
 
@@ -72,30 +71,54 @@ def write_config(
     dtype: torch.dtype,
     untie: bool,
     sizes: Mapping[str, Setting],
-) -> None:
-    """config.json, from the source's or the module's own, and the source's tokenizer and generation files.
+    with_code: bool = False,
+) -> dict[str, Any]:
+    """Write config.json, from the source's or the module's own, and the source's tokenizer and generation files.
 
-    `untie`: the output layer has values of its own now. `sizes`: what pruning has changed in the source's. A module
-    that is none of transformers' gets a config.json with nothing but `quantization_config`.
+    Return what config.json holds. `untie`: the output layer has values of its own now. `sizes`: what pruning has
+    changed in the source's. A module that is none of transformers' gets a config.json with nothing but
+    `quantization_config`. `with_code`: the source's *.py come along.
     """
     wrapped = getattr(module, "wrapped", module)
-    config, own = _source_config(source), transformers_config(module)
+    config, own = _read_source_config(source), transformers_config(module)
     if not config and own is not None:
         config = json.loads(own.to_json_string(use_diff=False))
     if config:
-        config |= sizes
-        config = _typed(config, str(dtype).removeprefix("torch."), untie)
+        config = _apply_sizes(config, own, sizes)
+        config = _set_dtype(config, str(dtype).removeprefix("torch."), untie)
         config["architectures"] = [type(wrapped).__name__]
     config.pop("quantization_config", None)
-    write_json(folder / "config.json", config | ({} if quantization is None else {"quantization_config": quantization}))
+    config |= {} if quantization is None else {"quantization_config": quantization}
+    write_json(folder / "config.json", config)
     if source is not None and source.resolve() != folder.resolve():
-        for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
+        patterns = [*COPIED, *(["*.py"] if with_code else [])]
+        for path in sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()}):
             shutil.copyfile(path, folder / path.name)
+    return config
 
 
-def _typed(config: dict[str, Any], dtype: str, untie: bool) -> dict[str, Any]:
-    """The configuration and those inside it, told the type and whether embeddings are shared."""
-    changed = {key: _typed(value, dtype, untie) if _inner(key, value) else value for key, value in config.items()}
+def _apply_sizes(record: dict[str, Any], own: Any, sizes: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the source's configuration with what pruning has changed, and what its class would else derive from it.
+
+    A class derives numbers that a file lacks from others (head_dim from the width and the heads), which may since have
+    gone ways of their own.
+    """
+    record |= sizes
+    if own is None or not sizes:
+        return record
+    wanted = config_settings(own)
+    try:
+        read = config_settings(type(own).from_dict(dict(record)))
+    except UNFIT_NUMBERS:  # it may take them with all numbers told; what it refuses still, `config_lacks` finds
+        return record | wanted
+    return record | {key: value for key, value in wanted.items() if read.get(key) != value}
+
+
+def _set_dtype(config: dict[str, Any], dtype: str, untie: bool) -> dict[str, Any]:
+    """Return the configuration, those inside it too, with the type and whether embeddings are shared."""
+    changed = {
+        key: _set_dtype(value, dtype, untie) if _is_inner_config(key, value) else value for key, value in config.items()
+    }
     changed.pop("torch_dtype", None)
     changed["dtype"] = dtype
     if untie:
@@ -103,19 +126,19 @@ def _typed(config: dict[str, Any], dtype: str, untie: bool) -> dict[str, Any]:
     return changed
 
 
-def _inner(key: str, value: Any) -> bool:
+def _is_inner_config(key: str, value: Any) -> bool:
     return key.endswith("_config") and isinstance(value, dict) and "model_type" in value
 
 
-def _source_config(folder: Path | None) -> dict[str, Any]:
+def _read_source_config(folder: Path | None) -> dict[str, Any]:
     path = folder / "config.json" if folder is not None else None
     if path is None or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ExportError(f"{path}: is not JSON: {error}; copy or download it again") from error
-    return dict(found)
+    return dict(record)
 
 
 def write_json(path: Path, value: Any) -> None:

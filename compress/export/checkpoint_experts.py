@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.blocks.experts import ExpertPart, Experts, stacked_parts
+from compress.blocks.experts import ExpertPart, Experts, find_stacked_parts
 from compress.blocks.materialise import plain
 
 
 def float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, ExpertPart]:
-    """Parameter of a float expert -> where it lies in its layer's stack, of mixtures with no quantized expert.
+    """Return where each float expert's parameter lies in its layer's stack, of mixtures with no quantized expert.
 
     Empty for modules that are none of transformers', whose experts stay single.
     """
@@ -27,12 +27,16 @@ def float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, Exper
         return {}
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         stacked = type(wrapped)(copy.deepcopy(config))
-    return {own: part for name in mixtures for own, part in stacked_parts(stacked.get_submodule(name), name).items()}
+    return {
+        parameter: part
+        for name in mixtures
+        for parameter, part in find_stacked_parts(stacked.get_submodule(name), name).items()
+    }
 
 
 def stack_shape(parts: Mapping[str, ExpertPart], shape: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
-    """Of the stack that `parts` (all of one stack) make; `shape`: of one of them, by name."""
+    """Return the shape of the stack that `parts` (all of one stack) make; `shape` gives that of one part, by name."""
     name, part = next(iter(parts.items()))
     rows, *rest = shape(name)
-    one = (rows * (2 if part.half else 1), *rest)
-    return (1 + max(part.expert for part in parts.values()), *(one[::-1] if part.transposed else one))
+    single = (rows * (2 if part.half else 1), *rest)
+    return (1 + max(part.expert for part in parts.values()), *(single[::-1] if part.transposed else single))

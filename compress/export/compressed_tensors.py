@@ -16,69 +16,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.export.packing import as_signed, as_unsigned, pack_bits, packed_words
+from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits
 from compress.export.shards import Entry
+from compress.formats.schemes import KvScheme, Scheme
+from compress.quantize.activations import cache_arguments, input_arguments
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import KvScheme, Scheme
 
 PACKED = "pack-quantized"
 
 
 def entries(layer: str, shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> tuple[Entry, ...]:
-    """What a quantized layer of `shape` [out, in] is stored as, without its bias. `dtype`: what the model computes in.
+    """Return what a quantized layer of `shape` [out, in] is stored as, without its bias.
 
-    Scales of packed layers are in `dtype`, as kernels take them; those of W8A8 and FP8 stay float32, as few as they
-    are. Everything symmetric has no zero points.
+    `dtype`: what the model computes in. Scales of packed layers are in `dtype`, as kernels take them; those of W8A8 and
+    FP8 stay float32, as few as they are. Everything symmetric has no zero points.
     """
     rows, columns = shape
     weights = scheme.weights
     groups = columns // weights.group_size if weights.group_size > 0 else 1
     scales = (1,) if weights.group_size == 0 else (rows, groups)
     packed = layer_format(scheme) == PACKED
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if packed:
-        found["weight_packed"] = torch.int32, (rows, packed_words(columns, weights.bits))
-        found["weight_shape"] = torch.int64, (2,)
+        layout["weight_packed"] = torch.int32, (rows, count_words(columns, weights.bits))
+        layout["weight_shape"] = torch.int64, (2,)
     else:
-        found["weight"] = torch.float8_e4m3fn if weights.kind == "float" else torch.int8, shape
-    found["weight_scale"] = dtype if packed else torch.float32, scales
+        layout["weight"] = torch.float8_e4m3fn if weights.kind == "float" else torch.int8, shape
+    layout["weight_scale"] = dtype if packed else torch.float32, scales
     if not weights.symmetric:
-        packed_zeros = torch.int32, (packed_words(rows, weights.bits), groups)
-        found["weight_zero_point"] = packed_zeros if packed else (torch.int8, scales)
+        packed_zeros = torch.int32, (count_words(rows, weights.bits), groups)
+        layout["weight_zero_point"] = packed_zeros if packed else (torch.int8, scales)
     if scheme.activations is not None and not scheme.activations.dynamic:
-        found["input_scale"] = torch.float32, (1,)
-    return tuple(Entry(f"{layer}.{name}", kind, size) for name, (kind, size) in found.items())
+        layout["input_scale"] = torch.float32, (1,)
+    return tuple(Entry(f"{layer}.{name}", kind, size) for name, (kind, size) in layout.items())
 
 
 def tensors(
     layer: str, weight: QuantizedWeight, scheme: Scheme, dtype: torch.dtype, input_scale: float | None
 ) -> dict[str, Tensor]:
-    """The tensors that `entries` announces. Integers are stored as signed ones; asymmetric ones and their zero points
-    are shifted together, which changes no weight."""
+    """Return the tensors that `entries` announces.
+
+    Integers are stored as signed ones; asymmetric ones and their zero points are shifted together, which changes no
+    weight.
+    """
     bits = scheme.weights.bits
     scales = torch.from_numpy(np.ascontiguousarray(weight.scales))
     scales = scales.reshape(-1)[:1] if scheme.weights.group_size == 0 else scales
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     if layer_format(scheme) == PACKED:
-        found["weight_packed"] = torch.from_numpy(pack_bits(as_unsigned(weight.values, bits), bits))
-        found["weight_shape"] = torch.tensor(weight.values.shape, dtype=torch.int64)
-        found["weight_scale"] = scales.to(dtype)
+        stored["weight_packed"] = torch.from_numpy(pack_bits(as_unsigned(weight.values, bits), bits))
+        stored["weight_shape"] = torch.tensor(weight.values.shape, dtype=torch.int64)
+        stored["weight_scale"] = scales.to(dtype)
         if weight.zero_points is not None:
             packed = pack_bits(as_unsigned(weight.zero_points, bits).T, bits).T  # [ceil(out * bits / 32), groups]
-            found["weight_zero_point"] = torch.from_numpy(np.ascontiguousarray(packed))
+            stored["weight_zero_point"] = torch.from_numpy(np.ascontiguousarray(packed))
     else:
-        found["weight"] = _whole(weight.values, bits)
-        found["weight_scale"] = scales.to(torch.float32)
+        stored["weight"] = _to_byte_tensor(weight.values, bits)
+        stored["weight_scale"] = scales.to(torch.float32)
         if weight.zero_points is not None:
             zero_points = torch.from_numpy(as_signed(weight.zero_points, bits))
-            found["weight_zero_point"] = zero_points.reshape(found["weight_scale"].shape)
+            stored["weight_zero_point"] = zero_points.reshape(stored["weight_scale"].shape)
     if input_scale is not None:
-        found["input_scale"] = torch.tensor([input_scale], dtype=torch.float32)
-    return {f"{layer}.{name}": tensor for name, tensor in found.items()}
+        stored["input_scale"] = torch.tensor([input_scale], dtype=torch.float32)
+    return {f"{layer}.{name}": tensor for name, tensor in stored.items()}
 
 
-def _whole(values: np.ndarray, bits: int) -> Tensor:
-    """Values of one byte each: float8, or signed integers."""
+def _to_byte_tensor(values: np.ndarray, bits: int) -> Tensor:
+    """Return values of one byte each as a tensor: float8, or signed integers."""
     if values.dtype == ml_dtypes.float8_e4m3fn:
         return torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(np.ascontiguousarray(as_signed(values, bits)))
@@ -86,13 +90,13 @@ def _whole(values: np.ndarray, bits: int) -> Tensor:
 
 @functools.cache
 def layer_format(scheme: Scheme) -> str:
-    """pack-quantized, int-quantized, float-quantized or naive-quantized: the library's own choice."""
+    """Return "pack-quantized", "int-quantized", "float-quantized" or "naive-quantized", as the library chooses."""
     from compressed_tensors.compressors.format import infer_module_format
 
-    return str(infer_module_format(torch.nn.Linear, _record(scheme, [])).value)
+    return str(infer_module_format(torch.nn.Linear, _make_scheme_record(scheme, [])).value)
 
 
-def _record(scheme: Scheme, targets: Sequence[str], form: str | None = None) -> Any:
+def _make_scheme_record(scheme: Scheme, targets: Sequence[str], form: str | None = None) -> Any:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     weights = scheme.weights
@@ -109,14 +113,7 @@ def _record(scheme: Scheme, targets: Sequence[str], form: str | None = None) -> 
             group_size=weights.group_size if weights.group_size > 0 else None,
             dynamic=False,
         ),
-        input_activations=inputs
-        and QuantizationArgs(
-            num_bits=inputs.bits,
-            type=inputs.kind,
-            symmetric=True,
-            strategy="token" if inputs.dynamic else "tensor",
-            dynamic=inputs.dynamic,
-        ),
+        input_activations=inputs and input_arguments(inputs),
     )
 
 
@@ -127,73 +124,76 @@ def quantization_config(
     kv_cache: KvScheme | None,
     other_names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """`quantization_config` of config.json.
+    """Return `quantization_config` of config.json.
 
     `schemes` and `types` (Linear, ...): by layer, names as in the file. `ignore`: layers of those types that stay
     float. `other_names`: a layer's name in the file -> that in the module, where it is another; both are then given,
     because engines look for the one and transformers for the other.
     """
     import compressed_tensors
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+    from compressed_tensors.quantization import QuantizationConfig
 
     groups: dict[Scheme, list[str]] = {}
     for layer, scheme in schemes.items():
         groups.setdefault(scheme, []).append(layer)
-    targets = {scheme: _targets(layers, types, [*types], other_names, len(groups)) for scheme, layers in groups.items()}
+    targets = {
+        scheme: _name_targets(layers, types, [*types], other_names, len(groups)) for scheme, layers in groups.items()
+    }
     formats = sorted({layer_format(scheme) for scheme in groups})
     config = QuantizationConfig(
         config_groups={
-            f"group_{i}": _record(scheme, targets[scheme], layer_format(scheme)) for i, scheme in enumerate(groups)
+            f"group_{i}": _make_scheme_record(scheme, targets[scheme], layer_format(scheme))
+            for i, scheme in enumerate(groups)
         },
         format="dense" if not formats else formats[0] if len(formats) == 1 else "mixed-precision",
         quantization_status="compressed",
-        ignore=_both(ignore, other_names),
-        kv_cache_scheme=None
-        if kv_cache is None
-        else QuantizationArgs(
-            num_bits=8, type="int" if kv_cache == "int8" else "float", strategy="tensor", symmetric=True, dynamic=False
-        ),
+        ignore=_list_both_names(ignore, other_names),
+        kv_cache_scheme=None if kv_cache is None else cache_arguments(kv_cache),
     )
     head = {"version": compressed_tensors.__version__, "sparsity_config": {}, "transform_config": {}}
     return head | json.loads(config.model_dump_json())
 
 
-def _targets(
+def _name_targets(
     layers: Sequence[str],
     types: Mapping[str, str],
     every: Sequence[str],
     other_names: Mapping[str, str],
     n_groups: int,
 ) -> list[str]:
-    """How a group names its layers: by type where there is one group, else by patterns over layer numbers.
+    """Return how a group names its layers: by type where there is one group, else by patterns over layer numbers.
 
     vLLM looks for a class's name before it takes a fused layer (qkv_proj) apart, so types and names do not mix.
     """
     if n_groups == 1:
         return sorted({types[layer] for layer in layers})
-    return patterns(_both(layers, other_names), _both(every, other_names))
+    return patterns(_list_both_names(layers, other_names), _list_both_names(every, other_names))
 
 
 def patterns(layers: Sequence[str], every: Iterable[str]) -> list[str]:
-    """Names and `re:` patterns that select exactly `layers` among `every` layer: numbers become \\d+ where all of a
-    family (model.layers.*.mlp.up_proj) belong together."""
+    """Return names and `re:` patterns that select exactly `layers` among `every` layer.
+
+    Numbers become \\d+ where all of a family (model.layers.*.mlp.up_proj) belong together.
+    """
     every = tuple(every)
     families: dict[str, list[str]] = {}
     for name in every:
         families.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    wanted, found = set(layers), []
+    wanted, selected = set(layers), []
     for family, members in families.items():
         inside = [name for name in members if name in wanted]
         if len(inside) == len(members) > 1:
-            found.append("re:" + _pattern(family, members, every))
+            selected.append("re:" + _make_pattern(family, members, every))
         else:
-            found += inside
-    return found
+            selected += inside
+    return selected
 
 
-def _pattern(family: str, members: Sequence[str], every: Sequence[str]) -> str:
-    """A regular expression for `members`: without what stands before layers.<number>, which engines name in their own
-    ways, where that selects the same."""
+def _make_pattern(family: str, members: Sequence[str], every: Sequence[str]) -> str:
+    """Return a regular expression for `members`.
+
+    It leaves out what stands before layers.<number>, which engines name in their own ways, where that selects the same.
+    """
     whole = re.escape(family).replace(r"\#", r"\d+") + "$"
     start = family.rpartition(".")[0].partition(".#")[0].rpartition(".")[0]
     short = r".*\." + re.escape(family[len(start) + 1 :]).replace(r"\#", r"\d+") + "$"
@@ -201,5 +201,5 @@ def _pattern(family: str, members: Sequence[str], every: Sequence[str]) -> str:
     return short if same else whole
 
 
-def _both(names: Iterable[str], other_names: Mapping[str, str]) -> list[str]:
+def _list_both_names(names: Iterable[str], other_names: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(n for name in names for n in (name, other_names.get(name, name))))

@@ -61,7 +61,7 @@ class CachedDecoder(nn.Module):
 
 
 def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
-    """The float32 graph of a transformers causal language model (eager attention, eval mode).
+    """Export a transformers causal language model (eager attention, eval mode) as a float32 graph with a cache.
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
     either is quantized. Raises ExportError: a cache that is not keys and values of one shape in every layer, or what
@@ -94,7 +94,7 @@ def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
     )
     _name_tied_tables(model)
     _count_positions(model)
-    _state_shapes(model, names, shape)
+    _declare_shapes(model, names, shape)
     length = getattr(module.config, "max_position_embeddings", None) or getattr(module.config, "n_positions", None)
     if length:
         model.metadata_props[MAX_LENGTH] = str(length)
@@ -103,14 +103,14 @@ def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
 
 
 def takes_positions(module: nn.Module) -> bool:
-    """True if the forward pass takes position_ids; otherwise the model counts them from the mask itself."""
+    """Return whether the forward pass takes position_ids; otherwise the model counts them from the mask itself."""
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def cache_shape(module: nn.Module) -> CacheShape:
-    """What the model keeps, found by running it on two tokens. Raises ExportError for a cache of another kind."""
+    """Return what the model keeps, found by running it on two tokens. ExportError for a cache of another kind."""
     name = type(module).__name__
-    layers = _layers_of_cache(module, name)
+    layers = _find_cache_layers(module, name)
     shapes = set()
     for index, layer in enumerate(layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -121,13 +121,13 @@ def cache_shape(module: nn.Module) -> CacheShape:
             )
         shapes |= {(tensor.shape[1], tensor.shape[3]) for tensor in (keys, values)}
     if len(shapes) != 1:
-        found = ", ".join(f"{heads} heads of {size}" for heads, size in sorted(shapes))
-        raise ExportError(f"{name}: keys and values differ in shape ({found}); the exported cache has one shape")
+        shown = ", ".join(f"{heads} heads of {size}" for heads, size in sorted(shapes))
+        raise ExportError(f"{name}: keys and values differ in shape ({shown}); the exported cache has one shape")
     heads, size = shapes.pop()
     return CacheShape(len(layers), heads, size)
 
 
-def _layers_of_cache(module: nn.Module, name: str) -> Sequence[Any]:
+def _find_cache_layers(module: nn.Module, name: str) -> Sequence[Any]:
     from transformers import DynamicCache
 
     if "past_key_values" not in inspect.signature(module.forward).parameters:
@@ -162,16 +162,16 @@ def _refuse_other_layers(module: nn.Module, name: str) -> None:
 
 
 def _name_tied_tables(model: ir.Model) -> None:
-    """An embedding's table is named after the embedding where the exporter took the name of a layer tied to it."""
+    """Name embedding tables after the embedding, in place, where the exporter took the name of a layer tied to it."""
     for layer in find_layers(model):
         scope = node_scope(layer.node)
         if layer.op == "Gather" and scope and layer.name != scope:
             name = f"{WRAPPER}{scope}.weight"
             if name not in model.graph.initializers:
-                _rename(model, layer.weight, name)
+                _rename_initializer(model, layer.weight, name)
 
 
-def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
+def _rename_initializer(model: ir.Model, value: ir.Value, name: str) -> None:
     tensor = value.const_value
     assert tensor is not None
     del model.graph.initializers[value.name or ""]
@@ -180,7 +180,7 @@ def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
 
 
 def _count_positions(model: ir.Model) -> None:
-    """The input position_ids becomes a value: how many tokens stand before each of the last `sequence` ones."""
+    """Compute position_ids in the graph instead of reading it: tokens before each of the last `sequence` ones."""
     positions = next(value for value in model.graph.inputs if value.name == POSITIONS)
     ids, mask = (next(v for v in model.graph.inputs if v.name == name) for name in ("input_ids", "attention_mask"))
     model.graph.inputs.remove(positions)
@@ -199,8 +199,8 @@ def _count_positions(model: ir.Model) -> None:
     reroute(uses, last)
 
 
-def _state_shapes(model: ir.Model, names: Sequence[tuple[int, str]], shape: CacheShape) -> None:
-    """Dimensions by name on every input and output."""
+def _declare_shapes(model: ir.Model, names: Sequence[tuple[int, str]], shape: CacheShape) -> None:
+    """Set the shape of every input and output, in place, with dimensions by name."""
     sizes = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "total")}
     values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
     for name, dims in sizes.items():

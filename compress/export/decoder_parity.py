@@ -21,7 +21,7 @@ DECODED = 4
 
 
 def check_decoder_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
-    """The largest difference of any logits, relative to the largest logit. ExportError beyond the tolerance.
+    """Return the largest difference of any logits, relative to the largest logit. ExportError beyond the tolerance.
 
     `batches`: feeds of one text each, with empty caches.
     """
@@ -31,7 +31,7 @@ def check_decoder_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence
     for feeds in batches:
         tensors = {name: torch.from_numpy(feeds[name]) for name in loaded.input_names}
         expected = next(iter(run(loaded.module, tensors).values())).numpy()  # [1, t, vocab]
-        got = np.concatenate(list(_by_pieces(session, n_cached_layers(model), feeds)), axis=1)
+        got = np.concatenate(list(_run_by_pieces(session, n_cached_layers(model), feeds)), axis=1)
         worst = max(worst, relative_difference(expected, got))
     if worst > TOLERANCE:
         raise ExportError(
@@ -41,8 +41,8 @@ def check_decoder_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence
     return worst
 
 
-def _by_pieces(session: Any, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
-    """Logits [1, n, vocab] of the prompt's first part, then of each of its last tokens."""
+def _run_by_pieces(session: Any, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the logits [1, n, vocab] of the prompt's first part, then of each of its last tokens."""
     names = [(past_name(i, kind), present_name(i, kind)) for i in range(n_layers) for kind in ("key", "value")]
     ids = feeds["input_ids"]
     length = ids.shape[1]

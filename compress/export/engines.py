@@ -7,12 +7,12 @@ from pathlib import Path
 
 from compress.engine.compile import compile_order, why_not_here
 from compress.engine.orders import orders_of, ranges_of
-from compress.exports import Engine
 from compress.facts import Note
-from compress.schema import Recipe
-from runtime.bundle import Artifact, Generation
-from runtime.engine import EngineOrder
-from runtime.preprocess import PreprocessSpec
+from compress.recipe.exports import Engine
+from compress.recipe.schema import Recipe
+from runtime.bundle.engine import EngineOrder
+from runtime.bundle.format import Artifact, Generation
+from runtime.encode.preprocess import PreprocessSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def write_engines(
     graphs: tuple[Artifact, Artifact],
     cache: Path | None,
 ) -> Engines:
-    """Engines of `graphs` (candidate, baseline), files under `root`. `cache`: where builds are timed. ExportError."""
+    """Write engines of `graphs` (candidate, baseline) under `root`. `cache`: holds the timing cache. ExportError."""
     graph, baseline = graphs
     ranges = ranges_of(export, recipe, preprocess, generation, graph.inputs)
     orders = orders_of(export, ranges, graph, baseline)
@@ -43,7 +43,7 @@ def write_engines(
         if text := why_not_here(order):
             notes.append(Note("warning", f"{order.name}: left for `compress compile` on the target machine: {text}"))
             continue
-        artifact, said = compile_order(root, order, source, cache)
+        artifact, compile_notes = compile_order(root, order, source, cache)
         made.append(artifact)
-        notes += said
+        notes += compile_notes
     return Engines(tuple(orders), tuple(made), tuple(notes))

@@ -40,7 +40,7 @@ def genai_config(
     max_length: int | None = None,
     filename: str = "model.onnx",
 ) -> dict[str, Any]:
-    """What onnxruntime-genai needs to know of a decoder's graph.
+    """Return what onnxruntime-genai needs to know of a decoder's graph: the contents of genai_config.json.
 
     `config` and `generation`: the contents of config.json and generation_config.json, the second one's token ids and
     sampling settings going first. `max_length`: tokens of prompt and answer together, by default those that the model
@@ -49,33 +49,39 @@ def genai_config(
     cache = cache_of(graph)
     if cache is None:
         raise ExportError(f"{FILE}: the graph has no key-value cache, which onnxruntime-genai needs")
-    said = {**config, **{name: value for name, value in (generation or {}).items() if value is not None}}
+    settings = {**config, **{name: value for name, value in (generation or {}).items() if value is not None}}
     length = max_length or config.get("max_position_embeddings") or config.get("n_positions")
     if not length:
         raise ExportError(f"{FILE}: config.json names no max_position_embeddings; give max_length")
-    if said.get("eos_token_id") is None:
+    if settings.get("eos_token_id") is None:
         raise ExportError(f"{FILE}: neither config.json nor generation_config.json names an eos_token_id")
-    tokens = {name: said[name] for name in TOKENS if said.get(name) is not None}
+    tokens = {name: settings[name] for name in TOKENS if settings.get(name) is not None}
     ends = tokens["eos_token_id"]
     tokens.setdefault("pad_token_id", ends[0] if isinstance(ends, list) else ends)
     tokens.setdefault("bos_token_id", tokens["pad_token_id"])
-    search = {name: default if said.get(name) is None else said[name] for name, default in SAMPLING.items()}
+    search = {name: default if settings.get(name) is None else settings[name] for name, default in SAMPLING.items()}
     return {
         "model": {
             **tokens,
             "type": TYPE,
             "context_length": int(length),
-            "vocab_size": _vocabulary(graph),
+            "vocab_size": _read_vocabulary_size(graph),
             "decoder": {
                 "filename": filename,
                 "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
                 "head_size": cache.head_size,
-                "hidden_size": int(said.get("hidden_size") or said.get("n_embd") or 0),
-                "num_attention_heads": int(said.get("num_attention_heads") or said.get("n_head") or cache.n_heads),
+                "hidden_size": int(settings.get("hidden_size") or settings.get("n_embd") or 0),
+                "num_attention_heads": int(
+                    settings.get("num_attention_heads") or settings.get("n_head") or cache.n_heads
+                ),
                 "num_hidden_layers": cache.n_layers,
                 "num_key_value_heads": cache.n_heads,
-                "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", **_names("past", PAST)},
-                "outputs": {"logits": "logits", **_names("present", PRESENT)},
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    **_name_cache_tensors("past", PAST),
+                },
+                "outputs": {"logits": "logits", **_name_cache_tensors("present", PRESENT)},
             },
         },
         "search": {**search, "max_length": int(length), "past_present_share_buffer": cache.shared_buffer},
@@ -83,8 +89,8 @@ def genai_config(
 
 
 def write_genai_config(folder: Path, graph: ir.Model, max_length: int | None = None) -> Path:
-    """Write the file beside model.onnx, from the config.json and generation_config.json that lie there. ExportError."""
-    config, generation = (_read(folder / name) for name in ("config.json", "generation_config.json"))
+    """Write genai_config.json beside model.onnx, from config.json and generation_config.json there. ExportError."""
+    config, generation = (_read_json(folder / name) for name in ("config.json", "generation_config.json"))
     if config is None:
         raise ExportError(f"{folder}: has no config.json, from which {FILE} is made")
     path = folder / FILE
@@ -93,11 +99,11 @@ def write_genai_config(folder: Path, graph: ir.Model, max_length: int | None = N
     return path
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _vocabulary(graph: ir.Model) -> int:
+def _read_vocabulary_size(graph: ir.Model) -> int:
     logits = next(value for value in graph.graph.outputs if value.name == "logits")
     size = logits.shape[-1] if logits.shape is not None else None
     if not isinstance(size, int):
@@ -105,6 +111,6 @@ def _vocabulary(graph: ir.Model) -> int:
     return size
 
 
-def _names(prefix: str, pattern: str) -> dict[str, str]:
-    """Of keys and of values, with %d for the layer."""
+def _name_cache_tensors(prefix: str, pattern: str) -> dict[str, str]:
+    """Return the names of cached keys and values as onnxruntime-genai's settings, with %d for the layer."""
     return {f"{prefix}_{kind}_names": pattern.format(layer="%d", kind=kind) for kind in ("key", "value")}

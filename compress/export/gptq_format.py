@@ -15,30 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.export.packing import as_unsigned, pack_bits, packed_words
+from compress.export.packing import as_unsigned, count_words, pack_bits
 from compress.export.shards import Entry
+from compress.formats.schemes import Scheme
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import Scheme
 
 SCALE_TYPE = torch.float16
 """Whatever the model computes in."""
 
 
 def entries(layer: str, shape: tuple[int, int], scheme: Scheme) -> tuple[Entry, ...]:
-    """What a quantized layer of `shape` [out, in] is stored as, without its bias."""
+    """Return what a quantized layer of `shape` [out, in] is stored as, without its bias."""
     rows, columns = shape
     bits = scheme.weights.bits
     groups = columns // scheme.weights.group_size if scheme.weights.group_size > 0 else 1
     return (
-        Entry(f"{layer}.qweight", torch.int32, (packed_words(columns, bits), rows)),
-        Entry(f"{layer}.qzeros", torch.int32, (groups, packed_words(rows, bits))),
+        Entry(f"{layer}.qweight", torch.int32, (count_words(columns, bits), rows)),
+        Entry(f"{layer}.qzeros", torch.int32, (groups, count_words(rows, bits))),
         Entry(f"{layer}.scales", SCALE_TYPE, (groups, rows)),
         Entry(f"{layer}.g_idx", torch.int32, (columns,)),
     )
 
 
 def tensors(layer: str, weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors that `entries` announces."""
+    """Return the tensors that `entries` announces."""
     bits = scheme.weights.bits
     rows, columns = weight.values.shape
     groups = weight.scales.shape[1]
@@ -47,22 +47,22 @@ def tensors(layer: str, weight: QuantizedWeight, scheme: Scheme) -> dict[str, Te
         zeros = np.full((groups, rows), (1 << (bits - 1)) - 1, np.uint8)
     else:
         zeros = as_unsigned(weight.zero_points, bits).T  # [groups, out]
-    found = {
+    stored = {
         "qweight": torch.from_numpy(np.ascontiguousarray(qweight)),
         "qzeros": torch.from_numpy(pack_bits(np.ascontiguousarray(zeros), bits)),
         "scales": torch.from_numpy(np.ascontiguousarray(weight.scales.T)).to(SCALE_TYPE),
         "g_idx": torch.arange(columns, dtype=torch.int32) // (columns // groups),
     }
-    return {f"{layer}.{name}": tensor for name, tensor in found.items()}
+    return {f"{layer}.{name}": tensor for name, tensor in stored.items()}
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json, and all of quantize_config.json.
+    """Return `quantization_config` of config.json, which is all of quantize_config.json, too.
 
     `schemes`: by layer, all the same (see `checkpoint_problems`). `ignore`: layers that stay float; readers leave
     lm_head alone unless it is named, and the rest as `dynamic` tells them.
     """
-    from compress import __version__
+    from compress.version import __version__
 
     weights = next(iter(schemes.values())).weights
     return {

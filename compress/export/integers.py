@@ -17,16 +17,16 @@ LEVELS = 127
 
 
 def with_rounded_layers(state: GraphState, layers: RoundedLayers) -> GraphState:
-    """The state with layers whose weights alone were rounded in the torch module. ExportError: one is not in it."""
+    """Return the state with layers whose weights alone were rounded in torch. ExportError: the graph lacks one."""
     known = {layer.name for layer in find_layers(state.model)}
     if lost := [name for name in layers if name not in known]:
         raise ExportError(f"{lost[0]}: is rounded, but not a layer of the exported graph; ignore it in its pass")
-    weights = {name: one.weight for name, one in layers.items()}
+    weights = {name: layer.weight for name, layer in layers.items()}
     return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
 
 
 def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, tuple[Note, ...]]:
-    """The state with the model's quantized layers, and what could not be taken over.
+    """Return the state with the model's quantized layers, and notes on what could not be taken over.
 
     8-bit activations: int8 with scales at run time if they are dynamic, static ones otherwise. Raises ExportError for a
     layer that the graph computes otherwise than rounded (FP8 has no kernels here), or dynamic and static in one model.

@@ -11,9 +11,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ShapeInferencePass
 
-from compress.errors import ExportError
+from compress.errors import ExportError, SourceError
 from compress.export.torch_export import export_program, first_lines
 from compress.facts import LOWEST_OPSET
+from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
 from compress.graph.cache import cache_of, n_cached_layers
 from compress.graph.channels import pad_input_channels
@@ -29,12 +30,12 @@ from compress.graph.two_bits import to_two_bits
 from compress.models.load import LoadedModel
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
-from compress.targets import Target
+from compress.store.durable import blame
 from runtime.backends.onnxruntime_cpu import failures
 
 
 def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
-    """The model as a float32 graph with dynamic batch and sequence. `feeds`: an encoded batch of at least two samples.
+    """Export the model as a float32 graph with dynamic batch and sequence. `feeds`: a batch of two samples or more.
 
     Raises ExportError with what the exporter said.
     """
@@ -51,15 +52,16 @@ def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: in
         arguments,
         loaded.input_names,
         loaded.output_names,
-        _dynamic_shapes(loaded),
+        _make_dynamic_shapes(loaded),
         opset,
     )
 
 
 def read_graph(path: Path) -> ir.Model:
-    """An ONNX file as a graph with inferred shapes, converted to LOWEST_OPSET if it is older. ExportError."""
+    """Read an ONNX file as a graph with inferred shapes, converted to LOWEST_OPSET if it is older. ExportError."""
     try:
-        model = ir.from_proto(onnx.load(path))
+        with blame(path, SourceError):
+            model = ir.from_proto(onnx.load(path))
         normalize(model)  # before the conversion, which may add nodes: names are those that the plan knows
         if model.opset_imports.get("", LOWEST_OPSET) < LOWEST_OPSET:
             model = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), LOWEST_OPSET))
@@ -70,13 +72,13 @@ def read_graph(path: Path) -> ir.Model:
     return model
 
 
-def finished_graph(state: GraphState, target: Target) -> ir.Model:
-    """What `finish` gives, without its notes."""
+def finish_graph(state: GraphState, target: Target) -> ir.Model:
+    """Return the graph that `finish` gives, without its notes."""
     return finish(state, target)[0]
 
 
 def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
-    """The graph that `target` gets: decisions written in its flavour, forms that it is slow on avoided, no metadata.
+    """Return the graph that `target` gets: decisions in its flavour, forms that it is slow on avoided, no metadata.
 
     The notes name what keeps a slower form, and why. Raises ExportError for a key-value cache that the target cannot
     keep in the decided form.
@@ -88,17 +90,17 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
         to_half(model, state.half, state.half_kept)
     if target.name == "onnxruntime-cpu":
         if n_cached_layers(model):
-            model, notes = _decoder_for_cpu(model, state)
+            model, notes = _prepare_decoder_for_cpu(model, state)
         keep_norms_apart(model)
         pad_input_channels(model)
     if state.kv_cache is not None and not _keeps_integers(model):
-        raise ExportError([_no_integer_cache(state.kv_cache, target.name), *notes])
+        raise ExportError([_explain_missing_cache(state.kv_cache, target.name), *notes])
     share_tables(model)
     strip_metadata(model)
     return model, notes
 
 
-def _decoder_for_cpu(model: ir.Model, state: GraphState) -> tuple[ir.Model, list[str]]:
+def _prepare_decoder_for_cpu(model: ir.Model, state: GraphState) -> tuple[ir.Model, list[str]]:
     scales = state.kv_scales if state.kv_cache == "int8" else None
     try:
         model, notes = to_group_query_attention(model, scales=scales)
@@ -115,14 +117,14 @@ def _keeps_integers(model: ir.Model) -> bool:
     return cache is not None and cache.dtype == "int8"
 
 
-def _no_integer_cache(kind: str, target: str) -> str:
+def _explain_missing_cache(kind: str, target: str) -> str:
     if kind != "int8" or target != "onnxruntime-cpu":
         return f"{target} has no ONNX operator for a key-value cache of {kind}; use int8 on onnxruntime-cpu, or none"
     return "a key-value cache of int8 needs GroupQueryAttention in every layer"
 
 
 def float_graph(model: ir.Model) -> ir.Model:
-    """What the baseline's file holds: the float graph, without metadata."""
+    """Return what the baseline's file holds: a copy of the float graph, without metadata."""
     plain = clone(model)
     share_tables(plain)
     tidy(plain)
@@ -131,7 +133,7 @@ def float_graph(model: ir.Model) -> ir.Model:
 
 
 def save_graph(model: ir.Model, path: Path) -> None:
-    """Write the file, check it, and load it once. Raises ExportError when the checker or ONNX Runtime refuses it.
+    """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
     What computes in bfloat16 is not loaded: ONNX Runtime has no such kernels for CPUs.
     """
@@ -151,11 +153,11 @@ def computes_in_bfloat16(model: ir.Model) -> bool:
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
-    """Write the file; over 2 GiB, which is what protobuf can hold, with the weights beside it in <name>.data."""
+    """Write a graph to a file; over 2 GiB, protobuf's limit, with the weights beside it in <name>.data."""
     ir.save(model, path, external_data=f"{path.name}.data" if weight_bytes(model) > IN_MEMORY else None)
 
 
-def _dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
+def _make_dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
     assert loaded.parameters is not None
     names = {dim for spec in loaded.inputs for dim in spec.shape if isinstance(dim, str)}
     dims = {name: torch.export.Dim(name) for name in sorted(names)}

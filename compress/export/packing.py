@@ -8,31 +8,31 @@ CHUNK = 1 << 24
 """Values that are packed at a time: odd widths pass through one byte for each bit."""
 
 
-def packed_words(n: int, bits: int) -> int:
-    """32-bit words that `n` values of `bits` bits take."""
+def count_words(n: int, bits: int) -> int:
+    """Return the number of 32-bit words that `n` values of `bits` bits take."""
     return -(-n * bits // 32)
 
 
 def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned integers [rows, n] (uint8, below 2^bits) -> int32 [rows, packed_words(n, bits)].
+    """Pack unsigned integers [rows, n] (uint8, below 2^bits) into int32 [rows, packed_words(n, bits)].
 
     Value i of a row begins at bit i * bits of the row, lowest bit first, with no gaps: where `bits` does not divide 32,
     a value may straddle two words (GPTQ's 3-bit layout, and compressed-tensors' since 0.18; before that it left gaps
     for 3, 5, 6 and 7 bits). Bits beyond the last value are 0.
     """
     rows, n = values.shape
-    words = np.zeros((rows, packed_words(n, bits)), "<i4")
+    words = np.zeros((rows, count_words(n, bits)), "<i4")
     held = words.view(np.uint8).reshape(rows, words.shape[1] * 4)
     step = max(1, CHUNK // max(1, n))
-    fold = _whole if 8 % bits == 0 else _straddling
+    fold = _pack_aligned if 8 % bits == 0 else _pack_straddling
     for start in range(0, rows, step):
-        found = fold(values[start : start + step], bits)
-        held[start : start + step, : found.shape[1]] = found
+        packed = fold(values[start : start + step], bits)
+        held[start : start + step, : packed.shape[1]] = packed
     return words
 
 
-def _whole(values: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes [rows, ceil(n * bits / 8)] of widths that divide 8."""
+def _pack_aligned(values: np.ndarray, bits: int) -> np.ndarray:
+    """Pack values of a width that divides 8 into bytes [rows, ceil(n * bits / 8)]."""
     each = 8 // bits
     rows, n = values.shape
     padded = np.pad(values, ((0, 0), (0, -n % each))).reshape(rows, -1, each)
@@ -42,21 +42,21 @@ def _whole(values: np.ndarray, bits: int) -> np.ndarray:
     return folded
 
 
-def _straddling(values: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes [rows, ceil(n * bits / 8)] of any width."""
+def _pack_straddling(values: np.ndarray, bits: int) -> np.ndarray:
+    """Pack values of any width into bytes [rows, ceil(n * bits / 8)]."""
     single = np.unpackbits(values[:, :, None], axis=2, count=bits, bitorder="little")  # [rows, n, bits]
     return np.packbits(single.reshape(len(values), -1), axis=1, bitorder="little")
 
 
 def as_unsigned(values: np.ndarray, bits: int) -> np.ndarray:
-    """Signed integers (int8) of `bits` bits, shifted to begin at 0; unsigned ones (uint8) as they are."""
+    """Return signed integers (int8) of `bits` bits, shifted to begin at 0; unsigned ones (uint8) as they are."""
     if values.dtype == np.uint8:
         return values
     return (values.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
 
 
 def as_signed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned integers (uint8) of `bits` bits, shifted to straddle 0; signed ones (int8) as they are."""
+    """Return unsigned integers (uint8) of `bits` bits, shifted to straddle 0; signed ones (int8) as they are."""
     if values.dtype == np.int8:
         return values
     return (values.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)

@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
-    """Compare torch with the graph over batches of real inputs; the largest relative difference.
+    """Compare torch with the graph over batches of real inputs and return the largest relative difference.
 
     Raises ExportError that names the first layer whose outputs differ beyond the tolerance. An ONNX source is its own
     graph: 0.
@@ -31,7 +31,7 @@ def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds])
     session = open_session(model)
     worst = 0.0
     for feeds, outputs in zip(batches, run_batches(session, batches), strict=True):
-        expected = _torch_outputs(loaded, feeds)
+        expected = _run_torch(loaded, feeds)
         for name, values in outputs.items():
             if values.shape != expected[name].shape:
                 raise ExportError(
@@ -47,7 +47,7 @@ def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds])
 
 
 def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
-    """max |expected - got| / max |expected|; infinite where either is not finite and they differ."""
+    """Return max |expected - got| / max |expected|; infinity where either is not finite and they differ."""
     if not (np.isfinite(got).all() and np.isfinite(expected).all()):
         return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
     scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
@@ -55,15 +55,15 @@ def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
 
 
 def first_difference(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> str:
-    """A sentence that names the first layer, in graph order, whose output differs."""
-    calls = _module_outputs(loaded, batches[0])
+    """Return a sentence that names the first layer, in graph order, whose output differs."""
+    calls = _record_module_outputs(loaded, batches[0])
     known = {name for name, _ in calls}
     layers = [layer for layer in find_layers(model) if layer.name in known and layer.output.name]
     names = {layer.name for layer in layers}
-    got = next(run_batches(open_session(tap(model, [la.output.name or "" for la in layers])), batches[:1]))
+    got = next(run_batches(open_session(tap(model, [layer.output.name or "" for layer in layers])), batches[:1]))
     for layer in layers:
         values = got[layer.output.name or ""]
-        same = [array for array in _until_next_layer(calls, layer.name, names) if array.size == values.size]
+        same = [array for array in _take_until_next_layer(calls, layer.name, names) if array.size == values.size]
         differences = [relative_difference(array.ravel(), values.ravel()) for array in same]
         if differences and min(differences) > TOLERANCE:
             return f"the first layer to differ is {layer.name} ({layer.op}), by {min(differences):.2e}"
@@ -74,28 +74,28 @@ Calls = list[tuple[str, np.ndarray]]
 """(module, its output) in the order of the calls."""
 
 
-def _until_next_layer(calls: Calls, layer: str, layers: Collection[str]) -> list[np.ndarray]:
-    """What a layer gives, and the modules after it up to the next layer: the exporter folds batch norms into it."""
+def _take_until_next_layer(calls: Calls, layer: str, layers: Collection[str]) -> list[np.ndarray]:
+    """Return outputs of a layer and of modules up to the next layer: the exporter folds batch norms into it."""
     start = next(i for i, (name, _) in enumerate(calls) if name == layer)
     after = takewhile(lambda call: call[0] not in layers, calls[start + 1 :])
     return [calls[start][1], *(array for _, array in after)]
 
 
-def _module_outputs(loaded: LoadedModel, feeds: Feeds) -> Calls:
-    """The outputs of every module without modules of its own."""
+def _record_module_outputs(loaded: LoadedModel, feeds: Feeds) -> Calls:
+    """Record the outputs of every module without modules of its own, in the order of the calls."""
     assert loaded.module is not None
     calls: Calls = []
     leaves = [(name, module) for name, module in loaded.module.named_modules() if not any(module.children())]
-    hooks = [module.register_forward_hook(_keep(calls, plain(name))) for name, module in leaves]
+    hooks = [module.register_forward_hook(_make_recording_hook(calls, plain(name))) for name, module in leaves]
     try:
-        _torch_outputs(loaded, feeds)
+        _run_torch(loaded, feeds)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
 
 
-def _keep(calls: Calls, name: str) -> Callable[[torch.nn.Module, object, object], None]:
+def _make_recording_hook(calls: Calls, name: str) -> Callable[[torch.nn.Module, object, object], None]:
     def hook(module: torch.nn.Module, args: object, output: object) -> None:
         if isinstance(output, torch.Tensor):
             calls.append((name, output.detach().numpy().copy()))
@@ -103,7 +103,7 @@ def _keep(calls: Calls, name: str) -> Callable[[torch.nn.Module, object, object]
     return hook
 
 
-def _torch_outputs(loaded: LoadedModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _run_torch(loaded: LoadedModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     assert loaded.module is not None
     assert loaded.parameters is not None
     tensors = {loaded.parameters[n]: torch.from_numpy(np.ascontiguousarray(feeds[n])) for n in loaded.input_names}

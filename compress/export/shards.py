@@ -61,11 +61,11 @@ def write_shards(folder: Path, units: Sequence[Unit], max_bytes: int) -> tuple[P
     Peak memory is one unit's tensors. A file has a temporary name until all of it is on disk. Same in, same bytes.
     Raises ExportError where `make` gives another shape or type than its entries say.
     """
-    shards = _split(units, max_bytes)
+    shards = _split_units(units, max_bytes)
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     names = ["model.safetensors"] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
-        _write(folder / name, shard)
+        _write_shard(folder / name, shard)
     if len(shards) > 1:
         weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for u in shard for e in u.entries}
         index = {"metadata": {"total_size": sum(unit.n_bytes for unit in units)}, "weight_map": weight_map}
@@ -74,7 +74,7 @@ def write_shards(folder: Path, units: Sequence[Unit], max_bytes: int) -> tuple[P
     return tuple(folder / name for name in names)
 
 
-def _split(units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
+def _split_units(units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
     shards: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
@@ -86,15 +86,17 @@ def _split(units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
     return shards
 
 
-def _write(path: Path, units: Sequence[Unit]) -> None:
-    """Units are made in their order, their tensors written where the layout has them: wide types first, so that every
-    tensor is aligned to its type without gaps, which the format forbids."""
+def _write_shard(path: Path, units: Sequence[Unit]) -> None:
+    """Write one shard: units are made in their order, their tensors written where the layout has them.
+
+    Wide types lie first, so that every tensor is aligned to its type without gaps, which the format forbids.
+    """
     entries = [entry for unit in units for entry in unit.entries]
     starts, end = {}, 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
         starts[entry.name] = end
         end += entry.n_bytes
-    head = _header(entries, starts)
+    head = _make_header(entries, starts)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
         file.write(head)
@@ -102,15 +104,18 @@ def _write(path: Path, units: Sequence[Unit]) -> None:
             made = unit.make()
             for entry in unit.entries:
                 file.seek(len(head) + starts[entry.name])
-                file.write(_bytes(entry, made[entry.name]))
+                file.write(_to_bytes(entry, made[entry.name]))
         file.truncate(len(head) + end)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
-def _header(entries: Sequence[Entry], starts: Mapping[str, int]) -> bytes:
-    """https://huggingface.co/docs/safetensors: its length (8 bytes), JSON, spaces up to a multiple of 8."""
+def _make_header(entries: Sequence[Entry], starts: Mapping[str, int]) -> bytes:
+    """Return the header: its length (8 bytes), JSON, spaces up to a multiple of 8.
+
+    Source: https://huggingface.co/docs/safetensors
+    """
     record: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in sorted(entries, key=lambda entry: starts[entry.name]):
         offsets = [starts[entry.name], starts[entry.name] + entry.n_bytes]
@@ -120,7 +125,7 @@ def _header(entries: Sequence[Entry], starts: Mapping[str, int]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(entry: Entry, tensor: Tensor) -> bytes | memoryview:
+def _to_bytes(entry: Entry, tensor: Tensor) -> bytes | memoryview:
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
         raise ExportError(
             f"'{entry.name}' is {tensor.dtype} {list(tensor.shape)} where the model and the recipe make it "

@@ -24,8 +24,8 @@ def export_program(
     dynamic_shapes: Mapping[str, Any],
     opset: int,
 ) -> ir.Model:
-    """The module as a graph. Raises ExportError with what the exporter said of `name`."""
-    with _quiet():
+    """Export the module as a graph. Raises ExportError with what the exporter said of `name`."""
+    with _silence_exporter():
         try:
             program = torch.onnx.export(
                 module,
@@ -45,14 +45,14 @@ def export_program(
 
 
 def first_lines(error: Exception, most: int = 6) -> str:
-    """What an error says, on one line of bounded length."""
+    """Return what an error says, on one line of bounded length."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " | ".join(line for line in lines if line[:1] not in ("", "=", "-"))[: most * 160]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter's progress and warnings about optional packages stay out of the user's terminal."""
+def _silence_exporter() -> Iterator[None]:
+    """Hide the exporter's progress and warnings about optional packages while the context is open."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -39,24 +39,24 @@ class _Plan:
 def to_group_query_attention(
     model: ir.Model, max_length: int | None = None, scales: Mapping[str, Sequence[float]] | None = None
 ) -> tuple[ir.Model, list[str]]:
-    """A new graph whose cached layers are all GroupQueryAttention, and notes; the same graph where one cannot be.
+    """Return a new graph whose cached layers are all GroupQueryAttention, and notes; the same graph if one cannot be.
 
     `max_length`: the longest sequence; the graph's own where it is None. `scales`: attention module -> (scale of its
     keys, of its values), for a cache of int8. Raises KeyError for a module that has none.
     """
     length = max_length or int(model.metadata_props.get(MAX_LENGTH, 0))
     copy = clone(model)
-    plan = _plan(copy, length)
+    plan = _plan_layers(copy, length)
     if len(plan.layers) < n_cached_layers(model):
         return model, [*plan.notes, "attention keeps its plain form: one buffer needs every layer to use it"]
     _rewrite(copy, plan, scales or {})
-    stray = _other_readers(copy)
+    stray = _name_other_readers(copy)
     if stray:
         return model, [*plan.notes, f"attention keeps its plain form: {stray} reads the mask or the past too"]
     return copy, plan.notes
 
 
-def _plan(model: ir.Model, length: int) -> _Plan:
+def _plan_layers(model: ir.Model, length: int) -> _Plan:
     plan = _Plan()
     windows: dict[ir.Value, int] = {}
     for layer in range(n_cached_layers(model)):
@@ -67,13 +67,13 @@ def _plan(model: ir.Model, length: int) -> _Plan:
         except NotMatched as error:
             plan.notes.append(f"attention of layer {layer} keeps its plain form: {error}")
             continue
-        rotations = _rotations(model, attention, length, plan)
+        rotations = _find_rotations(model, attention, length, plan)
         plan.layers.append((attention, windows[attention.mask], rotations))
     return plan
 
 
-def _rotations(model: ir.Model, attention: Attention, length: int, plan: _Plan) -> tuple[Rotated, Rotated] | None:
-    """How query and key are rotated, where it is a plain rotation by position with tables of a fair size."""
+def _find_rotations(model: ir.Model, attention: Attention, length: int, plan: _Plan) -> tuple[Rotated, Rotated] | None:
+    """Find how query and key are rotated, where it is a plain rotation by position with tables of a fair size."""
     query, key = find_rotation(attention.query), find_rotation(attention.key)
     if query is None or key is None or not length:
         return None
@@ -103,9 +103,9 @@ def _rewrite(model: ir.Model, plan: _Plan, scales: Mapping[str, Sequence[float]]
 
 
 def _count_tokens(model: ir.Model) -> list[ir.Value]:
-    """(tokens of each sequence less one, int32 [B]; the most of any, int32 scalar) from the attention mask."""
-    mask = _input(model, "attention_mask")
-    one, axis = _number(model, [1]), _number(model, [1])
+    """Count (tokens of each sequence less one, int32 [B]; the most of any, int32 scalar) by the attention mask."""
+    mask = _find_input(model, "attention_mask")
+    one, axis = _add_number(model, [1]), _add_number(model, [1])
     lengths = append(model, "ReduceSum", [mask, axis], "tokens/count", {"keepdims": 0})
     last = append(model, "Sub", [lengths, one], "tokens/last")
     total = append(model, "Shape", [mask], "tokens/shape", {"start": 1})
@@ -122,13 +122,13 @@ def _rewrite_layer(
     tables: Mapping[ir.Value, ir.Value],
 ) -> ir.Node:
     layer, query, key = attention.layer, attention.query, attention.key
-    heads, kept = _dim(attention.query, 1), _dim(attention.key, 1)
+    heads, kept = _get_size(attention.query, 1), _get_size(attention.key, 1)
     angles: list[ir.Value] = []
     if rotations is not None:
         query, key = (rotated.source for rotated in rotations)
         angles = [tables[rotations[0].cos], tables[rotations[0].sin]]
-    flat = [_flat(model, value) for value in (query, key, attention.value)]
-    past = [_input(model, past_name(layer, kind)) for kind in ("key", "value")]
+    flat = [_flatten_heads(model, value) for value in (query, key, attention.value)]
+    past = [_find_input(model, past_name(layer, kind)) for kind in ("key", "value")]
     attributes: dict[str, int | float] = {"num_heads": heads, "kv_num_heads": kept, "scale": attention.scale}
     attributes |= {"do_rotary": 1} if angles else {}
     attributes |= {"local_window_size": window} if window > 0 else {}
@@ -142,7 +142,7 @@ def _rewrite_layer(
 
 
 def _keep_integers(model: ir.Model, layer: int, node: ir.Node, scales: Sequence[float]) -> None:
-    """Past and present become int8, one scale for a layer's keys and one for its values."""
+    """Make past and present int8, one scale for a layer's keys and one for its values."""
     values = [
         initializer(model, f"attention.{layer}/{kind}_scale", np.array([scale], np.float32))
         for kind, scale in zip(("key", "value"), scales, strict=True)
@@ -154,14 +154,14 @@ def _keep_integers(model: ir.Model, layer: int, node: ir.Node, scales: Sequence[
     for attribute in (*attributes, ir.AttrInt64("kv_cache_bit_width", 8)):
         node.attributes[attribute.name] = attribute
     for kind, present in zip(("key", "value"), node.outputs[1:], strict=True):
-        _input(model, past_name(layer, kind)).type = present.type = ir.TensorType(ir.DataType.INT8)
+        _find_input(model, past_name(layer, kind)).type = present.type = ir.TensorType(ir.DataType.INT8)
 
 
 def _replace_present(model: ir.Model, layer: int, node: ir.Node) -> None:
-    """The buffer goes in and comes out: past and present have one shape."""
+    """Let the node give the layer's present. The buffer goes in and comes out: past and present have one shape."""
     for kind, new in zip(("key", "value"), node.outputs[1:], strict=True):
         old = next(value for value in model.graph.outputs if value.name == present_name(layer, kind))
-        past = _input(model, past_name(layer, kind))
+        past = _find_input(model, past_name(layer, kind))
         assert past.shape is not None
         past.shape = ir.Shape((past.shape[0], past.shape[1], "length", past.shape[3]))
         new.name, old.name = old.name, f"{old.name}/plain"
@@ -170,25 +170,25 @@ def _replace_present(model: ir.Model, layer: int, node: ir.Node) -> None:
 
 
 def _replace_output(model: ir.Model, old: ir.Value, new: ir.Value, heads: int, name: str) -> None:
-    """Readers of `old` [B, S, N, H] read `new` [B, S, N x H], as it is where they only bring the heads together."""
-    size = _dim(old, 3)
+    """Let readers of `old` [B, S, N, H] read `new` [B, S, N x H], as it is where they only bring heads together."""
+    size = _get_size(old, 3)
     new.name, new.type = name, old.type
     new.shape = ir.Shape((*list(old.shape or ())[:2], heads * size))
     for use in list(old.uses()):
         if use.node.op_type == "Reshape" and _is_flat(use.node.outputs[0], old, heads * size):
             reroute(uses_of(use.node.outputs[0]), new)
     if list(old.uses()):
-        split = _number(model, [0, 0, heads, size])
+        split = _add_number(model, [0, 0, heads, size])
         reroute(uses_of(old), append(model, "Reshape", [new, split], f"{name}/heads"))
 
 
 def _is_flat(value: ir.Value, old: ir.Value, width: int) -> bool:
-    """True if `value` has the batch and sequence of `old`, and its heads in one dimension."""
+    """Return whether `value` has the batch and sequence of `old`, and its heads in one dimension."""
     return value.shape is not None and old.shape is not None and list(value.shape) == [*list(old.shape)[:2], width]
 
 
-def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
-    """[B, heads, S, H] as [B, S, heads x H]: what it was made of where that is it, else transposed."""
+def _flatten_heads(model: ir.Model, value: ir.Value) -> ir.Value:
+    """Return [B, heads, S, H] as [B, S, heads x H]: what it was made of where that is it, else transposed."""
     node = value.producer()
     if node is not None and node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == (0, 2, 1, 3):
         split = node.inputs[0]
@@ -197,7 +197,7 @@ def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
         shape = list(value.shape or ())
         split.type, split.shape = value.type, ir.Shape([shape[0], shape[2], shape[1], shape[3]])
     assert split is not None
-    width = _dim(value, 1) * _dim(value, 3)
+    width = _get_size(value, 1) * _get_size(value, 3)
     maker = split.producer()
     source = maker.inputs[0] if maker is not None and maker.op_type == "Reshape" else None
     if source is not None and _is_flat(source, split, width):
@@ -205,24 +205,24 @@ def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
     known = [use.node for use in split.uses() if use.node.name == f"{split.name}/flat"]
     if known:
         return known[0].outputs[0]
-    flat = append(model, "Reshape", [split, _number(model, [0, 0, width])], f"{split.name}/flat")
+    flat = append(model, "Reshape", [split, _add_number(model, [0, 0, width])], f"{split.name}/flat")
     flat.type, flat.shape = value.type, ir.Shape((*list(split.shape or ())[:2], width))
     return flat
 
 
 def _count_positions(model: ir.Model) -> None:
-    """Where positions are still read: from 0 in a first call, else those after each sequence's own past."""
+    """Write positions where they are still read: from 0 in a first call, else those after each sequence's own past."""
     old = next((value for node in model.graph for value in node.outputs if value.name == POSITIONS), None)
     if old is None:
         return
     values = {value.name: value for node in model.graph for value in node.outputs}
-    zero, one, ids = _number(model, [0]), _number(model, [1]), _input(model, "input_ids")
+    zero, one, ids = _add_number(model, [0]), _add_number(model, [1]), _find_input(model, "input_ids")
     new = append(model, "Shape", [ids], "tokens/new", {"start": 1})
     first = append(model, "Equal", [new, values["tokens/shape"]], "tokens/first")
     before = append(model, "Sub", [values["tokens/count"], new], "tokens/before")
     start = append(model, "Where", [first, zero, before], "tokens/start")
     column = append(model, "Unsqueeze", [start, one], "tokens/column")
-    scalars = [_number(model, 0), append(model, "Squeeze", [new], "tokens/new/scalar"), _number(model, 1)]
+    scalars = [_add_number(model, 0), append(model, "Squeeze", [new], "tokens/new/scalar"), _add_number(model, 1)]
     steps = append(model, "Range", scalars, "tokens/steps")
     positions = append(model, "Add", [column, steps], "tokens/positions")
     positions.type, positions.shape = old.type, old.shape
@@ -230,23 +230,25 @@ def _count_positions(model: ir.Model) -> None:
     old.name, positions.name = f"{POSITIONS}/plain", POSITIONS
 
 
-def _other_readers(model: ir.Model) -> str:
-    """The nodes beside ours that read which tokens there are: padding has changed sides, and a past has its room."""
-    found = [use.node for use in _input(model, "attention_mask").uses() if use.node.op_type != "Shape"]
+def _name_other_readers(model: ir.Model) -> str:
+    """Name the nodes beside ours that read which tokens exist: padding has changed sides, and a past has its room."""
+    readers = [use.node for use in _find_input(model, "attention_mask").uses() if use.node.op_type != "Shape"]
     for layer in range(n_cached_layers(model)):
         for kind in ("key", "value"):
-            found += [use.node for use in _input(model, past_name(layer, kind)).uses() if not _is_batch(use.node)]
-    names = [node.name or node.op_type for node in found]
+            readers += [
+                use.node for use in _find_input(model, past_name(layer, kind)).uses() if not _is_batch(use.node)
+            ]
+    names = [node.name or node.op_type for node in readers]
     return ", ".join(name for name in names if not name.startswith(("tokens/", "attention.")))
 
 
 def _is_batch(node: ir.Node) -> bool:
-    """True for the Shape that gives the first dimension alone."""
+    """Return whether `node` is the Shape that gives the first dimension alone."""
     return node.op_type == "Shape" and (int_attribute(node, "start", 0), int_attribute(node, "end", 4)) == (0, 1)
 
 
-def _number(model: ir.Model, value: int | list[int]) -> ir.Value:
-    """An int64 constant, shared by all that use the same."""
+def _add_number(model: ir.Model, value: int | list[int]) -> ir.Value:
+    """Return an int64 constant, shared by all that use the same."""
     array = np.array(value, np.int64)
     name = f"int64/{'x'.join(map(str, array.ravel()))}" + ("" if array.ndim else "/scalar")
     held = model.graph.initializers.get(name)
@@ -254,11 +256,11 @@ def _number(model: ir.Model, value: int | list[int]) -> ir.Value:
     return held if held is not None and same else initializer(model, name, array)
 
 
-def _input(model: ir.Model, name: str) -> ir.Value:
+def _find_input(model: ir.Model, name: str) -> ir.Value:
     return next(value for value in model.graph.inputs if value.name == name)
 
 
-def _dim(value: ir.Value, axis: int) -> int:
+def _get_size(value: ir.Value, axis: int) -> int:
     size = value.shape[axis] if value.shape is not None else None
     if not isinstance(size, int):
         raise NotMatched(f"{value.name} has no fixed size along axis {axis}")

@@ -46,23 +46,24 @@ class Attention:
 
 
 def find_attention(model: ir.Model, layer: int) -> Attention:
-    """The attention of one cached layer. Raises NotMatched, which says what stands where."""
+    """Find the attention of one cached layer. Raises NotMatched, which says what stands where."""
     outputs = {value.name: value for value in model.graph.outputs}
     presents = [outputs[present_name(layer, kind)] for kind in ("key", "value")]
     new_key, new_value = (
-        _appended(present, past_name(layer, kind)) for present, kind in zip(presents, ("key", "value"), strict=True)
+        _find_appended(present, past_name(layer, kind))
+        for present, kind in zip(presents, ("key", "value"), strict=True)
     )
-    keys = _only_use(_repeated(presents[0]), "Transpose")
+    keys = _get_only_use(_skip_repetition(presents[0]), "Transpose")
     if tuple(keys.attributes["perm"].as_ints()) != (0, 1, 3, 2):
         raise NotMatched(f"{keys.name} does not transpose keys")
-    scores = _only_use(keys.outputs[0], "MatMul")
+    scores = _get_only_use(keys.outputs[0], "MatMul")
     if scores.inputs[1] is not keys.outputs[0] or scores.inputs[0] is None:
         raise NotMatched(f"{scores.name} does not multiply queries by keys")
-    softmax, mask, scale, softcap = _masked(scores.outputs[0])
-    weighted = _only_use(softmax.outputs[0], "MatMul")
-    if weighted.inputs[1] is not _repeated(presents[1]):
+    softmax, mask, scale, softcap = _find_mask(scores.outputs[0])
+    weighted = _get_only_use(softmax.outputs[0], "MatMul")
+    if weighted.inputs[1] is not _skip_repetition(presents[1]):
         raise NotMatched(f"{weighted.name} does not multiply probabilities by the cached values")
-    moved = _only_use(weighted.outputs[0], "Transpose")
+    moved = _get_only_use(weighted.outputs[0], "Transpose")
     if tuple(moved.attributes["perm"].as_ints()) != (0, 2, 1, 3):
         raise NotMatched(f"{moved.name} does not bring heads together")
     return Attention(
@@ -70,8 +71,8 @@ def find_attention(model: ir.Model, layer: int) -> Attention:
     )
 
 
-def _appended(present: ir.Value, past: str) -> ir.Value:
-    """The new part of present = Concat(past, new) along the tokens."""
+def _find_appended(present: ir.Value, past: str) -> ir.Value:
+    """Return the new part of present = Concat(past, new) along the tokens."""
     node = present.producer()
     if (
         node is None
@@ -86,24 +87,24 @@ def _appended(present: ir.Value, past: str) -> ir.Value:
     return new
 
 
-def _repeated(present: ir.Value) -> ir.Value:
-    """The cache with each head repeated for the query heads that share it: Unsqueeze, Expand, Reshape; or as it is."""
+def _skip_repetition(present: ir.Value) -> ir.Value:
+    """Return the cache with each head repeated for its query heads: after Unsqueeze, Expand, Reshape; or as it is."""
     uses = [use.node for use in present.uses()]
     if len(uses) != 1 or uses[0].op_type != "Unsqueeze":
         return present
     axes = uses[0].inputs[1]
     if not is_constant(axes) or constant(axes).ravel().tolist() not in ([2], [-3]):
         raise NotMatched(f"{uses[0].name} repeats something else than heads")
-    return _only_use(_only_use(uses[0].outputs[0], "Expand").outputs[0], "Reshape").outputs[0]
+    return _get_only_use(_get_only_use(uses[0].outputs[0], "Expand").outputs[0], "Reshape").outputs[0]
 
 
-def _masked(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
-    """(Softmax node, mask, scale, softcap) of what is done to the scores."""
+def _find_mask(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
+    """Return (Softmax node, mask, scale, softcap) of what is done to the scores."""
     factor, inner, capped = 1.0, 1.0, False
     while True:
-        node = _only_use(value)
+        node = _get_only_use(value)
         if node.op_type in SCALAR_FACTORS:
-            factor *= _factor(node, value)
+            factor *= _read_factor(node, value)
         elif node.op_type == "Tanh" and not capped:
             inner, factor, capped = factor, 1.0, True
         elif node.op_type == "Add":
@@ -112,14 +113,14 @@ def _masked(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
             raise NotMatched(f"{node.op_type} {node.name} between the scores and their mask")
         value = node.outputs[0]
     mask = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
-    softmax = _only_use(node.outputs[0], "Softmax")
+    softmax = _get_only_use(node.outputs[0], "Softmax")
     if mask is None or int_attribute(softmax, "axis", -1) not in (-1, 3):
         raise NotMatched(f"{softmax.name} is not over the tokens")
     return softmax, mask, inner * factor, factor if capped else 0.0
 
 
-def _factor(node: ir.Node, value: ir.Value) -> float:
-    """The number that a Mul or Div by a constant multiplies with."""
+def _read_factor(node: ir.Node, value: ir.Value) -> float:
+    """Return the number that a Mul or Div by a constant multiplies with."""
     first = node.inputs[0] is value
     other = node.inputs[1] if first else node.inputs[0]
     if not is_constant(other) or constant(other).size != 1 or (node.op_type == "Div" and not first):
@@ -128,7 +129,7 @@ def _factor(node: ir.Node, value: ir.Value) -> float:
     return 1.0 / number if node.op_type == "Div" else number
 
 
-def _only_use(value: ir.Value, op: str = "") -> ir.Node:
+def _get_only_use(value: ir.Value, op: str = "") -> ir.Node:
     nodes = [use.node for use in value.uses()]
     if len(nodes) != 1:
         raise NotMatched(f"{value.name} is read {len(nodes)} times")
@@ -147,33 +148,33 @@ class Rotated:
 
 
 def find_rotation(value: ir.Value) -> Rotated | None:
-    """The rotation that gives `value`, of all channels or of the first ones only; None for any other."""
+    """Return the rotation that gives `value`, of all channels or of the first ones only; None for any other."""
     node = value.producer()
     if node is None or node.op_type != "Concat" or len(node.inputs) != 2:
-        return _turned(value)
-    turned, rest = (_turned(node.inputs[0]) if node.inputs[0] else None), _slice(node.inputs[1])
+        return _match_rotation(value)
+    turned, rest = (_match_rotation(node.inputs[0]) if node.inputs[0] else None), _match_slice(node.inputs[1])
     if turned is None or rest is None:
         return None
     whole, start, end = rest
     size = _last_dim(whole)
     if turned.source is whole:
         return turned if start == size else None  # nothing is left over
-    first = _slice(turned.source)
+    first = _match_slice(turned.source)
     if first is None or first[0] is not whole or first[1] != 0 or first[2] != start or end < size:
         return None
     return Rotated(whole, turned.cos, turned.sin)
 
 
-def _turned(value: ir.Value) -> Rotated | None:
+def _match_rotation(value: ir.Value) -> Rotated | None:
     add = value.producer()
     if add is None or add.op_type != "Add":
         return None
-    products = [one.producer() if one is not None else None for one in add.inputs]
+    products = [term.producer() if term is not None else None for term in add.inputs]
     for straight, crossed in (products, products[::-1]):
         if straight is None or crossed is None or {straight.op_type, crossed.op_type} != {"Mul"}:
             return None
         for index in (0, 1):
-            source = _half_turned(crossed.inputs[index])
+            source = _match_half_turn(crossed.inputs[index])
             if source is not None and source in straight.inputs:
                 cos = straight.inputs[1 - straight.inputs.index(source)]
                 sin = crossed.inputs[1 - index]
@@ -181,23 +182,23 @@ def _turned(value: ir.Value) -> Rotated | None:
     return None
 
 
-def _half_turned(value: ir.Value | None) -> ir.Value | None:
-    """x where `value` is (-second half of x, first half of x) along the last axis."""
+def _match_half_turn(value: ir.Value | None) -> ir.Value | None:
+    """Return x where `value` is (-second half of x, first half of x) along the last axis."""
     node = value.producer() if value is not None else None
     if node is None or node.op_type != "Concat" or len(node.inputs) != 2:
         return None
     negated = node.inputs[0].producer() if node.inputs[0] is not None else None
     if negated is None or negated.op_type != "Neg":
         return None
-    second, first = _slice(negated.inputs[0]), _slice(node.inputs[1])
+    second, first = _match_slice(negated.inputs[0]), _match_slice(node.inputs[1])
     if second is None or first is None or second[0] is not first[0]:
         return None
     size = _last_dim(first[0])
     return first[0] if first[1] == 0 and first[2] == second[1] == size // 2 and second[2] >= size > 0 else None
 
 
-def _slice(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
-    """(x, start, end) where `value` is a constant slice of x along its last axis."""
+def _match_slice(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
+    """Return (x, start, end) where `value` is a constant slice of x along its last axis."""
     node = value.producer() if value is not None else None
     if node is None or node.op_type != "Slice" or len(node.inputs) < 4 or node.inputs[0] is None:
         return None

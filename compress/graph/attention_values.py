@@ -16,36 +16,36 @@ VISIBLE = -1e4
 
 
 def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
-    """How many tokens back a token may look, itself included; -1: all. Known by running what makes the mask.
+    """Return how many tokens back a token may look, itself included; -1: all. Known by running what makes the mask.
 
     Raises NotMatched for a mask that is not causal, or lets padding through.
     """
     far, near = max(length, 16), (5, 4)
-    row = _mask(model, mask, far - 1, 1)[0]
+    row = _evaluate_mask(model, mask, far - 1, 1)[0]
     window = int(row.sum())
-    small = _mask(model, mask, *near)
+    small = _evaluate_mask(model, mask, *near)
     positions = np.arange(sum(near))
     distance = positions[-near[1] :, None] - positions
     if not (row[far - window :].all() and np.array_equal(small, (distance >= 0) & (distance < window))):
         raise NotMatched(f"the mask {mask.name} is not that of tokens that look back")
-    padded = _mask(model, mask, *near, padding=2)
+    padded = _evaluate_mask(model, mask, *near, padding=2)
     if not np.array_equal(padded, small & (positions >= 2)):
         raise NotMatched(f"the mask {mask.name} lets padding through")
     return -1 if window == far else window
 
 
-def _mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: int = 0) -> np.ndarray:
-    """Which of past + sequence tokens each new one may look at: bool [sequence, past + sequence]."""
+def _evaluate_mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: int = 0) -> np.ndarray:
+    """Return which of past + sequence tokens each new one may look at: bool [sequence, past + sequence]."""
     kept = np.zeros((1, 1, past, 1), np.float32)
     count = n_cached_layers(model)
     tokens = np.ones((1, past + sequence), np.int64)
     tokens[:, :padding] = 0
     feeds: dict[str, np.ndarray] = {past_name(i, kind): kept for i in range(count) for kind in ("key", "value")}
     feeds |= {"input_ids": np.zeros((1, sequence), np.int64), "attention_mask": tokens}
-    found = evaluate(model, [mask.name or ""], feeds)
-    if found is None or found[0].size != sequence * (past + sequence):
+    results = evaluate(model, [mask.name or ""], feeds)
+    if results is None or results[0].size != sequence * (past + sequence):
         raise NotMatched(f"the mask {mask.name} needs more than the sizes and the attention mask")
-    values = found[0].reshape(sequence, past + sequence)
+    values = results[0].reshape(sequence, past + sequence)
     if not np.isin(values[values > VISIBLE], (0,)).all():
         raise NotMatched(f"the mask {mask.name} adds more than 0 and very negative numbers")
     visible: np.ndarray = values > VISIBLE
@@ -53,7 +53,7 @@ def _mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: in
 
 
 def angle_table(model: ir.Model, angle: ir.Value, length: int) -> np.ndarray | None:
-    """cos or sin for each position, [length, channels / 2]; None where it is not a function of the position alone."""
+    """Return cos or sin for each position, [length, channels / 2]; None if it is no function of the position alone."""
     width = angle.shape[-1] if angle.shape else None
     if not isinstance(width, int) or length * width // 2 > LONGEST_TABLE or width % 16:
         return None  # the kernel takes a multiple of 8 angles

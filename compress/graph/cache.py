@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from runtime.manifest import KvCache
+from runtime.bundle.manifest import KvCache
 
 PAST = "past_key_values.{layer}.{kind}"
 PRESENT = "present.{layer}.{kind}"
@@ -24,7 +24,7 @@ def present_name(layer: int, kind: str) -> str:
 
 
 def n_cached_layers(model: ir.Model) -> int:
-    """How many layers of the graph keep keys and values; 0 where it is no decoder."""
+    """Count the layers of the graph that keep keys and values; 0 where it is no decoder."""
     names = {value.name for value in model.graph.inputs}
     count = 0
     while past_name(count, "key") in names:
@@ -33,7 +33,7 @@ def n_cached_layers(model: ir.Model) -> int:
 
 
 def cache_of(model: ir.Model) -> KvCache | None:
-    """What a bundle says of a decoder's cache; None for a graph without one."""
+    """Return what a bundle says of a decoder's cache; None for a graph without one."""
     count = n_cached_layers(model)
     if not count:
         return None

@@ -18,8 +18,8 @@ MULTIPLE = 4
 
 def pad_input_channels(model: ir.Model) -> int:
     """Pad the quantized input of every ungrouped Conv whose channels are no multiple, in place; returns how many."""
-    found = [(node, pair) for node in model.graph if node.op_type == "Conv" and (pair := _quantized_operands(node))]
-    for node, (source, weight) in found:
+    matches = [(node, pair) for node in model.graph if node.op_type == "Conv" and (pair := _match_operands(node))]
+    for node, (source, weight) in matches:
         values = constant(weight.inputs[0])
         missing = -values.shape[1] % MULTIPLE
         shape = (values.shape[0], missing, *values.shape[2:])
@@ -34,13 +34,13 @@ def pad_input_channels(model: ir.Model) -> int:
         padded = append(model, "Pad", [quantized, spec, zero_point], f"{node.name}/padded")
         restored = append(model, "DequantizeLinear", [padded, scale, zero_point], f"{node.name}/padded/dequantized")
         node.replace_input_with(0, restored)
-    if found:
+    if matches:
         tidy(model)
-    return len(found)
+    return len(matches)
 
 
-def _quantized_operands(conv: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """(DequantizeLinear of the input, DequantizeLinear of the weight) of an int8 Conv that needs padding."""
+def _match_operands(conv: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """Return (DequantizeLinear of the input, that of the weight) of an int8 Conv that needs padding, else None."""
     source, weight = (value.producer() if value is not None else None for value in conv.inputs[:2])
     if source is None or weight is None or source.op_type != "DequantizeLinear" or weight.op_type != "DequantizeLinear":
         return None

@@ -13,19 +13,19 @@ from compress.graph.edit import alone_reads, append, reroute, tidy, uses_of
 
 def divide_by_root(model: ir.Model) -> int:
     """Turn each Mul(x, Reciprocal(Sqrt(...))) into Div(x, Sqrt(...)), in place; returns how many."""
-    found = [(node, parts) for node in model.graph if (parts := _root_below(node)) is not None]
-    for node, (x, root) in found:
+    matches = [(node, parts) for node in model.graph if (parts := _match_root(node)) is not None]
+    for node, (x, root) in matches:
         old = node.outputs[0]
         quotient = append(model, "Div", [x, root], f"{old.name}/divided")
         quotient.type, quotient.shape = old.type, old.shape
         reroute(uses_of(old), quotient)
-    if found:
+    if matches:
         tidy(model)
-    return len(found)
+    return len(matches)
 
 
-def _root_below(mul: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """(x, root) of a Mul that is x / root and no output of the graph."""
+def _match_root(mul: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, root) of a Mul that is x / root and no output of the graph, else None."""
     if mul.op_type != "Mul" or mul.outputs[0].is_graph_output():
         return None
     for x, other in (mul.inputs, tuple(mul.inputs)[::-1]):

@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 
 def initializer(model: ir.Model, name: str, array: np.ndarray | ir.TensorProtocol) -> ir.Value:
-    """A named constant of the graph; an existing one of that name is replaced in value."""
+    """Add a named constant to the graph; an existing one of that name is replaced in value."""
     tensor = ir.tensor(array, name=name) if isinstance(array, np.ndarray) else array
     value = model.graph.initializers.get(name)
     if value is None:
@@ -31,7 +31,7 @@ def append(
     attributes: Mapping[str, Any] | None = None,
     domain: str = "",
 ) -> ir.Value:
-    """A new node at the end of the graph (sort afterwards), named like its one output, which is returned."""
+    """Add a node at the end of the graph (sort afterwards), named like its one output, which is returned."""
     node = ir.node(op, inputs, attributes=dict(attributes or {}), name=output, domain=domain)
     node.outputs[0].name = output
     model.graph.append(node)
@@ -45,17 +45,17 @@ def reroute(uses: Sequence[tuple[ir.Node, int]], value: ir.Value) -> None:
 
 
 def uses_of(value: ir.Value) -> list[tuple[ir.Node, int]]:
-    """The (node, input index) pairs that read `value`."""
+    """Return the (node, input index) pairs that read `value`."""
     return [(use.node, use.idx) for use in value.uses()]
 
 
 def alone_reads(node: ir.Node, value: ir.Value) -> bool:
-    """True if nothing but this one input of `node` sees `value`: it may be changed or go."""
+    """Return whether nothing but this one input of `node` sees `value`: it may be changed or go."""
     return [use.node for use in value.uses()] == [node] and not value.is_graph_output()
 
 
 def take_over(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """`new` gets the name, type and readers of `old` (but for the node that makes `new`) and its place as an output."""
+    """Give `new` the name, type and readers of `old` (but for the node that makes `new`) and its place as output."""
     reroute([(node, index) for node, index in uses_of(old) if node is not new.producer()], new)
     name = old.name
     old.name, new.name = f"{name}/before", name
@@ -64,16 +64,16 @@ def take_over(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
 
 
 def replace_output(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """`new` stands wherever `old` is an output of the graph."""
+    """Put `new` wherever `old` is an output of the graph."""
     for i, output in enumerate(model.graph.outputs):
         if output is old:
             model.graph.outputs[i] = new
 
 
 def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
-    """The graph's inputs and every node's outputs."""
-    found = {value.name: value for value in model.graph.inputs if value.name}
-    return found | {value.name: value for node in model.graph for value in node.outputs if value.name}
+    """Return the graph's inputs and every node's outputs by name."""
+    values = {value.name: value for value in model.graph.inputs if value.name}
+    return values | {value.name: value for node in model.graph for value in node.outputs if value.name}
 
 
 def tidy(model: ir.Model) -> None:

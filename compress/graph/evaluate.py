@@ -12,25 +12,25 @@ from compress.graph.run import clone, open_session
 
 
 def evaluate(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
-    """The named values where the values that `feeds` names are the given arrays, of any shape that the nodes take.
+    """Compute the named values where the values that `feeds` names are its arrays, of any shape that the nodes take.
 
     None where the values need more than those feeds, or the nodes do not take them.
     """
-    part = _cut(model, names, feeds)
+    part = _cut_part(model, names, feeds)
     if part is None:
         return None
     try:
         session = open_session(part, threads=1)
         wanted = {value.name for value in part.graph.inputs}
-        return [np.asarray(one) for one in session.run(None, {k: v for k, v in feeds.items() if k in wanted})]
+        return [np.asarray(output) for output in session.run(None, {k: v for k, v in feeds.items() if k in wanted})]
     except Exception as error:
         if type(error).__module__.startswith("onnxruntime"):
             return None
         raise
 
 
-def _cut(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> ir.Model | None:
-    """The part of the graph between the fed values and the named ones; None where an input that it needs is not fed."""
+def _cut_part(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> ir.Model | None:
+    """Return the graph between the fed values and the named ones; None where an input that it needs is not fed."""
     copy = clone(model)
     values = {value.name: value for node in copy.graph for value in node.outputs}
     values |= {value.name: value for value in copy.graph.inputs}
@@ -38,7 +38,7 @@ def _cut(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray])
     copy.graph.outputs.clear()
     copy.graph.inputs.clear()
     for name, array in feeds.items():
-        _feed(copy, values[name], array)
+        _feed_value(copy, values[name], array)
     for value in outputs:
         value.type, value.shape = value.type or ir.TensorType(ir.DataType.FLOAT), None
         copy.graph.outputs.append(value)
@@ -56,7 +56,7 @@ def _cut(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray])
     return copy if complete and all(value in known for value in outputs) else None
 
 
-def _feed(model: ir.Model, value: ir.Value, array: np.ndarray) -> None:
+def _feed_value(model: ir.Model, value: ir.Value, array: np.ndarray) -> None:
     name = value.name
     value.name = f"{name}/made"
     fed = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))

@@ -37,33 +37,33 @@ def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
             continue
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype == ir.DataType.FLOAT:
-                node.replace_input_with(index, _as_half(model, value, half, casts))
+                node.replace_input_with(index, _cast_to_half(model, value, half, casts))
         for value in node.outputs:
             if value.dtype == ir.DataType.FLOAT:
-                _back_to_float(model, value, half, casts)
+                _cast_back(model, value, half, casts)
     tidy(model)
 
 
 def node_name(node: ir.Node) -> str:
-    """What a node is kept by: its name, or its first output's where it has none."""
+    """Return what a node is kept by: its name, or its first output's where it has none."""
     return node.name or node.outputs[0].name or ""
 
 
 def layer_nodes(layer: GraphLayer) -> list[str]:
-    """The names of a layer's product and, where it is an Add of its own, its bias."""
+    """Return the names of a layer's product and, where it is an Add of its own, its bias."""
     return [node_name(node) for node in (layer.node, layer.bias_add) if node is not None]
 
 
 def _becomes_half(node: ir.Node, kept: Collection[str], opset: int) -> bool:
     if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= HALF_SCALES_OPSET:
         return all(_becomes_half(use.node, kept, opset) for use in node.outputs[0].uses())  # a weight follows its layer
-    if node.op_type in STAYS or node_name(node) in kept or _crashes(node):
+    if node.op_type in STAYS or node_name(node) in kept or _crashes_in_half(node):
         return False
-    return not _in_integers(node)
+    return not _works_in_integers(node)
 
 
-def _crashes(node: ir.Node) -> bool:
-    """True for a transposed layer normalisation (torch's attention has one before its products).
+def _crashes_in_half(node: ir.Node) -> bool:
+    """Return whether `node` is a transposed layer normalisation (torch's attention has one before its products).
 
     ONNX Runtime 1.31 dies of a segmentation fault while it fuses such a Transpose in half precision into a product.
     """
@@ -71,8 +71,8 @@ def _crashes(node: ir.Node) -> bool:
     return maker is not None and maker.op_type == "LayerNormalization"
 
 
-def _in_integers(node: ir.Node) -> bool:
-    """True if `node` reads a quantized activation (kernels fuse it with that) or scales an integer product back."""
+def _works_in_integers(node: ir.Node) -> bool:
+    """Return whether `node` reads a quantized activation (kernels fuse the two) or scales an integer product back."""
     for value in node.inputs:
         maker = value.producer() if value is not None else None
         if maker is None:
@@ -84,26 +84,28 @@ def _in_integers(node: ir.Node) -> bool:
     return False
 
 
-def _as_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> ir.Value:
+def _cast_to_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> ir.Value:
     if value not in casts:
         name = f"{value.name}/{half.name.lower()}"
         if is_constant(value):
-            casts[value] = initializer(model, name, ir.Tensor(_clipped(constant(value), half), dtype=half, name=name))
+            casts[value] = initializer(
+                model, name, ir.Tensor(_clip_to_half(constant(value), half), dtype=half, name=name)
+            )
         else:
             casts[value] = append(model, "Cast", [value], name, {"to": half})
             casts[value].type, casts[value].shape = ir.TensorType(half), value.shape
     return casts[value]
 
 
-def _clipped(array: np.ndarray, half: ir.DataType) -> np.ndarray:
-    """What hides (masks such as -3.4e38) becomes half of the type's lowest value: a score added to it stays finite."""
+def _clip_to_half(array: np.ndarray, half: ir.DataType) -> np.ndarray:
+    """Clip to the type; what hides (masks such as -3.4e38) gets half its lowest value: a score added stays finite."""
     limit = LARGEST[half.name.lower()]
     clipped: np.ndarray = np.where(array <= HIDDEN, -limit / 2, np.clip(array, -limit, limit))
     return clipped.astype(half.numpy())
 
 
-def _back_to_float(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:
-    """The node now gives `half`; whoever reads the value reads a float32 cast of it until it is itself converted."""
+def _cast_back(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:
+    """Let the node give `half`; readers of the value read a float32 cast of it until they are converted themselves."""
     uses, name, is_output = uses_of(value), value.name, value.is_graph_output()
     value.name = f"{name}/{half.name.lower()}"
     value.type = ir.TensorType(half)

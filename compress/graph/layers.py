@@ -37,7 +37,7 @@ class GraphLayer:
 
     @property
     def data_input(self) -> ir.Value:
-        """The activation that the layer reads (the indices, for an Embedding)."""
+        """Return the activation that the layer reads (the indices, for an Embedding)."""
         value = self.node.inputs[1 - self.weight_input]
         if value is None:
             raise ValueError(f"{self.name}: the node has no data input")
@@ -45,22 +45,22 @@ class GraphLayer:
 
     @property
     def output(self) -> ir.Value:
-        """What the layer gives, bias included."""
+        """Return what the layer gives, bias included."""
         return self.bias_add.outputs[0] if self.bias_add is not None else self.node.outputs[0]
 
     @property
     def groups(self) -> int:
-        """Of a grouped convolution; 1 for every other layer."""
+        """Return the number of groups of a grouped convolution; 1 for every other layer."""
         return int_attribute(self.node, "group", 1)
 
     def matrix(self) -> np.ndarray:
-        """The weight as [out, in / groups, *kernel] (Embedding: [rows, width]), in its own dtype."""
+        """Return the weight as [out, in / groups, *kernel] (Embedding: [rows, width]), in its own dtype."""
         weight = constant(self.weight)
         return weight.T if self.axis == 1 and self.op != "Gather" else weight
 
 
 def constant(value: ir.Value | None) -> np.ndarray:
-    """The array of an initializer. Raises ValueError when it is none."""
+    """Return the array of an initializer. Raises ValueError when it is none."""
     array = value.const_value.numpy() if value is not None and value.const_value is not None else None
     if array is None:
         raise ValueError(f"{value.name if value is not None else 'an absent input'} is not a constant")
@@ -72,39 +72,39 @@ def is_constant(value: ir.Value | None) -> bool:
 
 
 def find_layers(model: ir.Model) -> list[GraphLayer]:
-    """Every layer, in graph order. Names are module paths where the exporter left them, else node names; unique."""
+    """Return every layer, in graph order. Names are module paths if the exporter left them, else node names; unique."""
     layers: list[GraphLayer] = []
     taken: dict[str, int] = {}
     for node in model.graph:
-        found = as_layer(node)
-        if found is None:
+        layer = as_layer(node)
+        if layer is None:
             continue
-        count = taken.get(found.name, 0)
-        taken[found.name] = count + 1
-        layers.append(found if count == 0 else replace(found, name=f"{found.name}#{count + 1}"))
+        count = taken.get(layer.name, 0)
+        taken[layer.name] = count + 1
+        layers.append(layer if count == 0 else replace(layer, name=f"{layer.name}#{count + 1}"))
     return layers
 
 
 def as_layer(node: ir.Node) -> GraphLayer | None:
-    """The layer that `node` is, or None."""
+    """Return the layer that `node` is, or None."""
     if node.domain not in ("", "ai.onnx"):
         return None
     if node.op_type == "Conv" and is_constant(node.inputs[1]):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        return _layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
+        return _make_layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
     if node.op_type == "Gemm" and is_constant(node.inputs[1]) and _is_linear(node):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        return _layer(node, "Linear", 1, 0 if int_attribute(node, "transB", 0) else 1, bias, None)
+        return _make_layer(node, "Linear", 1, 0 if int_attribute(node, "transB", 0) else 1, bias, None)
     if node.op_type == "MatMul" and is_constant(node.inputs[1]) and constant(node.inputs[1]).ndim == 2:
-        add, bias = _matmul_bias(node)
-        return _layer(node, "Linear", 1, 1, bias, add)
+        add, bias = _find_bias_add(node)
+        return _make_layer(node, "Linear", 1, 1, bias, add)
     if node.op_type == "Gather" and _is_embedding(node):
-        return _layer(node, "Embedding", 0, 1, None, None)
+        return _make_layer(node, "Embedding", 0, 1, None, None)
     return None
 
 
 def node_scope(node: ir.Node) -> str:
-    """The module path that the exporter recorded for a node; '' when it recorded none."""
+    """Return the module path that the exporter recorded for a node; '' when it recorded none."""
     text = node.metadata_props.get(SCOPES)
     if not text:
         return ""
@@ -112,22 +112,24 @@ def node_scope(node: ir.Node) -> str:
     return scopes[-1].removeprefix(WRAPPER) if scopes else ""
 
 
-def _layer(node: ir.Node, kind: str, weight: int, axis: int, bias: ir.Value | None, add: ir.Node | None) -> GraphLayer:
+def _make_layer(
+    node: ir.Node, kind: str, weight: int, axis: int, bias: ir.Value | None, add: ir.Node | None
+) -> GraphLayer:
     value = node.inputs[weight]
     assert value is not None
-    name = _parameter_module(value) or node_scope(node) or node.name or value.name or node.op_type
+    name = _get_module_path(value) or node_scope(node) or node.name or value.name or node.op_type
     vector = bias if is_constant(bias) and constant(bias).ndim == 1 else None
     return GraphLayer(name, kind, node, value, weight, axis, vector, add)
 
 
-def _parameter_module(weight: ir.Value) -> str:
-    """`layer1.0.conv1` for an initializer that the exporter named `layer1.0.conv1.weight`."""
+def _get_module_path(weight: ir.Value) -> str:
+    """Return `layer1.0.conv1` for an initializer that the exporter named `layer1.0.conv1.weight`, else ''."""
     name = weight.name or ""
     return name.removeprefix(WRAPPER).removesuffix(".weight") if name.endswith(".weight") else ""
 
 
-def _matmul_bias(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
-    """The Add of a constant vector that alone reads a MatMul's output."""
+def _find_bias_add(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
+    """Return the Add of a constant vector that alone reads a MatMul's output, and that vector; or two times None."""
     uses = list(node.outputs[0].uses())
     if len(uses) != 1 or uses[0].node.op_type != "Add":
         return None, None
@@ -139,7 +141,7 @@ def _matmul_bias(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
 
 
 def _is_linear(gemm: ir.Node) -> bool:
-    """x W + b and nothing more: no factors, no transposed input."""
+    """Return whether a Gemm is x W + b and nothing more: no factors, no transposed input."""
     plain = all(name not in gemm.attributes or gemm.attributes[name].as_float() == 1.0 for name in ("alpha", "beta"))
     return plain and not int_attribute(gemm, "transA", 0)
 
@@ -155,13 +157,13 @@ def _is_embedding(node: ir.Node) -> bool:
 
 
 def int_attribute(node: ir.Node, name: str, default: int) -> int:
-    """A node's whole-number attribute, or ONNX's default for it."""
+    """Return a node's whole-number attribute, or ONNX's default for it."""
     attribute = node.attributes.get(name)
     return default if attribute is None else attribute.as_int()
 
 
 def layer_facts(model: ir.Model, bits: dict[str, float] | None = None) -> tuple[LayerFacts, ...]:
-    """The graph's layers as the plan knows them; `bits`: what decided layers' weights are stored in."""
+    """Return the graph's layers as the plan knows them; `bits`: what decided layers' weights are stored in."""
     return tuple(
         LayerFacts(
             name=layer.name,

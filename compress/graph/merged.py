@@ -32,7 +32,7 @@ class _Product:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What products must share to be one."""
+        """Return what products must share to be one."""
         parts = [constant(value) for value in self.weight.inputs]
         kinds = tuple(part.dtype for part in parts)
         return (*kinds, parts[0].shape[0], int_attribute(self.weight, "block_size", 0), self.add is None)
@@ -46,17 +46,17 @@ def merge_products(model: ir.Model) -> int:
     """Merge block-wise quantized products that read one value, in place; returns how many are gone."""
     by_input: dict[tuple[object, ...], list[_Product]] = {}
     for node in model.graph:
-        product = _product(node)
+        product = _match_product(node)
         if product is not None:
             by_input.setdefault((node.inputs[0], *product.kind), []).append(product)
     groups = [products for products in by_input.values() if len(products) > 1]
     for products in groups:
-        _merge(model, products)
+        _merge_group(model, products)
     tidy(model)
     return sum(len(products) - 1 for products in groups)
 
 
-def _product(node: ir.Node) -> _Product | None:
+def _match_product(node: ir.Node) -> _Product | None:
     weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
     if weight is None or weight.op_type != "DequantizeLinear" or not all(is_constant(v) for v in weight.inputs):
         return None
@@ -64,10 +64,10 @@ def _product(node: ir.Node) -> _Product | None:
         return None
     if node.outputs[0].is_graph_output():
         return None
-    return _Product(node, weight, _bias_add(node))
+    return _Product(node, weight, _find_bias_add(node))
 
 
-def _bias_add(node: ir.Node) -> ir.Node | None:
+def _find_bias_add(node: ir.Node) -> ir.Node | None:
     uses = [use.node for use in node.outputs[0].uses()]
     if len(uses) != 1 or uses[0].op_type != "Add" or uses[0].outputs[0].is_graph_output():
         return None
@@ -75,21 +75,21 @@ def _bias_add(node: ir.Node) -> ir.Node | None:
     return uses[0] if is_constant(other) and constant(other).ndim == 1 else None
 
 
-def _merge(model: ir.Model, products: Sequence[_Product]) -> None:
-    reader = _attention_of(products)
+def _merge_group(model: ir.Model, products: Sequence[_Product]) -> None:
+    reader = _find_attention(products)
     if reader is not None:
         products = sorted(products, key=lambda p: list(reader.inputs).index(p.result))  # query, key, value
     name = "+".join(str(p.result.name) for p in products)
     parts = []
     for index, suffix in enumerate(("int", "scale", "zero_point")[: len(products[0].weight.inputs)]):
-        joined = _joined([p.weight.inputs[index] for p in products])
+        joined = _join_constants([p.weight.inputs[index] for p in products])
         parts.append(initializer(model, f"{name}/{suffix}", joined))
     attributes = {"axis": 0, "block_size": int_attribute(products[0].weight, "block_size", 0)}
     weight = append(model, "DequantizeLinear", parts, f"{name}/weight", attributes)
     result = append(model, "MatMul", [products[0].node.inputs[0], weight], f"{name}/product")
     if products[0].add is not None:
         biases = [next(v for v in p.add.inputs if v is not p.node.outputs[0]) for p in products if p.add is not None]
-        bias = initializer(model, f"{name}/bias", _joined(biases))
+        bias = initializer(model, f"{name}/bias", _join_constants(biases))
         result = append(model, "Add", [result, bias], f"{name}/biased")
     old = products[0].result
     result.type = old.type
@@ -99,19 +99,19 @@ def _merge(model: ir.Model, products: Sequence[_Product]) -> None:
         for index, value in enumerate((result, None, None)):
             reader.replace_input_with(index, value)
     else:
-        _split(model, result, products, name)
+        _split_result(model, result, products, name)
 
 
-def _joined(values: Sequence[ir.Value | None]) -> ir.TensorProtocol:
-    """Constants side by side along their last axis, in their own type."""
+def _join_constants(values: Sequence[ir.Value | None]) -> ir.TensorProtocol:
+    """Join constants side by side along their last axis, in their own type."""
     arrays = [constant(value) for value in values]
     first = values[0]
     assert first is not None and first.const_value is not None
     return ir.Tensor(np.ascontiguousarray(np.concatenate(arrays, axis=-1)), dtype=first.const_value.dtype)
 
 
-def _attention_of(products: Sequence[_Product]) -> ir.Node | None:
-    """The attention that alone reads three products as its query, key and value: it takes them as one."""
+def _find_attention(products: Sequence[_Product]) -> ir.Node | None:
+    """Return the attention that alone reads three products as its query, key and value: it takes them as one."""
     readers = {use.node for p in products for use in p.result.uses()}
     if len(products) != 3 or len(readers) != 1 or any(len(list(p.result.uses())) != 1 for p in products):
         return None
@@ -120,7 +120,7 @@ def _attention_of(products: Sequence[_Product]) -> ir.Node | None:
     return reader if reader.op_type == ATTENTION and same else None
 
 
-def _split(model: ir.Model, value: ir.Value, products: Sequence[_Product], name: str) -> None:
+def _split_result(model: ir.Model, value: ir.Value, products: Sequence[_Product], name: str) -> None:
     widths = initializer(model, f"{name}/widths", np.array([p.width for p in products], np.int64))
     node = ir.node("Split", [value, widths], {"axis": -1}, num_outputs=len(products), name=f"{name}/split")
     model.graph.append(node)

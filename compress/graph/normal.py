@@ -7,7 +7,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveInitial
 
 
 def normalize(model: ir.Model) -> None:
-    """In place: constants are initializers, initializers are no inputs, every node has a name."""
+    """Make constants initializers, take initializers from the inputs, and name every node, in place."""
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     RemoveInitializersFromInputsPass()(model)
     for index, node in enumerate(model.graph):

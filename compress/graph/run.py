@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from compress.graph.edit import tidy
+from compress.store.durable import temporary_folder
 from runtime.backends.onnxruntime_cpu import create
 
 Feeds = dict[str, np.ndarray]
@@ -21,7 +21,7 @@ IN_MEMORY = 2**31 - 2**24
 
 
 def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True) -> ort.InferenceSession:
-    """A CPU session. `threads` 0 means all cores; `optimize` False keeps every node as it is written.
+    """Open a CPU session. `threads` 0 means all cores; `optimize` False keeps every node as it is written.
 
     Raises whatever ONNX Runtime raises on a graph that it cannot load.
     """
@@ -33,19 +33,19 @@ def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True
     if isinstance(model, Path) or weight_bytes(model) < IN_MEMORY:
         source = str(model) if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
         return create(source, options, ["CPUExecutionProvider"])
-    with tempfile.TemporaryDirectory() as folder:  # a protobuf holds no more than 2 GiB
-        path = Path(folder) / "model.onnx"
+    with temporary_folder() as folder:  # a protobuf holds no more than 2 GiB
+        path = folder / "model.onnx"
         ir.save(model, path, external_data="weights")
         return create(str(path), options, ["CPUExecutionProvider"])
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of the initializers."""
+    """Return the bytes of the initializers."""
     return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
 
 
 def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """A copy of the part of `model` that gives the named tensors, as its outputs. KeyError for one it does not have."""
+    """Copy the part of `model` that gives the named tensors, as its outputs. KeyError for one it does not have."""
     copy = clone(model)
     values = {value.name: value for node in copy.graph for value in node.outputs}
     values |= {value.name: value for value in copy.graph.inputs}
@@ -53,7 +53,7 @@ def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
     for name in dict.fromkeys(names):
         value = values[name]
         if value.is_graph_input():
-            value = _identity(copy, value)
+            value = _append_identity(copy, value)
         if value.type is None:
             value.type = ir.TensorType(ir.DataType.FLOAT)
         copy.graph.outputs.append(value)
@@ -62,18 +62,18 @@ def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
 
 
 def clone(model: ir.Model) -> ir.Model:
-    """An independent copy; weights are shared until replaced."""
+    """Return an independent copy; weights are shared until replaced."""
     return model.clone()
 
 
 def run_batches(session: ort.InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
-    """The outputs by name, batch by batch."""
+    """Yield the outputs by name, batch by batch."""
     names = [output.name for output in session.get_outputs()]
     for feeds in batches:
         yield dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def _identity(model: ir.Model, value: ir.Value) -> ir.Value:
+def _append_identity(model: ir.Model, value: ir.Value) -> ir.Value:
     node = ir.node("Identity", [value])
     model.graph.append(node)
     out = node.outputs[0]

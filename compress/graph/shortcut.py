@@ -17,16 +17,16 @@ def shortcuts_to_convolutions(model: ir.Model) -> list[str]:
     """Replace each such Slice/Pad chain on an [N, C, H, W] float32 tensor, in place; returns the new nodes' names."""
     made = []
     for pad in [node for node in model.graph if node.op_type == "Pad"]:
-        strides, source = _strided_source(pad.inputs[0])
-        channels = _channel_padding(pad, source)
+        strides, source = _follow_strides(pad.inputs[0])
+        channels = _match_channel_padding(pad, source)
         if source is None or strides is None or channels is None:
             continue
-        made.append(_replace(model, pad, source, strides, channels))
+        made.append(_replace_pad(model, pad, source, strides, channels))
     tidy(model)
     return made
 
 
-def _strided_source(value: ir.Value | None) -> tuple[dict[int, int] | None, ir.Value | None]:
+def _follow_strides(value: ir.Value | None) -> tuple[dict[int, int] | None, ir.Value | None]:
     """Follow whole-range strided Slices of axes 2 and 3 upwards: (axis -> stride, where they start)."""
     strides: dict[int, int] = {}
     while value is not None and (node := value.producer()) is not None and node.op_type == "Slice":
@@ -42,8 +42,8 @@ def _strided_source(value: ir.Value | None) -> tuple[dict[int, int] | None, ir.V
     return (strides or None), value
 
 
-def _channel_padding(pad: ir.Node, source: ir.Value | None) -> tuple[int, int, int] | None:
-    """(before, channels, after) if `pad` only adds zero channels to a tensor whose channel count is known."""
+def _match_channel_padding(pad: ir.Node, source: ir.Value | None) -> tuple[int, int, int] | None:
+    """Return (before, channels, after) if `pad` only adds zero channels to a tensor of known channel count."""
     if source is None or source.shape is None or len(source.shape) != 4 or not isinstance(source.shape[1], int):
         return None
     if source.dtype != ir.DataType.FLOAT:
@@ -61,7 +61,7 @@ def _channel_padding(pad: ir.Node, source: ir.Value | None) -> tuple[int, int, i
     return pads[1], source.shape[1], pads[5]
 
 
-def _replace(
+def _replace_pad(
     model: ir.Model, pad: ir.Node, source: ir.Value, strides: dict[int, int], channels: tuple[int, int, int]
 ) -> str:
     before, count, after = channels

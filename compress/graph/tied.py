@@ -16,7 +16,7 @@ def share_tables(model: ir.Model) -> int:
     """
     tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather" and is_constant(node.inputs[0])]
     products = [node.inputs[1] for node in model.graph if node.op_type == "MatMul" and is_constant(node.inputs[1])]
-    pairs = [(t, w) for t in dict.fromkeys(tables) for w in dict.fromkeys(products) if t and w and _transposed(t, w)]
+    pairs = [(t, w) for t in dict.fromkeys(tables) for w in dict.fromkeys(products) if t and w and _is_transpose(t, w)]
     for table, weight in pairs:
         turned = append(model, "Transpose", [table], f"{weight.name}/turned", {"perm": [1, 0]})
         turned.type, turned.shape = weight.type, weight.shape
@@ -26,8 +26,8 @@ def share_tables(model: ir.Model) -> int:
     return len(pairs)
 
 
-def _transposed(table: ir.Value, weight: ir.Value) -> bool:
-    """True if `weight` is the transpose of `table`, both float matrices."""
+def _is_transpose(table: ir.Value, weight: ir.Value) -> bool:
+    """Return whether `weight` is the transpose of `table`, both float matrices."""
     a, b = table.const_value, weight.const_value
     if a is None or b is None or a.dtype != b.dtype or len(a.shape) != 2:
         return False

@@ -52,27 +52,27 @@ class TorchGraph(nn.Module):
                 self.constants[name] = f"constant{len(self.constants)}"
                 self.register_buffer(self.constants[name], tensor, persistent=False)
         self.outputs = [value.name or "" for value in model.graph.outputs]
-        self.steps = _steps(model, makers, set(self.outputs))
+        self.steps = _make_steps(model, makers, set(self.outputs))
 
-    def trained(self, name: str) -> Tensor:
-        """The parameter that an initializer has become."""
+    def parameter_of(self, name: str) -> Tensor:
+        """Return the parameter that an initializer has become."""
         return self.values[self.numbers[name]]
 
     def forward(self, **feeds: Tensor) -> dict[str, Tensor]:
-        """Inputs and outputs by the graph's names."""
-        known: dict[str, Tensor] = {name: getattr(self, own) for name, own in self.constants.items()}
+        """Run the graph; inputs and outputs go by its names."""
+        known: dict[str, Tensor] = {name: getattr(self, key) for name, key in self.constants.items()}
         known |= {name: self.values[number] for name, number in self.numbers.items()}
         known |= feeds
         for step in self.steps:
-            found = step.compute(*(None if name is None else known[name] for name in step.inputs))
-            known.update(zip(step.outputs, found if isinstance(found, tuple) else (found,), strict=False))
+            given = step.compute(*(None if name is None else known[name] for name in step.inputs))
+            known.update(zip(step.outputs, given if isinstance(given, tuple) else (given,), strict=False))
             for name in step.over:
                 known.pop(name, None)
         return {name: known[name] for name in self.outputs}
 
 
 def trainable(model: ir.Model) -> list[str]:
-    """Initializers that training may change: weights and biases of layers, gains and shifts of norms.
+    """Return the initializers that training may change: weights and biases of layers, gains and shifts of norms.
 
     No others: what else is a constant there may be a mask, a table of angles or a running mean.
     """
@@ -84,13 +84,13 @@ def trainable(model: ir.Model) -> list[str]:
 
 
 def check_operators(model: ir.Model, known: Collection[str] = OPERATORS) -> None:
-    """ValueError that names the operators without a form in torch here."""
+    """Raise ValueError that names the operators without a form in torch here, if there are any."""
     missing = sorted({node.op_type for node in model.graph if node.op_type not in known})
     if missing:
         raise ValueError(f"{', '.join(missing)} cannot be trained through: the operator has no form in torch here")
 
 
-def _steps(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> list[Step]:
+def _make_steps(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> list[Step]:
     nodes = list(model.graph)
     last: dict[str, int] = {}
     for index, node in enumerate(nodes):

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.graph.layers import int_attribute
-from compress.graph.torch_ops import Compute, Make, as_written, ints_attribute, text_attribute, unsupported
+from compress.graph.torch_ops import Compute, Make, as_written, ints_attribute, make_form_error, text_attribute
 
 
 def dtype_of(code: int) -> torch.dtype:
-    """Of an ONNX element type. ValueError for one that torch has not."""
+    """Return the torch type of an ONNX element type. ValueError for one that torch has not."""
     try:
         return torch.from_numpy(np.zeros(0, ir.DataType(code).numpy())).dtype
     except TypeError as error:
@@ -93,8 +93,8 @@ def _gather_nd(node: ir.Node) -> Compute:
         shared = x.shape[:n_shared]
         rows = x.reshape(-1, *x.shape[n_shared:])
         places = indices.reshape(-1, *indices.shape[n_shared:])
-        found = [row[tuple(place.unbind(-1))] for row, place in zip(rows, places, strict=True)]
-        return torch.stack(found).reshape(*shared, *found[0].shape)
+        gathered = [row[tuple(place.unbind(-1))] for row, place in zip(rows, places, strict=True)]
+        return torch.stack(gathered).reshape(*shared, *gathered[0].shape)
 
     return compute
 
@@ -114,7 +114,7 @@ def _constant_of_shape(node: ir.Node) -> Compute:
 def _constant(node: ir.Node) -> Compute:
     given = node.attributes.get("value")
     if given is None:
-        raise unsupported(node, "a value that is no tensor")
+        raise make_form_error(node, "a value that is no tensor")
     value = torch.from_numpy(np.array(given.as_tensor().numpy()))
     return lambda: value
 
@@ -126,14 +126,14 @@ def _trilu(node: ir.Node) -> Compute:
 
 def _cumulative_sum(node: ir.Node) -> Compute:
     if int_attribute(node, "exclusive", 0) or int_attribute(node, "reverse", 0):
-        raise unsupported(node, "exclusive or reverse")
+        raise make_form_error(node, "exclusive or reverse")
     return lambda x, axis: x.cumsum(int(axis), dtype=x.dtype)
 
 
 def _pad(node: ir.Node) -> Compute:
     mode = text_attribute(node, "mode", "constant")
     if mode == "wrap":
-        raise unsupported(node, "mode wrap")
+        raise make_form_error(node, "mode wrap")
 
     def compute(x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None) -> Tensor:
         chosen = list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes.tolist()]
@@ -165,11 +165,11 @@ def _slice(x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, 
     chosen = range(len(starts)) if axes is None else axes.tolist()
     strides = [1] * len(starts) if steps is None else steps.tolist()
     for axis, start, end, step in zip(chosen, starts.tolist(), ends.tolist(), strides, strict=True):
-        x = _sliced(x, axis, slice(start, end, step))
+        x = _take_slice(x, axis, slice(start, end, step))
     return x
 
 
-def _sliced(x: Tensor, axis: int, part: slice) -> Tensor:
+def _take_slice(x: Tensor, axis: int, part: slice) -> Tensor:
     places = range(*part.indices(x.shape[axis]))
     if places.step < 0:
         return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))

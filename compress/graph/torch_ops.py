@@ -36,18 +36,18 @@ def text_attribute(node: ir.Node, name: str, default: str) -> str:
 
 
 def as_written(function: Compute) -> Make:
-    """An operator without attributes."""
+    """Return the maker of an operator without attributes: `function` serves every node."""
     return lambda node: function
 
 
-def unsupported(node: ir.Node, what: str) -> ValueError:
+def make_form_error(node: ir.Node, what: str) -> ValueError:
     return ValueError(f"{node.op_type} {node.name!r} with {what} has no form in torch here")
 
 
 def _split_pads(node: ir.Node, n_dims: int) -> tuple[list[int], list[int]]:
-    """(padding that torch's kernel takes, what has to be padded before, as `F.pad` wants it)."""
+    """Return (padding that torch's kernel takes, what has to be padded before, as `F.pad` wants it)."""
     if text_attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise unsupported(node, "auto_pad")
+        raise make_form_error(node, "auto_pad")
     pads = ints_attribute(node, "pads", [0] * (2 * n_dims))
     begins, ends = pads[:n_dims], pads[n_dims:]
     if begins == ends:
@@ -56,14 +56,14 @@ def _split_pads(node: ir.Node, n_dims: int) -> tuple[list[int], list[int]]:
 
 
 def _conv(node: ir.Node) -> Compute:
-    group, strides, dilations = int_attribute(node, "group", 1), *_steps(node)
-    found: dict[int, tuple[Compute, list[int], list[int]]] = {}
+    group, strides, dilations = int_attribute(node, "group", 1), *_read_strides(node)
+    kernels: dict[int, tuple[Compute, list[int], list[int]]] = {}
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         n = x.dim() - 2
-        if n not in found:
-            found[n] = ((F.conv1d, F.conv2d, F.conv3d)[n - 1], *_split_pads(node, n))
-        kernel, padding, before = found[n]
+        if n not in kernels:
+            kernels[n] = ((F.conv1d, F.conv2d, F.conv3d)[n - 1], *_split_pads(node, n))
+        kernel, padding, before = kernels[n]
         x = F.pad(x, before) if before else x
         return kernel(x, weight, bias, strides or 1, padding, dilations or 1, group)
 
@@ -71,27 +71,27 @@ def _conv(node: ir.Node) -> Compute:
 
 
 def _conv_transpose(node: ir.Node) -> Compute:
-    group, strides, dilations = int_attribute(node, "group", 1), *_steps(node)
+    group, strides, dilations = int_attribute(node, "group", 1), *_read_strides(node)
     extra = ints_attribute(node, "output_padding", [])
     if "output_shape" in node.attributes:
-        raise unsupported(node, "output_shape")
+        raise make_form_error(node, "output_shape")
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         padding, before = _split_pads(node, x.dim() - 2)
         if before:
-            raise unsupported(node, "uneven pads")
+            raise make_form_error(node, "uneven pads")
         kernel = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[x.dim() - 3]
         return kernel(x, weight, bias, strides or 1, padding, extra or 0, group, dilations or 1)
 
     return compute
 
 
-def _steps(node: ir.Node) -> tuple[list[int], list[int]]:
+def _read_strides(node: ir.Node) -> tuple[list[int], list[int]]:
     return ints_attribute(node, "strides", []), ints_attribute(node, "dilations", [])
 
 
 def _max_pool(node: ir.Node) -> Compute:
-    size, (strides, dilations) = ints_attribute(node, "kernel_shape", []), _steps(node)
+    size, (strides, dilations) = ints_attribute(node, "kernel_shape", []), _read_strides(node)
     padding, before = _split_pads(node, len(size))
     kernel = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(size) - 1]
     ceil = bool(int_attribute(node, "ceil_mode", 0))
@@ -104,11 +104,11 @@ def _max_pool(node: ir.Node) -> Compute:
 
 
 def _average_pool(node: ir.Node) -> Compute:
-    size, (strides, dilations) = ints_attribute(node, "kernel_shape", []), _steps(node)
+    size, (strides, dilations) = ints_attribute(node, "kernel_shape", []), _read_strides(node)
     padding, before = _split_pads(node, len(size))
     kernel = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(size) - 1]
     if before or any(d != 1 for d in dilations):
-        raise unsupported(node, "uneven pads or dilations")
+        raise make_form_error(node, "uneven pads or dilations")
     ceil, whole = bool(int_attribute(node, "ceil_mode", 0)), bool(int_attribute(node, "count_include_pad", 0))
     return lambda x: kernel(x, size, strides or [1] * len(size), padding, ceil, whole)
 
@@ -128,7 +128,7 @@ def _gemm(node: ir.Node) -> Compute:
 def _batch_norm(node: ir.Node) -> Compute:
     epsilon = float_attribute(node, "epsilon", 1e-5)
     if int_attribute(node, "training_mode", 0):
-        raise unsupported(node, "training_mode")
+        raise make_form_error(node, "training_mode")
     return lambda x, gain, shift, mean, var: F.batch_norm(x, mean, var, gain, shift, False, 0.0, epsilon)
 
 
@@ -184,7 +184,7 @@ def _slope(function: Compute, default: float) -> Make:
 
 
 def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Make:
-    """Axes are an attribute or a second input; none: all."""
+    """Return the maker of a reduction, whose axes are an attribute or a second input; none: all."""
 
     def make(node: ir.Node) -> Compute:
         written, keep = ints_attribute(node, "axes", []), bool(int_attribute(node, "keepdims", 1))
@@ -208,10 +208,10 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _largest(*values: Tensor) -> Tensor:
-    found = values[0]
+    largest = values[0]
     for value in values[1:]:
-        found = torch.maximum(found, value)
-    return found
+        largest = torch.maximum(largest, value)
+    return largest
 
 
 def _smallest(*values: Tensor) -> Tensor:

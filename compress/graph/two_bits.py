@@ -20,17 +20,17 @@ ACCURACY = 4
 
 def to_two_bits(model: ir.Model) -> int:
     """Write each product with block-wise int4 weights that need two bits as MatMulNBits, in place; returns how many."""
-    found = [(node, weight) for node in model.graph if (weight := _two_bit_weight(node)) is not None]
-    for node, weight in found:
-        _write(model, node, weight)
-    if found:
+    matches = [(node, weight) for node in model.graph if (weight := _match_two_bits(node)) is not None]
+    for node, weight in matches:
+        _write_product(model, node, weight)
+    if matches:
         model.opset_imports[DOMAIN] = 1
         tidy(model)
-    return len(found)
+    return len(matches)
 
 
-def _two_bit_weight(node: ir.Node) -> ir.Node | None:
-    """The DequantizeLinear that gives a MatMul's weight, if two bits hold its integers."""
+def _match_two_bits(node: ir.Node) -> ir.Node | None:
+    """Return the DequantizeLinear that gives a MatMul's weight, if two bits hold its integers."""
     weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
     if weight is None or weight.op_type != "DequantizeLinear" or not all(is_constant(v) for v in weight.inputs):
         return None
@@ -44,7 +44,7 @@ def _two_bit_weight(node: ir.Node) -> ir.Node | None:
     return weight if all(part.min() >= low and part.max() <= high for part in parts) else None
 
 
-def _write(model: ir.Model, node: ir.Node, weight: ir.Node) -> None:
+def _write_product(model: ir.Model, node: ir.Node, weight: ir.Node) -> None:
     quantized, scales, zeros = [*weight.inputs, None][:3]
     assert quantized is not None and scales is not None
     name, block = quantized.name or node.name, int_attribute(weight, "block_size", 0)
@@ -54,19 +54,19 @@ def _write(model: ir.Model, node: ir.Node, weight: ir.Node) -> None:
     blocks = n_inputs // block
     inputs = [
         node.inputs[0],
-        initializer(model, f"{name}/2bit", _packed(values).reshape(n_outputs, blocks, block // 4)),
+        initializer(model, f"{name}/2bit", _pack_bytes(values).reshape(n_outputs, blocks, block // 4)),
         initializer(model, f"{name}/2bit/scale", np.ascontiguousarray(constant(scales).T)),
     ]
     if zeros is not None:
         padded = np.pad(constant(zeros).astype(np.int8).T + np.int8(offset), ((0, 0), (0, -blocks % 4)))
-        inputs.append(initializer(model, f"{name}/2bit/zero_point", _packed(padded)))
+        inputs.append(initializer(model, f"{name}/2bit/zero_point", _pack_bytes(padded)))
     attributes = {"K": n_inputs, "N": n_outputs, "bits": 2, "block_size": block, "accuracy_level": ACCURACY}
     old = node.outputs[0]
     take_over(model, old, append(model, "MatMulNBits", inputs, f"{old.name}/2bit", attributes, domain=DOMAIN))
 
 
-def _packed(values: np.ndarray) -> np.ndarray:
-    """Four numbers of 0 to 3 along the last axis in each byte, the first one lowest."""
+def _pack_bytes(values: np.ndarray) -> np.ndarray:
+    """Pack four numbers of 0 to 3 along the last axis into each byte, the first one lowest."""
     parts = values.astype(np.uint8).reshape(*values.shape[:-1], -1, 4)
     packed: np.ndarray = parts[..., 0] | parts[..., 1] << 2 | parts[..., 2] << 4 | parts[..., 3] << 6
     return packed

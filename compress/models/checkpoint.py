@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from compress.blocks.materialise import plain
 from compress.blocks.store import Entry, Sliced, Stored, WeightStore
 from compress.errors import SourceError
 from compress.models.checkpoint_names import file_names
+from compress.models.packed import decode_weights
 from compress.models.weights import safetensors_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -26,28 +28,36 @@ class NotAsNamed(Exception):
     """The files do not hold the module's tensors under the module's names."""
 
 
-def open_store(weights: Sequence[Path], module: nn.Module, parts: Parts | None = None) -> WeightStore:
-    """The module's tensors in the files, none of them read.
+def open_store(
+    weights: Sequence[Path],
+    module: nn.Module,
+    parts: Parts | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> WeightStore:
+    """Return a store of the module's tensors in the files, none of them read.
 
     A prefix that the files have and the module lacks, or the other way round, is allowed for, and so are tied tensors
     that are stored once, and the names that transformers gives to tensors as it loads them. `parts`: where an expert's
-    parameter lies, if the files hold all experts' in one. NotAsNamed where the names do not fit; SourceError: a damaged
-    or missing file, another shape.
+    parameter lies, if the files hold all experts' in one. `quantization`: what config.json says of weights that lie in
+    few bits; they are read as the floats that they stand for. NotAsNamed where the names do not fit; SourceError: a
+    damaged or missing file, another shape.
     """
-    held, parts = _listed(weights), parts or {}
+    held, parts = _list_tensors(weights), parts or {}
+    decoded = decode_weights(module, quantization, held) if quantization else {}
     wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     known = {*wanted, *(part.stacked for part in parts.values())}
-    keys = _renamed(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
-    keys |= _as_written(module, [name for name in wanted if name not in keys], wanted, held, parts)
+    keys = _match_names(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
+    keys |= _match_written_names(module, [name for name in wanted if name not in keys], wanted, held, parts)
     groups: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
         groups.setdefault(id(tensor), []).append(name)
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
     for names in groups.values():
-        found = next((entry for name in names if (entry := _entry(name, keys, held, parts)) is not None), None)
-        if found is not None:
-            entries[names[0]] = found
+        several = (decoded.get(name) or _make_entry(name, keys, held, parts) for name in names)
+        entry = next((entry for entry in several if entry is not None), None)
+        if entry is not None:
+            entries[names[0]] = entry
             tied.update(dict.fromkeys(names[1:], names[0]))
         elif not names[0].endswith("num_batches_tracked"):
             raise NotAsNamed(f"no tensor of the files is called '{names[0]}'")
@@ -55,18 +65,18 @@ def open_store(weights: Sequence[Path], module: nn.Module, parts: Parts | None =
     return WeightStore(entries, tied)
 
 
-def _as_written(
+def _match_written_names(
     module: nn.Module, names: Sequence[str], own: Collection[str], held: Held, parts: Parts
 ) -> dict[str, str]:
-    """Of the module's `names`, those that the files have under the name that transformers writes, and that name."""
+    """Return module name -> file name, for those of `names` that files hold under the name that transformers writes."""
     if not names:
         return {}
     written = file_names(module, own)
-    found = {name: written.tensor(name) for name in names if name not in parts or not parts[name].transposed}
-    return {name: key for name, key in found.items() if key in held}
+    keys = {name: written.tensor(name) for name in names if name not in parts or not parts[name].transposed}
+    return {name: key for name, key in keys.items() if key in held}
 
 
-def _entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) -> Entry | None:
+def _make_entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) -> Entry | None:
     if name in keys:
         return Stored(held[keys[name]][0], keys[name])
     part = parts.get(name)
@@ -76,10 +86,11 @@ def _entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) -> Entr
 
 
 def _check_shapes(entries: Mapping[str, Entry], held: Held, wanted: Mapping[str, Tensor]) -> None:
-    """SourceError naming every tensor of another shape than the module's."""
+    """Raise SourceError that names every tensor of another shape than the module's."""
     problems = []
     for name, entry in entries.items():
-        assert isinstance(entry, (Stored, Sliced))
+        if not isinstance(entry, Stored | Sliced):
+            continue  # its shapes are checked where it is decoded
         path, shape = held[entry.key]
         if isinstance(entry, Sliced):
             shape = tuple(take_part(torch.empty(shape, device="meta"), entry.part).shape)
@@ -89,8 +100,8 @@ def _check_shapes(entries: Mapping[str, Entry], held: Held, wanted: Mapping[str,
         raise SourceError(problems)
 
 
-def _listed(weights: Sequence[Path]) -> Held:
-    """What the files hold. The index, which was checked when they were located, decides where there is one."""
+def _list_tensors(weights: Sequence[Path]) -> Held:
+    """Return file and shape of each tensor in the files. Where there is an index (checked by `locate`), it decides."""
     if any(path.suffix != ".safetensors" for path in weights):
         raise NotAsNamed(f"{weights[0].name} is no safetensors file")
     index = weights[0].parent / INDEX
@@ -104,8 +115,8 @@ def _listed(weights: Sequence[Path]) -> Held:
     return {name: (path, shapes[path][name]) for name, path in files.items()}
 
 
-def _renamed(held: Held, wanted: Collection[str], prefix: str) -> dict[str, str]:
-    """The module's name -> the file's, with the prefix taken off or put on where that fits more of them."""
+def _match_names(held: Held, wanted: Collection[str], prefix: str) -> dict[str, str]:
+    """Return module name -> file name, with the prefix taken off or put on where that fits more of them."""
     dotted = f"{prefix}."
     ways = [{name: name for name in held}]
     if prefix:

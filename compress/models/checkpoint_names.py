@@ -25,38 +25,41 @@ class FileNames:
     own: dict[str, bool] = field(default_factory=dict)
 
     def layer(self, name: str) -> str:
-        """Of a module with a weight."""
+        """Return the file's name for a module with a weight."""
         renamed = self.tensor(f"{name}.weight")
         return renamed.removesuffix(".weight") if renamed.endswith(".weight") else name
 
     def tensor(self, name: str) -> str:
-        """Of a parameter or buffer."""
+        """Return the file's name for a parameter or buffer."""
         if not self.renamings and not self.experts:
             return name
         from transformers.core_model_loading import apply_renamings
 
-        expert = self._expert(name)
+        expert = self._rename_expert(name)
         renamed: str = apply_renamings(expert or name, list(self.renamings))
-        return renamed if expert or self._found(renamed) == name else name
+        return renamed if expert or self._find_module_name(renamed) == name else name
 
-    def _expert(self, name: str) -> str | None:
-        """An expert's tensor under the leaf that files have: experts.3.w1.weight for experts.3.gate_proj.weight."""
+    def _rename_expert(self, name: str) -> str | None:
+        """Return an expert's tensor under the leaf that files have: experts.3.w1.weight for experts.3.gate_proj.weight.
+
+        None for a tensor that is no expert's.
+        """
         parts = name.split(".")
         if len(parts) < 4 or parts[-4] != "experts" or not parts[-3].isdigit() or parts[-2] not in self.experts:
             return None
         return ".".join([*parts[:-2], self.experts[parts[-2]], parts[-1]])
 
-    def _found(self, written: str) -> str:
-        """The module's name that transformers gives to a tensor of a file."""
+    def _find_module_name(self, written: str) -> str:
+        """Return the module's name that transformers gives to a tensor of a file."""
         from transformers.core_model_loading import rename_source_key
 
         forward, converters = list(self.forward), list(self.converters)
-        found: str = rename_source_key(written, forward, converters, self.prefix, self.own)[0]
-        return found
+        name: str = rename_source_key(written, forward, converters, self.prefix, self.own)[0]
+        return name
 
 
 def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
-    """How the tensors of `module` are called in files: the names that transformers' `save_pretrained` would give.
+    """Return how files call the tensors of `module`: the names that transformers' `save_pretrained` would give.
 
     `own`: the module's own names. A module that is none of transformers', or a transformers before 5, has no other
     names; what is stacked or split on loading keeps the module's.
@@ -72,25 +75,25 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
         return FileNames()
     saved = get_model_conversion_mapping(wrapped, add_legacy=False)
     loaded = get_model_conversion_mapping(wrapped)
-    back = [one.reverse_transform() for one in reversed(saved) if not isinstance(one, PrefixChange)]
+    back = [change.reverse_transform() for change in reversed(saved) if not isinstance(change, PrefixChange)]
     return FileNames(
-        renamings=tuple(one for one in back if isinstance(one, WeightRenaming)),
-        forward=tuple(one for one in loaded if isinstance(one, WeightRenaming)),
-        converters=tuple(one for one in loaded if isinstance(one, WeightConverter)),
+        renamings=tuple(change for change in back if isinstance(change, WeightRenaming)),
+        forward=tuple(change for change in loaded if isinstance(change, WeightRenaming)),
+        converters=tuple(change for change in loaded if isinstance(change, WeightConverter)),
         prefix=wrapped.base_model_prefix,
-        experts=_expert_leaves(saved),
+        experts=_find_expert_leaves(saved),
         own=dict.fromkeys(own, True),
     )
 
 
-def _expert_leaves(conversions: Iterable[Any]) -> dict[str, str]:
-    """gate_proj -> w1, ... where files hold each expert's layers one by one."""
+def _find_expert_leaves(conversions: Iterable[Any]) -> dict[str, str]:
+    """Return gate_proj -> w1, ... where files hold each expert's layers one by one."""
     from transformers.core_model_loading import WeightConverter
 
-    found = {}
-    for one in conversions:
-        stacked = one._original_target_patterns[0].rpartition(".")[2] if isinstance(one, WeightConverter) else ""
-        for projection, source in zip(PROJECTIONS.get(stacked, ()), one._original_source_patterns, strict=False):
+    leaves = {}
+    for change in conversions:
+        stacked = change._original_target_patterns[0].rpartition(".")[2] if isinstance(change, WeightConverter) else ""
+        for projection, source in zip(PROJECTIONS.get(stacked, ()), change._original_source_patterns, strict=False):
             if "experts.*." in source:
-                found[projection] = source.partition("experts.*.")[2].removesuffix(".weight")
-    return found
+                leaves[projection] = source.partition("experts.*.")[2].removesuffix(".weight")
+    return leaves

@@ -17,7 +17,7 @@ from torch import nn
 from compress.errors import SourceError
 from compress.models.pruned import fit_record
 from compress.models.source import Source, factory_file
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 
 USER_ERRORS = (
     ImportError,
@@ -58,7 +58,7 @@ def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def load_factory(code: tuple[str, str], root: Path) -> Callable[..., Any]:
-    """The function named by a python: source. A file needs not be on sys.path."""
+    """Return the function that a python: source names. A file needs not be on sys.path. SourceError: there is none."""
     module = _import_file(factory_file(code, root)) if code[0].endswith(".py") else _import_module(code, root)
     factory = getattr(module, code[1], None)
     if not callable(factory):
@@ -76,18 +76,18 @@ def _import_module(code: tuple[str, str], root: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """A module named by its path and contents, so that an edited file is a new module."""
+    """Import a file as a module named by its path and contents, so that an edited file is a new module."""
     digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
     name = f"_compress_model_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
         raise SourceError(f"{path}: cannot be imported as Python")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up there
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except USER_ERRORS as error:
         del sys.modules[name]
         raise SourceError(f"{path}: importing failed: {type(error).__name__}: {error}") from error

@@ -22,10 +22,10 @@ from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_facts
 from compress.models.source import Source, locate
 from compress.prune.coupling import Coupling, find_coupling
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable
-from runtime.manifest import TEXT_TASKS
+from runtime.bundle.manifest import TEXT_TASKS
 
 Traced = tuple[Trace, list[str]]
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
@@ -39,8 +39,10 @@ def model_facts(
     blocks: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> ModelFacts:
-    """Layers, shapes, work and memory for one sample; with `coupling` the units that can be pruned, with `blocks` the
-    blocks. `feeds_shapes`: by input. `config`: what is otherwise in config.json, of a model that is to be built anew.
+    """Return layers, shapes, work and memory for one sample of a recipe's model.
+
+    `feeds_shapes`: by input. `coupling`: with the units that can be pruned. `blocks`: with the blocks that can go.
+    `config`: what is different in config.json, of a model that is to be built anew.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
@@ -55,11 +57,11 @@ def model_facts(
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
-    traced, more = _traced(spec, source, root, module, feeds)
-    layers = _layers(module, traced)
+    traced, more = _trace_module(spec, source, root, module, feeds)
+    layers = _describe_layers(module, traced)
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
-    found = _coupling(spec, source, root, module, feeds) if coupling else None
-    structure = _structure(spec, source, root, module, feeds)
+    pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
+    structure = _trace_structure(spec, source, root, module, feeds)
     return ModelFacts(
         source="torch",
         architecture=architecture(module),
@@ -67,127 +69,132 @@ def model_facts(
         inputs=input_specs(spec, names, feeds_shapes),
         outputs=output_specs(spec, outputs),
         layers=layers,
-        other_bytes=_other_bytes(module, layers),
+        other_bytes=_count_other_bytes(module, layers),
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
-        notes=(*notes, *more, *_layer_notes(layers, traced)),
+        notes=(*notes, *more, *_make_layer_notes(layers, traced)),
         structure=structure,
-        prunable=found.facts if found else None,
-        unprunable=found.kept if found else {},
-        removable=_removable(spec, source, root, module, feeds, structure) if blocks else None,
+        prunable=pruning.facts if pruning else None,
+        unprunable=pruning.kept if pruning else {},
+        removable=_trace_removable(spec, source, root, module, feeds, structure) if blocks else None,
     )
 
 
 def architecture(module: nn.Module) -> str:
-    """The class name of the module, or of what it wraps."""
+    """Return the class name of the module, or of what it wraps."""
     return type(getattr(module, "wrapped", module)).__name__
 
 
 def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
-    """One sample of zeros, [1, ...], for each input."""
+    """Return one sample of zeros, [1, ...], for each input."""
     return {
         name: torch.zeros((1, *shape), dtype=getattr(torch, dtype), device=device)
         for name, (shape, dtype) in feeds.items()
     }
 
 
-def _traced(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
+def _trace_module(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     try:
         with first_expert_only():
-            found = trace(module, zeros(feeds, device))
-        spread_over_experts(found.macs, found.ops, module)
-        return found, []
+            traced = trace(module, zeros(feeds, device))
+        spread_over_experts(traced.macs, traced.ops, module)
+        return traced, []
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:
-        real = _untrained(spec, source, root)
+        real = _build_untrained(spec, source, root)
         return trace(real, zeros(feeds, "cpu"), compute=True), [
             f"the forward pass needs values ({first}); it was run on the CPU"
         ]
     except factory.USER_ERRORS as error:
-        shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
-        text = f"{type(error).__name__}: {error}{user_line(error)}"
-        raise SourceError(f"{spec.source}: forward fails on {shapes}: {text}") from error
+        raise forward_failure(spec, feeds, error) from error
 
 
-def _structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:
-    """How the module is made; one block and a note where no run shows it."""
-    feeds = _short(spec, feeds)
+def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) -> SourceError:
+    """Return the error of a model that does not run on such inputs, with the line of its own code."""
+    shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
+    text = f"{type(error).__name__}: {error}{user_line(error)}"
+    return SourceError(f"{spec.source}: forward fails on {shapes}: {text}")
+
+
+def _trace_structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:
+    """Return how the module is built; one block and a note where no run shows it."""
+    feeds = short_feeds(spec, feeds)
     try:
         return find_structure(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:
-        return find_structure(_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+        return find_structure(_build_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
     except factory.USER_ERRORS:
         return one_block(module, f"no blocks were found: a run without values fails ({first})")
 
 
 def structure_of_module(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> Structure:
-    """How a module is made that holds its values; `feeds`: by parameter of forward."""
-    feeds = _short(spec, feeds)
+    """Return how a module that holds its values is built; `feeds`: by parameter of forward."""
+    feeds = short_feeds(spec, feeds)
     try:
         return find_structure(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS:  # its forward looks at values
         return find_structure(module, zeros(feeds, "cpu"), compute=True)
 
 
-def _coupling(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Coupling:
-    """What can be pruned. SourceError where no run shows it."""
-    feeds = _short(spec, feeds)
+def _trace_coupling(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Coupling:
+    """Return what can be pruned. SourceError where no run shows it."""
+    feeds = short_feeds(spec, feeds)
     try:
         return find_coupling(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS:
         pass  # its forward looks at values: it gets some
     try:
-        return find_coupling(_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+        return find_coupling(_build_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
     except factory.USER_ERRORS as error:
         raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
 
 
-def _removable(
+def _trace_removable(
     spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes, structure: Structure
 ) -> tuple[Removable, ...]:
-    """Blocks that can go. SourceError where no run shows it."""
-    feeds, chain = _short(spec, feeds), [block.name for block in structure.blocks if block.name]
+    """Return the blocks that can be removed. SourceError where no run shows it."""
+    feeds, chain = short_feeds(spec, feeds), [block.name for block in structure.blocks if block.name]
     try:
         return find_removable(module, zeros(feeds, "cpu"), chain)
     except factory.USER_ERRORS:
         pass  # its forward looks at values: it gets some
     try:
-        return find_removable(_untrained(spec, source, root), zeros(feeds, "cpu"), chain, compute=True)
+        return find_removable(_build_untrained(spec, source, root), zeros(feeds, "cpu"), chain, compute=True)
     except factory.USER_ERRORS as error:
         raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
 
 
-def _short(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
-    """Texts of a few tokens show as much."""
+def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
+    """Shorten texts to N_TOKENS tokens, which show as much; other feeds stay."""
     if spec.task not in TEXT_TASKS:
         return feeds
     return {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
 
 
 def last_line(error: BaseException) -> str:
-    """What went wrong, the line of the user's code at which it did, and the way out."""
+    """Return what went wrong, the line of the user's code at which it did, and the way out."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{user_line(error)}"
     return f"{text}; write that line with plain operators of torch, or leave out the passes that remove something"
 
 
 def user_line(error: BaseException) -> str:
-    """ " (file:line: code)" of the model's own code, which is neither torch's nor ours; "" where there is none."""
+    """Return " (file:line: code)" of the model's own code, neither torch's nor ours; "" where there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(Path(frame.filename))]
     return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _is_machinery(path: Path) -> bool:
-    """Torch's code, or ours but for the zoo, which holds models."""
+    """Return whether a file is torch's code, or ours but for the zoo, which holds models."""
     if path.is_relative_to(OURS):
         return not path.is_relative_to(OURS / "zoo")
     return path.is_relative_to(TORCHS) or not path.is_absolute()
 
 
-def _untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+def _build_untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     if source.kind == "huggingface":
         module = huggingface.build_untrained(spec, source)
     else:
@@ -197,8 +204,8 @@ def _untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     return module
 
 
-def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
-    """In the module's order; tied weights share the name of the first parameter that holds them."""
+def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
+    """Describe the layers in the module's order; tied weights share the name of the first parameter that holds them."""
     owners: dict[int, str] = {}
     layers = []
     for name, layer in module.named_modules():
@@ -209,16 +216,16 @@ def _layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
     return tuple(layers)
 
 
-def _other_bytes(module: nn.Module, layers: tuple[LayerFacts, ...]) -> int:
-    """Float32 bytes of parameters and stored buffers outside the layers."""
+def _count_other_bytes(module: nn.Module, layers: tuple[LayerFacts, ...]) -> int:
+    """Return the float32 bytes of parameters and stored buffers outside the layers."""
     tensors = {id(tensor): tensor for tensor in module.state_dict(keep_vars=True).values()}
     total = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     in_layers = sum({layer.weight: layer.n_weights for layer in layers}.values())
     return 4 * (total - in_layers)
 
 
-def _layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:
-    """Tied weights, and layers that the forward pass does not call."""
+def _make_layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:
+    """Return notes on tied weights, and on layers that the forward pass does not call."""
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.weight, []).append(layer.name)

@@ -14,17 +14,17 @@ from compress.models import huggingface
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, read_onnx
-from compress.schema import ModelSpec
-from runtime.bundle import TensorSpec
-from runtime.images import resized
-from runtime.language import LanguagePreprocess
-from runtime.manifest import CLASSIFICATION, TEXT_TASKS
-from runtime.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
-from runtime.texts import FEEDS
+from compress.specs import ModelSpec
+from runtime.bundle.manifest import CLASSIFICATION, TEXT_TASKS
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.images import compute_resized
+from runtime.encode.language import LanguagePreprocess
+from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
+from runtime.encode.texts import FEEDS
 
 
 def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
-    """Names of the model's inputs, as the ONNX file will have them. No weights are read."""
+    """Return the names of the model's inputs, as the ONNX file will have them. No weights are read."""
     source = locate(spec, root)
     if source.onnx is not None:
         return tuple(value.name for value in onnx_io(read_onnx(source.onnx), spec.task)[0])
@@ -33,7 +33,7 @@ def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
 
 
 def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes) -> SampleShapes:
-    """What each input is fed with for one sample, by its name. `samples`: what the data has, by role.
+    """Return shape and dtype of what each input is fed with for one sample, by name. `samples`: the data's, by role.
 
     Texts are taken at `max_length`. SourceError if an image's size is told neither by `preprocess` nor by `samples`.
     """
@@ -51,7 +51,7 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
 
 
 def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, str]:
-    """Input name -> the parameter of the module's forward that takes it, in forward's order.
+    """Return input name -> the parameter of the module's forward that takes it, in forward's order.
 
     An image model's input is always "pixel_values". Parameters with a default are not fed, but for a text model's own.
     """
@@ -75,14 +75,14 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
 
 
 def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, object]) -> None:
-    """SourceError if an input is not fed."""
+    """Raise SourceError if an input is not fed."""
     missing = [name for name in names if name not in feeds]
     if missing:
         raise SourceError(f"{spec.source}: input {', '.join(missing)} is not fed; the feeds are: {', '.join(feeds)}")
 
 
 def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) -> tuple[TensorSpec, ...]:
-    """The inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
+    """Return the inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
     text = spec.task in TEXT_TASKS
     return tuple(
         TensorSpec(
@@ -93,7 +93,7 @@ def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) 
 
 
 def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ...]:
-    """The outputs by their final names: "logits", "last_hidden_state", for generic forward's own.
+    """Return the outputs under their final names: "logits", "last_hidden_state", or forward's own for a generic task.
 
     The shapes in `outputs` are [1, ...]: batch dimension included. SourceError where the task needs another output.
     """
@@ -103,9 +103,9 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
     shape, dtype = next(iter(outputs.values()))
     rank = 3 if spec.task in ("feature-extraction", "text-generation") else 2
     if len(outputs) != 1 or len(shape) != rank:
-        found = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
+        shown = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
         wanted = "[batch, classes]" if rank == 2 else "[batch, sequence, width]"
-        raise SourceError(f"{spec.source}: task {spec.task} needs one output {wanted}, but forward gives {found}")
+        raise SourceError(f"{spec.source}: task {spec.task} needs one output {wanted}, but forward gives {shown}")
     _check_class_names(spec, shape[-1])
     return (TensorSpec(name, dtype, ("batch", "sequence", shape[2]) if rank == 3 else ("batch", shape[1])),)
 
@@ -123,7 +123,7 @@ def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int
     if "image" not in samples:
         raise SourceError("preprocess: the size of the images is not known; set resize [h, w] or crop, or give data")
     height, width = samples["image"][0][:2]
-    return resized(height, width, preprocess.resize)
+    return compute_resized(height, width, preprocess.resize)
 
 
 def _image_dtype(spec: ModelSpec, root: Path) -> str:

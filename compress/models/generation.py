@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import SourceError
-from runtime.manifest import Generation
+from runtime.bundle.manifest import Generation
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -15,22 +15,22 @@ UNKNOWN_LENGTH = 2048
 
 
 def read_generation(folder: Path, vocab_size: int) -> Generation:
-    """generation_config.json over config.json (of a nested text model where there is one). SourceError: not JSON."""
-    config = _json(folder / "config.json")
+    """Read generation_config.json over config.json (its text_config, where it has one). SourceError: not JSON."""
+    config = _read_json(folder / "config.json")
     config = {**config, **config.get("text_config", {})}
-    said = {**config, **_json(folder / "generation_config.json")}
-    ends = said.get("eos_token_id")
+    settings = {**config, **_read_json(folder / "generation_config.json")}
+    ends = settings.get("eos_token_id")
     return Generation(
         context_length=next((int(config[name]) for name in LENGTHS if config.get(name)), UNKNOWN_LENGTH),
         vocab_size=vocab_size,
-        bos_token_id=said.get("bos_token_id"),
+        bos_token_id=settings.get("bos_token_id"),
         eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
-        pad_token_id=said.get("pad_token_id"),
-        **{name: said[name] for name in SAMPLING if said.get(name) is not None},
+        pad_token_id=settings.get("pad_token_id"),
+        **{name: settings[name] for name in SAMPLING if settings.get(name) is not None},
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:

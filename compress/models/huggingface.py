@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
-from compress.models.pruned import NOTE, fit_record, load_recorded, recorded_store
+from compress.models.config_checks import check_numbers, check_task, limit_parameters, shorten_reason
+from compress.models.packed import has_packed_zeros, quantization_of
+from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source
 from compress.models.weights import safetensors_shapes
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 
+DECODED = "weights in the GPTQ format are read as the floats that they stand for"
 OUTPUTS = {
     "image-classification": "logits",
     "text-classification": "logits",
@@ -51,49 +55,57 @@ class ImageModel(nn.Module):
         return self.wrapped(pixel_values=pixel_values, return_dict=True)[self.output]
 
 
-def build_on_meta(spec: ModelSpec, source: Source) -> tuple[nn.Module, list[str]]:
-    """The wrapped model on the meta device, its weights' names and shapes checked but not read; and notes."""
+def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
+    """Return the wrapped model on the meta device, weights' names and shapes checked but not read, and notes.
+
+    `alone`: as of `load_trained`.
+    """
     if source.config:
-        return _configured_on_meta(spec, source), []
-    if source.shapes is not None:
+        with torch.device("meta"):
+            return build_untrained(spec, source), []
+    if alone or reads_alone(source):
         with torch.device("meta"):
             module = build_untrained(spec, source)
-        recorded_store(module, source)
-        return module, [NOTE]
-    return _from_pretrained(spec, source, device_map="meta")
-
-
-def _configured_on_meta(spec: ModelSpec, source: Source) -> nn.Module:
-    """What `source.config` makes of the model. SourceError where its numbers do not go together."""
-    try:
-        with torch.device("meta"):
-            return build_untrained(spec, source)
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        said = ", ".join(f"{key} {value}" for key, value in source.config.items())
-        raise SourceError(f"{spec.source}: cannot be built with {said}: {error}") from error
+        open_recorded_store(module, source)
+        return module, [NOTE if source.shapes is not None else DECODED]
+    return read_pretrained(spec, source, device_map="meta")
 
 
 def build_untrained(spec: ModelSpec, source: Source) -> nn.Module:
-    """The wrapped model with random weights, on the CPU unless torch has another default: for a look at a forward pass
-    that a meta device cannot do."""
-    auto, config, kwargs = _auto_class(spec, source)
-    with torch.random.fork_rng(devices=[]), quiet():
-        module = _wrap(spec, auto.from_config(config, trust_remote_code=spec.trust_remote_code, **kwargs))
+    """Return the wrapped model with random weights, for a look at a forward pass that a meta device cannot do.
+
+    It is on the CPU unless torch has another default device.
+    """
+    auto, config, kwargs = _choose_class(spec, source)
+    try:
+        with torch.random.fork_rng(devices=[]), quiet(), limit_parameters(source):
+            model = auto.from_config(config, trust_remote_code=spec.trust_remote_code, **kwargs)
+    except (*UNFIT_NUMBERS, OSError, ImportError) as error:
+        sizes = ", ".join(f"{key} {value}" for key, value in source.config.items())
+        raise SourceError(
+            f"{spec.source}: cannot be built as {auto.__name__}{sizes and f' with {sizes}'}: {shorten_reason(error)}"
+        ) from error
+    module = _wrap_model(spec, model)
     fit_record(module, source.shapes)
     return module
 
 
-def load_trained(spec: ModelSpec, source: Source) -> nn.Module:
-    """The wrapped model on the CPU in float32 with its weights."""
-    if source.shapes is not None:
+def reads_alone(source: Source) -> bool:
+    """Return whether only we can read a folder on a CPU, not transformers: pruned sizes, or the GPTQ format."""
+    return source.shapes is not None or quantization_of(source.folder).get("quant_method") == "gptq"
+
+
+def load_trained(spec: ModelSpec, source: Source, alone: bool = False) -> nn.Module:
+    """Return the wrapped model on the CPU in float32, with its weights. `alone`: without transformers' reader."""
+    if alone or reads_alone(source):
         module = build_untrained(spec, source)
         load_recorded(module, source)
         return module
-    return _from_pretrained(spec, source)[0]
+    return read_pretrained(spec, source)[0]
 
 
 def input_names(spec: ModelSpec, model: nn.Module, config: Any) -> tuple[str, ...]:
-    """The inputs to feed, in the order of the wrapper's forward."""
+    """Return the inputs to feed, in the order of the wrapper's forward."""
     if spec.task == "image-classification":
         return ("pixel_values",)
     takes = inspect.signature(model.forward).parameters
@@ -102,19 +114,24 @@ def input_names(spec: ModelSpec, model: nn.Module, config: Any) -> tuple[str, ..
 
 
 def class_names(config: Any) -> tuple[str, ...]:
-    """The config's class names; none if they are the placeholders LABEL_0, LABEL_1, ..."""
+    """Return the config's class names; none if they are the placeholders LABEL_0, LABEL_1, ..."""
     labels = getattr(config, "id2label", None) or {}
     names = tuple(str(labels[i]) for i in sorted(labels))
     return () if all(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
-def _from_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[nn.Module, list[str]]:
-    auto, config, kwargs = _auto_class(spec, source)
+def read_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[nn.Module, list[str]]:
+    """Return the wrapped model as transformers reads it, and a note of tensors that it has no use for. SourceError."""
+    auto, config, kwargs = _choose_class(spec, source)
     for path in source.weights:
         if path.suffix == ".safetensors":
             safetensors_shapes(path)  # a damaged file is named here
+    if has_packed_zeros(quantization_of(source.folder)):  # transformers reads them in this way alone
+        from transformers import CompressedTensorsConfig
+
+        kwargs["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     try:
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]), limit_parameters(source):
             model, info = auto.from_pretrained(
                 source.folder,
                 config=config,
@@ -125,9 +142,9 @@ def _from_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple
                 **kwargs,
                 **placement,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise SourceError(f"{spec.source}: cannot be loaded as {auto.__name__}: {error}") from error
-    return _wrap(spec, model), _check_loaded(spec, source, info)
+    except (*UNFIT_NUMBERS, OSError, ImportError) as error:
+        raise SourceError(f"{spec.source}: cannot be loaded as {auto.__name__}: {shorten_reason(error)}") from error
+    return _wrap_model(spec, model), _check_loaded(spec, source, info)
 
 
 def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list[str]:
@@ -142,7 +159,7 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
     return [f"weights that a {spec.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
 
 
-def _auto_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
+def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
     if spec.task not in OUTPUTS:
         raise SourceError(
             f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(OUTPUTS)}"
@@ -153,34 +170,42 @@ def _auto_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, An
     kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if spec.task == "feature-extraction" and _has_optional_pooler(config):
         kwargs["add_pooling_layer"] = False
-    return TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type), config, kwargs
+    auto = TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type)
+    check_task(spec.source, spec.task, config, auto)
+    return auto, config, kwargs
 
 
 def load_config(spec: ModelSpec, source: Source) -> Any:
-    """The folder's transformers configuration, with `source.config`'s changes."""
+    """Return the folder's transformers configuration, with `source.config`'s changes. SourceError: unusable."""
     from transformers import AutoConfig
 
     assert source.folder is not None
+    check_numbers(source)
     try:
         config = AutoConfig.from_pretrained(
             source.folder, trust_remote_code=spec.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise SourceError(f"{spec.source}: config.json cannot be used: {error}") from error
-    for key, value in source.config.items():
-        setattr(config, key, value)
+    except (*UNFIT_NUMBERS, OSError, ImportError) as error:
+        raise SourceError(f"{spec.source}: config.json cannot be used: {shorten_reason(error)}") from error
+    try:
+        for key, value in source.config.items():
+            setattr(config, key, value)
+        rebuild_config(config, {})  # numbers that go together are checked only as a configuration is built
+    except UNFIT_NUMBERS as error:
+        changes = ", ".join(f"{key} {value}" for key, value in source.config.items())
+        raise SourceError(f"{spec.source}: config.json cannot have {changes}: {shorten_reason(error)}") from error
     return config
 
 
 def _has_optional_pooler(config: Any) -> bool:
     from transformers import MODEL_MAPPING
 
-    found = MODEL_MAPPING.get(type(config), ())
-    classes = found if isinstance(found, tuple) else (found,)
+    mapped = MODEL_MAPPING.get(type(config), ())
+    classes = mapped if isinstance(mapped, tuple) else (mapped,)
     return any(cls is not None and "add_pooling_layer" in inspect.signature(cls).parameters for cls in classes)
 
 
-def _wrap(spec: ModelSpec, model: nn.Module) -> nn.Module:
+def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     if spec.task == "text-generation":
         model.config.use_cache = False  # type: ignore[union-attr]
     wrapper = ImageModel if spec.task == "image-classification" else TextModel
@@ -189,7 +214,7 @@ def _wrap(spec: ModelSpec, model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars or load reports from transformers: what matters of them becomes an error or a note."""
+    """Silence transformers' progress bars and load reports while the context is open; errors and notes replace them."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -18,14 +18,14 @@ from compress.blocks.trace import run
 from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models import factory, huggingface
-from compress.models.facts import architecture, zeros
+from compress.models.facts import architecture, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
-from compress.models.source import Source, locate, onnx_external_files, read_onnx
+from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
-from compress.schema import ModelSpec
-from runtime.bundle import TensorSpec
-from runtime.manifest import CLASSIFICATION
+from compress.specs import ModelSpec
+from runtime.bundle.manifest import CLASSIFICATION
+from runtime.bundle.tensors import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LoadedModel:
 
 
 def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> LoadedModel:
-    """Read the weights. `feeds_shapes`: by input name, as for `model_facts`.
+    """Load a recipe's model with its weights. `feeds_shapes`: by input name, as for `model_facts`.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
@@ -69,12 +69,16 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
     source = locate(spec, root)
     if source.onnx is not None:
         return _load_onnx(spec, source, source.onnx)
-    module = _trained(spec, source, root).float().eval().requires_grad_(False)
+    module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
     unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
-    outputs = run(module, zeros({names[name]: feeds_shapes[name] for name in names}, "cpu"))
+    feeds = {names[name]: feeds_shapes[name] for name in names}
+    try:
+        outputs = run(module, zeros(feeds, "cpu"))
+    except factory.USER_ERRORS as error:
+        raise forward_failure(spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
     return LoadedModel(
         kind="torch",
@@ -84,13 +88,13 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
         module=module,
         parameters=names,
         folder=source.folder,
-        class_names=spec.class_names or _class_names(spec, source),
+        class_names=spec.class_names or _read_class_names(spec, source),
         task=spec.task,
         shapes=read_shapes_record(source.shapes),
     )
 
 
-def _trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     if source.kind == "huggingface":
         return huggingface.load_trained(spec, source)
     with torch.random.fork_rng(devices=[]):
@@ -100,14 +104,13 @@ def _trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     return module
 
 
-def _class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
+def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
     if source.kind != "huggingface" or spec.task not in CLASSIFICATION:
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))
 
 
 def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> LoadedModel:
-    onnx_external_files(path)
     proto = read_onnx(path)
     _check_finite_onnx(proto, path)
     inputs, outputs = onnx_io(proto, spec.task)

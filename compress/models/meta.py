@@ -11,18 +11,18 @@ from compress.errors import SourceError
 from compress.models import factory, huggingface
 from compress.models.source import Source
 from compress.models.weights import check_shapes, read_shapes
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 
 
 def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
-    """The module in eval mode, and notes.
+    """Return the module on the meta device, in eval mode, and notes.
 
     A factory that cannot build on the meta device builds on the CPU, and a note says so. SourceError if the weight
     files do not fit the module.
     """
     if source.kind == "huggingface":
         return huggingface.build_on_meta(spec, source)
-    module, notes = _from_factory(spec, source, root)
+    module, notes = _build_from_factory(spec, source, root)
     if source.weights:
         check_shapes(module, read_shapes(source.weights[0]), str(source.weights[0]))
     else:
@@ -30,7 +30,7 @@ def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Modu
     return module, notes
 
 
-def _from_factory(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
+def _build_from_factory(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
     try:
         with torch.device("meta"):
             return factory.build(spec, source, root), []

@@ -14,9 +14,10 @@ from compress.facts import LayerFacts, ModelFacts, SampleShapes
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.normal import normalize
 from compress.graph.run import weight_bytes
-from compress.models.onnx_shapes import Shapes, fixed_batch, sample_shapes
-from compress.models.source import onnx_external_files, read_onnx
-from runtime.manifest import TEXT_TASKS, TensorSpec
+from compress.models.onnx_shapes import Shapes, read_fixed_batch, sample_shapes
+from compress.models.source import read_onnx
+from runtime.bundle.manifest import TEXT_TASKS
+from runtime.bundle.tensors import TensorSpec
 
 DTYPES = {
     onnx.TensorProto.FLOAT: "float32",
@@ -32,19 +33,17 @@ DTYPES = {
 
 
 def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
-    """Layers, work and memory of the graph in `path` for one sample of the shapes in `feeds`, by input."""
-    onnx_external_files(path)
+    """Return layers, work and memory of the graph in `path` for one sample of the shapes in `feeds`, by input."""
     proto = read_onnx(path)
     inputs, outputs = onnx_io(proto, task)
     _check_feeds(path, inputs, feeds)
     _check_outputs(path, task, outputs)
-    model = ir.load(path)
-    normalize(model)
-    shapes, batch = sample_shapes(proto, feeds, path.parent), fixed_batch(proto)
-    found = find_layers(model)
-    layers = tuple(_layer(layer, shapes, batch) for layer in found)
+    model = open_graph(path)
+    shapes, batch = sample_shapes(proto, feeds, path.parent), read_fixed_batch(proto)
+    graph_layers = find_layers(model)
+    layers = tuple(_describe_layer(layer, shapes, batch) for layer in graph_layers)
     unknown = [
-        layer.name for layer, facts in zip(found, layers, strict=True) if not facts.macs and layer.op != "Gather"
+        layer.name for layer, facts in zip(graph_layers, layers, strict=True) if not facts.macs and layer.op != "Gather"
     ]
     notes = (f"work is not known (the graph does not tell its shape): {', '.join(unknown)}",) if unknown else ()
     in_layers = sum(facts.n_bytes for facts in {facts.weight: facts for facts in layers}.values())
@@ -56,29 +55,39 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
         outputs=outputs,
         layers=layers,
         other_bytes=max(0, weight_bytes(model) - in_layers),
-        peak_activation_bytes=_peak_bytes(proto, shapes) // batch,
+        peak_activation_bytes=_count_peak_bytes(proto, shapes) // batch,
         operators=tuple(sorted({node.op_type for node in proto.graph.node})),
         notes=notes,
         opset=model.opset_imports.get(""),
     )
 
 
+def open_graph(path: Path) -> ir.Model:
+    """Read the graph in its normal form. SourceError: it cannot be read."""
+    try:
+        model = ir.load(path)
+        normalize(model)
+    except (ir.serde.SerdeError, ValueError, TypeError) as error:
+        raise SourceError(f"{path}: cannot be read as a graph: {' '.join(str(error).split())[:500]}") from error
+    return model
+
+
 def onnx_io(proto: onnx.ModelProto, task: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs. Dynamic dimensions are named: the first "batch", the second of a text model "sequence"."""
+    """Return inputs and outputs. Dynamic dimensions have names: the first "batch", a text model's second "sequence"."""
     constants = {tensor.name for tensor in proto.graph.initializer}
-    inputs = tuple(_tensor_spec(value, task) for value in proto.graph.input if value.name not in constants)
-    return inputs, tuple(_tensor_spec(value, task) for value in proto.graph.output)
+    inputs = tuple(_make_tensor_spec(value, task) for value in proto.graph.input if value.name not in constants)
+    return inputs, tuple(_make_tensor_spec(value, task) for value in proto.graph.output)
 
 
-def _tensor_spec(value: Any, task: str) -> TensorSpec:
+def _make_tensor_spec(value: Any, task: str) -> TensorSpec:
     tensor = value.type.tensor_type
     if tensor.elem_type not in DTYPES or not tensor.HasField("shape"):
         raise SourceError(f"onnx: '{value.name}' has no shape or a dtype that cannot be fed from numpy")
-    dims = tuple(_dim(dim, axis, task) for axis, dim in enumerate(tensor.shape.dim))
+    dims = tuple(_name_dim(dim, axis, task) for axis, dim in enumerate(tensor.shape.dim))
     return TensorSpec(value.name, DTYPES[tensor.elem_type], dims)
 
 
-def _dim(dim: Any, axis: int, task: str) -> int | str:
+def _name_dim(dim: Any, axis: int, task: str) -> int | str:
     if dim.HasField("dim_value"):
         return int(dim.dim_value)
     if axis == 0:
@@ -109,11 +118,11 @@ def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes
 
 
 def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
-    """A classifier's answer is the output called logits, else the only one of [batch, classes]."""
+    """Raise SourceError unless a classifier has one [batch, classes] output: that called logits, else the only one."""
     if not task.endswith("classification"):
         return
-    found = [out for out in outputs if out.name == "logits"] or [out for out in outputs if len(out.shape) == 2]
-    if len(found) != 1 or len(found[0].shape) != 2:
+    candidates = [out for out in outputs if out.name == "logits"] or [out for out in outputs if len(out.shape) == 2]
+    if len(candidates) != 1 or len(candidates[0].shape) != 2:
         shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
         raise SourceError(
             f"{path}: task {task} needs one output [batch, classes], but the graph gives {shown}; call that output "
@@ -121,7 +130,7 @@ def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> No
         )
 
 
-def _layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:
+def _describe_layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:
     weight = layer.weight.const_value
     assert weight is not None  # find_layers gives only constant weights
     shape = tuple(int(size) for size in weight.shape.numpy())
@@ -133,19 +142,19 @@ def _layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:
     return LayerFacts(layer.name, layer.type, layer.op, layer.weight.name or layer.name, shape, macs, bits)
 
 
-def _peak_bytes(proto: Any, shapes: Shapes) -> int:
-    """Largest sum of tensors alive at once, in the graph's order; those of unknown shape count nothing."""
+def _count_peak_bytes(proto: Any, shapes: Shapes) -> int:
+    """Return the largest sum of tensors alive at once, in the graph's order; those of unknown shape count nothing."""
     nodes = proto.graph.node
     keep = {value.name for value in proto.graph.output}
     last = {name: i for i, node in enumerate(nodes) for name in node.input}
-    alive = {value.name: _bytes(shapes, value.name) for value in proto.graph.input}
+    alive = {value.name: _count_bytes(shapes, value.name) for value in proto.graph.input}
     peak = sum(alive.values())
     for i, node in enumerate(nodes):
-        alive |= {name: _bytes(shapes, name) for name in node.output}
+        alive |= {name: _count_bytes(shapes, name) for name in node.output}
         peak = max(peak, sum(alive.values()))
         alive = {name: size for name, size in alive.items() if name in keep or last.get(name, -1) > i}
     return peak
 
 
-def _bytes(shapes: Shapes, name: str) -> int:
+def _count_bytes(shapes: Shapes, name: str) -> int:
     return math.prod(shapes[name][0]) * shapes[name][1] if name in shapes else 0

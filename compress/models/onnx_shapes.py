@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[tuple[int, ...], int]]
 
 
 def sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, folder: Path) -> Shapes:
-    """Shapes for a batch of 1 (or the graph's own fixed batch), of the tensors whose dimensions can all be told.
+    """Return shapes for a batch of 1 (or the graph's fixed batch), of the tensors whose dimensions can all be told.
 
     What the graph declares, with the names of its input dimensions replaced by numbers; over that, what ONNX infers.
     """
@@ -27,27 +27,27 @@ def sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, folder: Path) -> 
         if tensor.data_location == onnx.TensorProto.EXTERNAL and math.prod(tensor.dims) <= 64:
             load_external_data_for_tensor(tensor, str(folder))
     sizes = _bind_inputs(fixed, feeds)
-    declared = _known((*fixed.graph.value_info, *fixed.graph.output), sizes)
+    declared = _collect_known_shapes((*fixed.graph.value_info, *fixed.graph.output), sizes)
     del fixed.graph.value_info[:]  # they may name dimensions that are numbers here
     for value in fixed.graph.output:
         value.type.tensor_type.ClearField("shape")
     inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
-    return declared | _known((*inferred.value_info, *inferred.input, *inferred.output), {})
+    return declared | _collect_known_shapes((*inferred.value_info, *inferred.input, *inferred.output), {})
 
 
-def fixed_batch(proto: onnx.ModelProto) -> int:
-    """The first dimension of the first input where the graph fixes it, else 1."""
+def read_fixed_batch(proto: onnx.ModelProto) -> int:
+    """Return the first dimension of the first input where the graph fixes it, else 1."""
     constants = {tensor.name for tensor in proto.graph.initializer}
     shapes = [value.type.tensor_type.shape.dim for value in proto.graph.input if value.name not in constants]
     return int(shapes[0][0].dim_value) or 1 if shapes and len(shapes[0]) else 1
 
 
 def _bind_inputs(model: onnx.ModelProto, feeds: SampleShapes) -> dict[str, int]:
-    """Give the inputs one sample's sizes (in place); the named dimensions and their numbers."""
+    """Give the inputs one sample's sizes (in place), and return the numbers of the named dimensions."""
     sizes: dict[str, int] = {}
     for value in model.graph.input:
         if value.name in feeds:
-            wanted = (fixed_batch(model), *feeds[value.name][0])
+            wanted = (read_fixed_batch(model), *feeds[value.name][0])
             for dim, size in zip(value.type.tensor_type.shape.dim, wanted, strict=True):
                 if dim.dim_param:
                     sizes[dim.dim_param] = size
@@ -55,8 +55,8 @@ def _bind_inputs(model: onnx.ModelProto, feeds: SampleShapes) -> dict[str, int]:
     return sizes
 
 
-def _known(values: tuple[Any, ...], sizes: Mapping[str, int]) -> Shapes:
-    found: Shapes = {}
+def _collect_known_shapes(values: tuple[Any, ...], sizes: Mapping[str, int]) -> Shapes:
+    shapes: Shapes = {}
     for value in values:
         tensor = value.type.tensor_type
         shape: list[Any] = [
@@ -64,5 +64,5 @@ def _known(values: tuple[Any, ...], sizes: Mapping[str, int]) -> Shapes:
         ]
         if tensor.HasField("shape") and None not in shape:
             wide = tensor.elem_type in (onnx.TensorProto.INT64, onnx.TensorProto.DOUBLE)
-            found[value.name] = tuple(int(size) for size in shape), 8 if wide else 4
-    return found
+            shapes[value.name] = tuple(int(size) for size in shape), 8 if wide else 4
+    return shapes

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from compress.blocks import heap
-from compress.blocks.experts import ExpertPart, is_stacked, stacked_parts, unstack_experts
-from compress.blocks.materialise import emptied, empty_weights, memory_store, plain
+from compress.blocks.experts import ExpertPart, find_stacked_parts, is_stacked, unstack_experts
+from compress.blocks.materialise import copy_without_weights, empty_weights, memory_store, plain
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
@@ -24,12 +24,13 @@ from compress.models.checkpoint import NotAsNamed, open_store
 from compress.models.facts import architecture
 from compress.models.feeds import check_feeds, parameters
 from compress.models.load import load_model
+from compress.models.packed import quantization_of
 from compress.models.source import Source, locate
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 
 
-def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, structure: Structure) -> StreamedModel:
-    """A torch source with its weights left in their files, where their names are the module's.
+def open_streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, structure: Structure) -> StreamedModel:
+    """Return a torch source with its weights left in their files, where their names are the module's.
 
     Otherwise the weights are read at once and held in memory, and `notes` say so. Stacked experts become layers.
     Attention is torch's fused one where the model has it. Raises SourceError.
@@ -40,13 +41,15 @@ def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, stru
         raise SourceError(f"{spec.source}: an ONNX file cannot be worked on block by block; give the torch model")
     notes: tuple[str, ...] = ()
     try:
-        template = _empty(spec, source, root)
+        if quantization_of(source.folder):
+            raise NotAsNamed("they are quantized")
+        template = _build_empty(spec, source, root)
         parts = expert_parts(template)
         unstack_experts(template)
         store = open_store(source.weights, template, parts)
     except NotAsNamed as error:
         notes = (f"the weights are held in memory as a whole: {error}",)
-        template, store = _in_memory(spec, root, feeds_shapes)
+        template, store = _load_in_memory(spec, root, feeds_shapes)
     _fuse_attention(template)
     names = parameters(spec, source, template)
     check_feeds(spec, names, feeds_shapes)
@@ -57,40 +60,43 @@ def streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, stru
     )
 
 
-def streamed_module(
+def open_streamed_module(
     module: nn.Module,
     structure: Structure,
     names: Mapping[str, str],
     folder: Path | None = None,
     shapes: Shapes = AS_BUILT,
 ) -> StreamedModel:
-    """A module (changed in place: stacked experts become layers) that holds its weights. `names`: as `parameters`."""
+    """Return a module that holds its weights, for a stream. `names`: as `parameters`.
+
+    The module is changed in place: stacked experts become layers.
+    """
     heap.return_large()
     unstack_experts(module)
-    template, store = emptied(module), memory_store(module)
+    template, store = copy_without_weights(module), memory_store(module)
     _fuse_attention(template)
     build = functools.partial(copy.deepcopy, template)
     return StreamedModel(build, store, structure, names, architecture(template), folder, shapes=shapes)
 
 
 def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
-    """Plain name of each expert's parameter -> where it lies in a stacked one, before `unstack_experts`."""
-    found: dict[str, ExpertPart] = {}
+    """Return where each expert's parameter lies in a stacked one, by plain name, before `unstack_experts`."""
+    parts: dict[str, ExpertPart] = {}
     for path, part in module.named_modules():
         if is_stacked(part):
-            found |= stacked_parts(part, plain(path))
-    return found
+            parts |= find_stacked_parts(part, plain(path))
+    return parts
 
 
-def _in_memory(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:
-    """The module without its weights, and those."""
+def _load_in_memory(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:
+    """Load the model and return its module without weights, and a store of the weights in memory."""
     module = load_model(spec, root, feeds_shapes).module
     assert module is not None
-    return emptied(module), memory_store(module)
+    return copy_without_weights(module), memory_store(module)
 
 
-def _empty(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
-    """The module without weights. NotAsNamed where only the module itself can tell what its weights are."""
+def _build_empty(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+    """Return the module without weights. NotAsNamed where only the module itself can tell what its weights are."""
     if source.kind == "huggingface":
         with empty_weights():
             return huggingface.build_untrained(spec, source).requires_grad_(False)
@@ -110,7 +116,7 @@ def _empty(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def _fuse_attention(module: nn.Module) -> None:
-    """Of a Hugging Face model: the same results to rounding, without a matrix of scores for each head in memory."""
+    """Switch a Hugging Face model to fused attention, in place: same results to rounding, no scores kept in memory."""
     choose = getattr(getattr(module, "wrapped", None), "set_attn_implementation", None)
     if choose is not None:
         with contextlib.suppress(ValueError, ImportError):  # the model has its own attention alone

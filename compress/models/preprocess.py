@@ -10,9 +10,9 @@ from typing import Any
 
 from compress.errors import SourceError
 from compress.models.source import Source, locate
-from compress.schema import ModelSpec
-from runtime.language import LanguagePreprocess
-from runtime.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
+from compress.specs import ModelSpec
+from runtime.encode.language import LanguagePreprocess
+from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
 
 USUAL_CONTEXT = 2048
 """Tokens of a language model's text where a recipe does not say."""
@@ -25,13 +25,13 @@ OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer"
 
 
 def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: Path) -> PreprocessSpec:
-    """`declared`, checked against the task and the model's folder; or, if None, what the folder's files say.
+    """Return `declared`, checked against the task and the model's folder; or, if None, what the folder's files say.
 
     Raises SourceError: no statement to be found, one that cannot be expressed here, or one that contradicts the model.
     """
     source = locate(spec, root)
     if declared is not None:
-        return _checked(spec, source, _with_first_token(declared, source))
+        return _check_fit(spec, source, _fill_first_token(declared, source))
     if spec.task == "generic":
         return TensorPreprocess()
     if source.folder is None:
@@ -40,10 +40,10 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
             f"`preprocess: {{kind: {_KINDS.get(spec.task, 'image')}, ...}}` as in its training, or "
             "`{kind: tensor}` if the data holds its inputs ready"
         )
-    return _checked(spec, source, _READERS[_KINDS.get(spec.task, "image")](source.folder))
+    return _check_fit(spec, source, _READERS[_KINDS.get(spec.task, "image")](source.folder))
 
 
-def _checked(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
+def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     if isinstance(preprocess, ImagePreprocess) and spec.task != "image-classification":
@@ -65,30 +65,34 @@ def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | La
             f"preprocess: {source.folder} has no {preprocess.tokenizer}; write one with "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    positions = _n_positions(_json(source.folder / "config.json"))
+    positions = _count_positions(_read_object(source.folder / "config.json"))
     if positions is not None and preprocess.max_length > positions:
         raise SourceError(
             f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
         )
 
 
-def _language(folder: Path) -> LanguagePreprocess:
-    """`max_length` is what the model can read, at most USUAL_CONTEXT; the first token is the tokenizer's own rule."""
-    positions = _n_positions(_json(folder / "config.json"))
+def _read_language(folder: Path) -> LanguagePreprocess:
+    """Read a language model's preprocessing from its folder.
+
+    `max_length` is what the model can read, at most USUAL_CONTEXT; the first token is the tokenizer's own rule.
+    """
+    positions = _count_positions(_read_object(folder / "config.json"))
     return LanguagePreprocess(
-        max_length=min(positions or USUAL_CONTEXT, USUAL_CONTEXT), bos_token_id=_first_token(folder)
+        max_length=min(positions or USUAL_CONTEXT, USUAL_CONTEXT), bos_token_id=_read_first_token(folder)
     )
 
 
-def _with_first_token(declared: PreprocessSpec, source: Source) -> PreprocessSpec:
-    """A recipe that does not name a language model's first token gets the one that its tokenizer puts there."""
+def _fill_first_token(declared: PreprocessSpec, source: Source) -> PreprocessSpec:
+    """Return `declared` with the tokenizer's own first token, where a language model's recipe names none."""
     if not isinstance(declared, LanguagePreprocess) or declared.bos_token_id is not None or source.folder is None:
         return declared
-    return replace(declared, bos_token_id=_first_token(source.folder))
+    return replace(declared, bos_token_id=_read_first_token(source.folder))
 
 
-def _first_token(folder: Path) -> int | None:
-    tokenizer, bos = _json(folder / "tokenizer_config.json"), _json(folder / "config.json").get("bos_token_id")
+def _read_first_token(folder: Path) -> int | None:
+    tokenizer = _read_object(folder / "tokenizer_config.json")
+    bos = _read_object(folder / "config.json").get("bos_token_id")
     adds = tokenizer.get("add_bos_token")
     if adds is None:
         adds = _adds_bos(folder / "tokenizer.json", tokenizer.get("bos_token"))
@@ -96,35 +100,38 @@ def _first_token(folder: Path) -> int | None:
 
 
 def _adds_bos(path: Path, token: Any) -> bool:
-    """True if the tokenizer itself puts the token before every text."""
+    """Return whether the tokenizer itself puts the token before every text."""
     text = token.get("content") if isinstance(token, dict) else token
-    return bool(text) and json.dumps(text) in json.dumps(_json(path).get("post_processor"))
+    return bool(text) and json.dumps(text) in json.dumps(_read_object(path).get("post_processor"))
 
 
-def _text(folder: Path) -> TextPreprocess:
-    pooling, normalize = _pooling(folder)
-    return TextPreprocess(max_length=_max_length(folder), pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
+def _read_text(folder: Path) -> TextPreprocess:
+    pooling, normalize = _read_pooling(folder)
+    return TextPreprocess(max_length=_read_max_length(folder), pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
 
 
-def _max_length(folder: Path) -> int:
-    """sentence_bert_config.json, else tokenizer_config.json, but never more than the model's positions."""
-    stated = _json(folder / "sentence_bert_config.json").get("max_seq_length")
-    stated = stated or _json(folder / "tokenizer_config.json").get("model_max_length")
-    positions = _n_positions(_json(folder / "config.json"))
+def _read_max_length(folder: Path) -> int:
+    """Return the longest text in tokens, at most the model's positions.
+
+    From sentence_bert_config.json, else tokenizer_config.json, else the default of TextPreprocess.
+    """
+    stated = _read_object(folder / "sentence_bert_config.json").get("max_seq_length")
+    stated = stated or _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    positions = _count_positions(_read_object(folder / "config.json"))
     known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]  # 1e30 means unknown
     return min(known, default=TextPreprocess.max_length)
 
 
-def _n_positions(config: dict[str, Any]) -> int | None:
+def _count_positions(config: dict[str, Any]) -> int | None:
     n = config.get("max_position_embeddings")
     if n is not None and config.get("model_type") in OFFSET_POSITIONS:
         return int(n) - int(config.get("pad_token_id") or 0) - 1
     return n
 
 
-def _pooling(folder: Path) -> tuple[str, bool]:
-    """(pooling, normalize) of a sentence-transformers folder; mean and normalised where the folder does not say."""
-    modules = _json_list(folder / "modules.json")
+def _read_pooling(folder: Path) -> tuple[str, bool]:
+    """Read (pooling, normalize) of a sentence-transformers folder; mean and normalised where it says nothing."""
+    modules = _read_list(folder / "modules.json")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if other or any(module.get("path") for module, kind in zip(modules, kinds, strict=True) if kind == "Transformer"):
@@ -133,7 +140,7 @@ def _pooling(folder: Path) -> tuple[str, bool]:
             f"{folder / 'modules.json'}: {named} cannot be taken along; give a model without, or as python:"
         )
     paths = [module["path"] for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"]
-    config = _json(folder / (paths[0] if paths else "1_Pooling") / "config.json")
+    config = _read_object(folder / (paths[0] if paths else "1_Pooling") / "config.json")
     modes = [
         name.removeprefix("pooling_mode_") for name, on in config.items() if name.startswith("pooling_mode_") and on
     ]
@@ -144,19 +151,19 @@ def _pooling(folder: Path) -> tuple[str, bool]:
     return known[modes[0]] if modes else "mean", not kinds or "Normalize" in kinds
 
 
-def _image(folder: Path) -> ImagePreprocess:
+def _read_image(folder: Path) -> ImagePreprocess:
     path = folder / "preprocessor_config.json"
-    config = _json(path)
+    config = _read_object(path)
     if not config:
         raise SourceError(
             f"preprocess: {folder} has no preprocessor_config.json; add `preprocess: {{kind: image, ...}}`"
         )
-    resize, crop = _resize_and_crop(config, path)
+    resize, crop = _read_resize_and_crop(config, path)
     normalize = config.get("do_normalize", True)
     return ImagePreprocess(
         resize=resize,
         crop=crop,
-        channels="L" if _json(folder / "config.json").get("num_channels") == 1 else "RGB",
+        channels="L" if _read_object(folder / "config.json").get("num_channels") == 1 else "RGB",
         scale=float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
         mean=tuple(map(float, config["image_mean"])) if normalize else (0.0,),
         std=tuple(map(float, config["image_std"])) if normalize else (1.0,),
@@ -164,9 +171,11 @@ def _image(folder: Path) -> ImagePreprocess:
     )
 
 
-def _resize_and_crop(config: dict[str, Any], path: Path) -> tuple[int | tuple[int, int] | None, tuple[int, int] | None]:
-    resize = _size(config.get("size"), path) if config.get("do_resize", True) else None
-    crop_size = _size(config.get("crop_size"), path) if config.get("do_center_crop", False) else None
+def _read_resize_and_crop(
+    config: dict[str, Any], path: Path
+) -> tuple[int | tuple[int, int] | None, tuple[int, int] | None]:
+    resize = _parse_size(config.get("size"), path) if config.get("do_resize", True) else None
+    crop_size = _parse_size(config.get("crop_size"), path) if config.get("do_center_crop", False) else None
     crop = (crop_size, crop_size) if isinstance(crop_size, int) else crop_size
     fraction = config.get("crop_pct")  # ConvNeXt: resize to size / crop_pct, then cut; whole from 384 on
     if fraction is not None and isinstance(resize, int):
@@ -174,8 +183,8 @@ def _resize_and_crop(config: dict[str, Any], path: Path) -> tuple[int | tuple[in
     return resize, crop
 
 
-def _size(size: Any, path: Path) -> int | tuple[int, int] | None:
-    """An int (shorter side) or (height, width). A bare number is both sides, as image processors have it."""
+def _parse_size(size: Any, path: Path) -> int | tuple[int, int] | None:
+    """Return an int (shorter side) or (height, width). A bare number is both sides, as for image processors."""
     if size is None or isinstance(size, int):
         return None if size is None else (size, size)
     if "height" in size and "width" in size:
@@ -185,15 +194,15 @@ def _size(size: Any, path: Path) -> int | tuple[int, int] | None:
     raise SourceError(f"{path}: size {size} is neither height and width nor shortest_edge; declare `preprocess:`")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is no such file."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if there is no such file."""
     value = _read_json(path)
     if value is not None and not isinstance(value, dict):
         raise SourceError(f"{path}: is not a JSON object")
     return value or {}
 
 
-def _json_list(path: Path) -> list[dict[str, Any]]:
+def _read_list(path: Path) -> list[dict[str, Any]]:
     value = _read_json(path)
     if value is not None and not isinstance(value, list):
         raise SourceError(f"{path}: is not a JSON list")
@@ -209,5 +218,9 @@ def _read_json(path: Path) -> Any:
         raise SourceError(f"{path}: is not JSON: {error}") from error
 
 
-_READERS: dict[str, Callable[[Path], PreprocessSpec]] = {"text": _text, "language": _language, "image": _image}
+_READERS: dict[str, Callable[[Path], PreprocessSpec]] = {
+    "text": _read_text,
+    "language": _read_language,
+    "image": _read_image,
+}
 """Kind -> what reads it from a model's folder."""

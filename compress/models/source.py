@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.errors import SourceError
-from compress.paths import resolve_path
-from compress.schema import ModelSpec
-from runtime.files import sha256_of
+from compress.models.onnx_check import check_onnx
+from compress.specs import ModelSpec
+from compress.store.paths import resolve_path
+from runtime.bundle.files import sha256_of
+from runtime.bundle.onnx_file import external_files
+from runtime.errors import BundleError
 
 if TYPE_CHECKING:
     import onnx
@@ -51,21 +54,21 @@ def locate(spec: ModelSpec, root: Path) -> Source:
     """
     kind, _, rest = spec.source.partition(":")
     if kind in ("hf", "dir"):
-        folder = _snapshot(rest, spec.revision) if kind == "hf" else resolve_path(root, rest)
-        return _huggingface(spec, folder)
+        folder = _download_snapshot(rest, spec.revision) if kind == "hf" else resolve_path(root, rest)
+        return _locate_huggingface(spec, folder)
     if kind == "onnx":
-        return _onnx(spec, resolve_path(root, rest))
-    return _python(spec, rest, root)
+        return _locate_onnx(spec, resolve_path(root, rest))
+    return _locate_python(spec, rest, root)
 
 
 def model_digest(spec: ModelSpec, root: Path) -> str:
-    """sha256 (hex) over the model's weight files, configuration or factory source, and factory arguments.
+    """Return the sha256 (hex) over the model's weight files, configuration or factory source, and factory arguments.
 
     Of a factory, only the file that defines it counts, not what that file imports.
     """
     source = locate(spec, root)
     sha = hashlib.sha256(json.dumps({"task": spec.task, "args": spec.args}, sort_keys=True).encode())
-    for path in _deciding_files(source, root):
+    for path in _list_deciding_files(source, root):
         sha.update(f"\n{path.name} {sha256_of(path)}".encode())
     if source.code is not None:
         sha.update(f"\n{source.code[1]}".encode())
@@ -73,7 +76,7 @@ def model_digest(spec: ModelSpec, root: Path) -> str:
 
 
 def factory_file(code: tuple[str, str], root: Path) -> Path:
-    """The file that defines a python: source's factory. Imports a module's parent packages, not the module."""
+    """Return the file that defines a python: source's factory. Imports a module's parent packages, not the module."""
     module = code[0]
     if module.endswith(".py"):
         path = resolve_path(root, module)
@@ -81,21 +84,27 @@ def factory_file(code: tuple[str, str], root: Path) -> Path:
             raise SourceError(f"python:{module}:{code[1]}: {path} is a folder; give a file that ends in .py")
         return path
     try:
-        found = importlib.util.find_spec(module)
+        module_spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
-        raise SourceError(_not_importable(code, str(error))) from error
-    if found is None or found.origin is None:
-        raise SourceError(_not_importable(code, "no such module"))
-    return Path(found.origin)
+        raise SourceError(_format_import_error(code, str(error))) from error
+    if module_spec is None or module_spec.origin is None:
+        raise SourceError(_format_import_error(code, "no such module"))
+    return Path(module_spec.origin)
 
 
 def onnx_external_files(path: Path) -> tuple[Path, ...]:
-    """The files beside an ONNX graph in which it keeps weights; SourceError if one is missing or outside its folder."""
-    from onnx import TensorProto
+    """Return the files beside an ONNX graph that hold its values: of initializers, constants, branches, functions.
 
-    external = [t for t in read_onnx(path).graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    names = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+    SourceError if one is missing or outside its folder.
+    """
+    _parse_onnx(path)  # says better than what follows what is wrong with a file that is no ONNX at all
+    try:
+        names = external_files(path)
+    except (BundleError, OSError) as error:
+        raise SourceError(f"{path}: cannot be read as ONNX: {error}") from error
     for name in sorted(names):
+        if not name.isprintable():
+            raise SourceError(f"{path}: its weights file {name!r} has no name that can be printed; save it anew")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise SourceError(
                 f"{path}: its weights file '{name}' lies outside its folder; save it anew beside the graph"
@@ -106,7 +115,14 @@ def onnx_external_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """The graph without its external weights; SourceError if the file is not ONNX."""
+    """Read the graph without its external weights; SourceError unless the file is a whole, consistent ONNX model."""
+    onnx_external_files(path)
+    check_onnx(path)
+    return _parse_onnx(path)
+
+
+def _parse_onnx(path: Path) -> onnx.ModelProto:
+    """Read the graph as it stands in the file. SourceError: it cannot be read, or holds no operators."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -119,7 +135,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     return model
 
 
-def _deciding_files(source: Source, root: Path) -> list[Path]:
+def _list_deciding_files(source: Source, root: Path) -> list[Path]:
     files = [*source.weights, *([] if source.shapes is None else [source.shapes])]
     if source.kind == "huggingface" and source.folder is not None:
         files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
@@ -130,8 +146,8 @@ def _deciding_files(source: Source, root: Path) -> list[Path]:
     return files
 
 
-def _huggingface(spec: ModelSpec, folder: Path) -> Source:
-    _no_weights_key(spec)
+def _locate_huggingface(spec: ModelSpec, folder: Path) -> Source:
+    _refuse_weights_key(spec)
     if not folder.is_dir():
         raise SourceError(f"{spec.source}: {folder} is a file; give the model's folder")
     if not (folder / "config.json").is_file():
@@ -145,27 +161,40 @@ def _huggingface(spec: ModelSpec, folder: Path) -> Source:
 
 
 def _check_shards(folder: Path) -> None:
-    """SourceError naming the shards that the index lists and the folder lacks."""
+    """Raise SourceError that names the shards that the index lists and the folder lacks."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, LookupError, AttributeError) as error:
-        raise SourceError(f"{index}: is not an index of shards: {error}") from error
-    missing = sorted(name for name in shards if not (folder / str(name)).is_file())
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise SourceError(f"{index}: is not an index of shards: it has no weight_map; copy or download it again")
+    shards = {name if isinstance(name, str) else json.dumps(name) for name in files.values()}
+    if outside := sorted(name for name in shards if Path(name).name != name or "\0" in name):
+        raise SourceError(f"{index}: {outside[0]!r} is no file's name of this folder; copy or download it again")
+    missing = sorted(name for name in shards if not (folder / name).is_file())
     if missing:
         raise SourceError(f"{folder}: shards are missing: {', '.join(missing)}; copy or download them again")
 
 
-def _onnx(spec: ModelSpec, path: Path) -> Source:
-    _no_weights_key(spec)
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds. SourceError: the file is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: is not JSON: {error}; copy or download it again") from error
+    if not isinstance(record, dict):
+        raise SourceError(f"{path}: holds a {type(record).__name__} and no object; copy or download it again")
+    return record
+
+
+def _locate_onnx(spec: ModelSpec, path: Path) -> Source:
+    _refuse_weights_key(spec)
     if not path.is_file():
         raise SourceError(f"{spec.source}: {path} is a folder; give the .onnx file")
-    return Source("onnx", _with_processor_files(path.parent), (), onnx=path)
+    return Source("onnx", _find_processor_folder(path.parent), (), onnx=path)
 
 
-def _python(spec: ModelSpec, rest: str, root: Path) -> Source:
+def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
     module, _, factory = rest.rpartition(":")
     if not module or not factory.isidentifier():
         raise SourceError(f"{spec.source}: write python:package.module:factory or python:path/to/file.py:factory")
@@ -179,18 +208,18 @@ def _python(spec: ModelSpec, rest: str, root: Path) -> Source:
                 f"model.weights: {path}: give a .safetensors file, or a .pt, .pth or .bin of plain tensors"
             )
         weights = (path,)
-    folder = _with_processor_files(weights[0].parent) if weights else None
+    folder = _find_processor_folder(weights[0].parent) if weights else None
     shapes = weights[0].with_name(SHAPES) if weights else None
     return Source(
         "python", folder, weights, code=(module, factory), shapes=shapes if shapes and shapes.is_file() else None
     )
 
 
-def _with_processor_files(folder: Path) -> Path | None:
+def _find_processor_folder(folder: Path) -> Path | None:
     return folder if any((folder / name).is_file() for name in ("tokenizer.json", "preprocessor_config.json")) else None
 
 
-def _no_weights_key(spec: ModelSpec) -> None:
+def _refuse_weights_key(spec: ModelSpec) -> None:
     if spec.weights is not None or spec.args:
         raise SourceError(
             f"{spec.source}: `weights` and `args` belong to python: sources; this one has its own weights"
@@ -198,7 +227,7 @@ def _no_weights_key(spec: ModelSpec) -> None:
 
 
 @functools.cache
-def _snapshot(repo_id: str, revision: str | None) -> Path:
+def _download_snapshot(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -214,7 +243,7 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
     return folder
 
 
-def _not_importable(code: tuple[str, str], reason: str) -> str:
+def _format_import_error(code: tuple[str, str], reason: str) -> str:
     as_path = code[0].replace(".", "/")
     return (
         f"python:{code[0]}:{code[1]}: module '{code[0]}' cannot be imported ({reason}); install it, or give its file: "

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 from compress.models.huggingface import quiet
 from compress.models.source import locate
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
+from compress.store.cache import StepCache
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json")
 """What decides it."""
-FAILURES = (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError)
 
 
 def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | None, list[str]]:
-    """The folder that holds the tokenizer.json to read, and notes. `cache`: where made ones are kept, by content.
+    """Return the folder that holds the tokenizer.json to read, and notes. `cache`: keeps made ones, by content.
 
     Of a language model's folder transformers rebuilds the tokenizer (its class has rules of its own for unknown and
     special tokens); the model was measured with those, so calibration, evaluation and serving use them, too.
@@ -26,21 +24,25 @@ def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | N
     source = locate(spec, root)
     if spec.task != "text-generation" or source.kind != "huggingface" or source.folder is None:
         return source.folder, []
-    made = cache / "tokenizers" / _digest(source.folder)
-    if (made / "tokenizer.json").is_file():
-        return made, []
-    try:
-        text = _rebuilt(source.folder, spec.trust_remote_code)
-    except FAILURES as error:
-        return source.folder, [f"transformers cannot build the tokenizer ({error}); tokenizer.json is read as it is"]
-    made.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=made, suffix=".draft", delete=False, encoding="utf-8") as draft:
-        draft.write(text)
-    os.replace(draft.name, made / "tokenizer.json")
-    return made, []
+    notes: list[str] = []
+    made, key = StepCache(cache / "tokenizers", notes.append), _hash_files(source.folder)
+    step = made.get(key)
+    if step is None:
+        try:
+            text = _rebuild_tokenizer(source.folder, spec.trust_remote_code)
+        except Exception as error:  # noqa: BLE001  (the tokenizers library raises Exception itself)
+            notes.append(f"transformers cannot build the tokenizer ({error}); tokenizer.json is read as it is")
+            return source.folder, notes
+        step = made.put(key, lambda folder: _write_tokenizer(folder, text))
+    return step.folder, notes
 
 
-def _rebuilt(folder: Path, trust_remote_code: bool) -> str:
+def _write_tokenizer(folder: Path, text: str) -> dict[str, str]:
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    return {}
+
+
+def _rebuild_tokenizer(folder: Path, trust_remote_code: bool) -> str:
     from transformers import AutoTokenizer
 
     with quiet():
@@ -51,7 +53,7 @@ def _rebuilt(folder: Path, trust_remote_code: bool) -> str:
     return text
 
 
-def _digest(folder: Path) -> str:
+def _hash_files(folder: Path) -> str:
     sha = hashlib.sha256(version("transformers").encode())
     for name in FILES:
         path = folder / name

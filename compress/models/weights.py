@@ -17,16 +17,16 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Tensor names and shapes of a weight file, from its header alone where it is safetensors."""
+    """Return tensor names and shapes of a weight file, from its header alone where it is safetensors."""
     if path.suffix == ".safetensors":
         return safetensors_shapes(path)
-    return {name: tuple(tensor.shape) for name, tensor in _unpickled(path, "meta").items()}
+    return {name: tuple(tensor.shape) for name, tensor in _load_pickle(path, "meta").items()}
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a weight file, on the CPU."""
+    """Read the tensors of a weight file to the CPU."""
     if path.suffix != ".safetensors":
-        return _unpickled(path, "cpu")
+        return _load_pickle(path, "cpu")
     from safetensors.torch import load_file
 
     safetensors_shapes(path)  # a damaged file is named here
@@ -34,7 +34,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def safetensors_shapes(path: Path) -> Shapes:
-    """Names and shapes in a safetensors header; SourceError if the file is damaged or cut short."""
+    """Return names and shapes in a safetensors header; SourceError if the file is damaged or cut short."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -45,7 +45,7 @@ def safetensors_shapes(path: Path) -> Shapes:
 
 
 def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """SourceError naming every tensor of the module that the file lacks, has in another shape, or has too many.
+    """Raise SourceError that names every tensor that the file lacks, has in another shape, or has too many.
 
     A tensor that is tied to one in the file may be absent; so may batch norm's counter, which counts in training only.
     """
@@ -61,9 +61,11 @@ def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where
         for name, tensor in wanted.items()
         if name in shapes and shapes[name] != tuple(tensor.shape)
     ]
-    problems = [f"{where}: missing: {_listed(missing)}"] if missing else []
+    problems = [f"{where}: missing: {_format_names(missing)}"] if missing else []
     problems += (
-        [f"{where}: not in the model: {_listed(unexpected)}{_prefix_hint(unexpected, wanted)}"] if unexpected else []
+        [f"{where}: not in the model: {_format_names(unexpected)}{_suggest_prefix(unexpected, wanted)}"]
+        if unexpected
+        else []
     )
     problems += [f"{where}: {problem}" for problem in misshaped]
     if problems:
@@ -78,14 +80,14 @@ def load_state(module: nn.Module, path: Path) -> None:
 
 
 def check_finite(module: nn.Module, where: str) -> None:
-    """SourceError naming every weight or buffer that holds NaN or infinity."""
+    """Raise SourceError that names every weight or buffer that holds NaN or infinity."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     bad = [plain(name) for name, tensor in tensors if tensor.is_floating_point() and not finite(tensor.detach())]
     if bad:
-        raise SourceError(f"{where}: NaN or infinity in {_listed(bad)}; the weights are not usable")
+        raise SourceError(f"{where}: NaN or infinity in {_format_names(bad)}; the weights are not usable")
 
 
-def _unpickled(path: Path, device: str) -> dict[str, Tensor]:
+def _load_pickle(path: Path, device: str) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -103,12 +105,12 @@ def _unpickled(path: Path, device: str) -> dict[str, Tensor]:
     return state
 
 
-def _listed(names: list[str], most: int = 20) -> str:
+def _format_names(names: list[str], most: int = 20) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
-def _prefix_hint(unexpected: list[str], wanted: Mapping[str, Tensor]) -> str:
+def _suggest_prefix(unexpected: list[str], wanted: Mapping[str, Tensor]) -> str:
     prefixes = {name.partition(".")[0] for name in unexpected}
     if len(prefixes) == 1 and all(name.partition(".")[2] in wanted for name in unexpected):
         return f"; save the file without the prefix '{prefixes.pop()}.'"

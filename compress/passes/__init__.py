@@ -3,7 +3,7 @@
 from compress.passes.autocast import Autocast
 from compress.passes.autoround import AutoRound
 from compress.passes.awq import Awq
-from compress.passes.base import Pass, Record
+from compress.passes.base import Pass
 from compress.passes.distill import Distill
 from compress.passes.equalize import Equalize
 from compress.passes.fold_batchnorm import FoldBatchNorm
@@ -21,6 +21,7 @@ from compress.passes.smoothquant import SmoothQuant
 from compress.passes.sparsify import Sparsify
 from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.passes.tune import Tune
+from compress.specs import Record
 
 PASSES: tuple[type[Pass], ...] = (
     Autocast,

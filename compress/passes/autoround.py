@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
+from compress.formats.targets import Target
 from compress.passes.base import Stage
-from compress.passes.tune import plan_from_integers, selected
+from compress.passes.tune import is_selected, plan_from_integers
 from compress.passes.weight_only import WeightPass
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.passes.weight_rules import float_problems, with_problems
 
 
 class AutoRound(WeightPass):
@@ -39,18 +37,12 @@ class AutoRound(WeightPass):
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"
 
-    def refused_by(self, target: Target) -> str | None:
-        return None if self.start == "given" else super().refused_by(target)
+    def explain_refusal(self, target: Target) -> str | None:
+        return None if self.start == "given" else super().explain_refusal(target)
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if facts.structure is None:
             return PassPlan(facts, problems=("autoround: works on torch models; an ONNX file has no blocks to learn",))
         if self.start == "given":
-            return plan_from_integers(self, facts, lambda name, kind: selected(self, name, kind))
-        return super().check(facts, target)
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the layer."""
-        from compress.passes.autoround_steps import apply_autoround  # torch
-
-        return apply_autoround(self, model, context)
+            return plan_from_integers(self, facts, lambda name, kind: is_selected(self, name, kind))
+        return with_problems(super().check(facts, target), float_problems("autoround", self.schemes()))

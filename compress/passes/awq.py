@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
+from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.weight_only import WeightPass
 from compress.passes.weight_rules import with_problems
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
 
 
 class Awq(WeightPass):
@@ -52,11 +49,5 @@ class Awq(WeightPass):
         return plan if self.round else replace(plan, facts=facts, schemes={})
 
     def decision(self, layer: LayerFacts, target: Target) -> LayerDecision:
-        found = super().decision(layer, target)
-        return found if self.round else replace(found, action="scaled", reason=f"for {found.reason}")
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the layer."""
-        from compress.passes.awq_steps import apply_awq  # torch
-
-        return apply_awq(self, model, context)
+        planned = super().decision(layer, target)
+        return planned if self.round else replace(planned, action="scaled", reason=f"for {planned.reason}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from compress.facts import LayerDecision, LayerFacts, Note, select
-from compress.targets import Format, Target
+from compress.formats.targets import Format, Target
 
 
 def choose_layers(
@@ -15,7 +15,7 @@ def choose_layers(
     ignore: Sequence[str],
     unfit: Callable[[LayerFacts], str | None],
 ) -> tuple[list[LayerFacts], list[LayerDecision]]:
-    """The layers to take, and a decision with its reason for each of the others.
+    """Choose the layers to take, and give a decision with its reason for each of the others.
 
     `unfit` says why a layer cannot be taken, or None. Layers already in fewer than 16 bits are left to the pass that
     made them so.
@@ -40,7 +40,7 @@ def choose_layers(
 
 
 def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[str, Sequence[str]]) -> list[str]:
-    """One sentence for each pattern that selects nothing: a misspelt layer name is never ignored silently."""
+    """Return a sentence for each pattern that selects nothing: a misspelt layer name is never ignored silently."""
     problems = []
     for field, patterns in fields.items():
         for pattern in patterns:
@@ -51,7 +51,7 @@ def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[st
 
 
 def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[Note], list[str]]:
-    """(notes, problems) that follow from what the target does with a format."""
+    """Return the notes and the problems that follow from what the target does with a format."""
     fact = target.fact(format_name)
     if text := refusal(target, format_name, kind):
         return [], [text]
@@ -60,6 +60,6 @@ def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[No
 
 
 def refusal(target: Target, format_name: Format, kind: str) -> str | None:
-    """Why the target cannot hold a format, or None."""
+    """Return why the target cannot hold a format, or None."""
     fact = target.fact(format_name)
     return f"{kind}: target {target.name} {fact.text}" if fact.verdict == "refused" else None

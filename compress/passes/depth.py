@@ -9,14 +9,14 @@ from compress.facts import BlockFacts, LayerFacts, ModelFacts, Prunable, Reading
 
 
 def evenly_spaced(n_blocks: int, n_kept: int) -> tuple[int, ...]:
-    """Numbers of those that stay, the first and the last among them (as DistilBERT's, arXiv:1910.01108, section 3)."""
+    """Return the numbers of the blocks that stay, the first and last too (DistilBERT, arXiv:1910.01108, section 3)."""
     if n_kept == 1:
         return (0,)
     return tuple(round(i * (n_blocks - 1) / (n_kept - 1)) for i in range(n_kept))
 
 
 def depth_problem(blocks: Sequence[Removable], stay: Sequence[int] | None, n_kept: int | None) -> str | None:
-    """What is wrong with leaving `n_kept` of the blocks, or those of the numbers `stay`, if that is given."""
+    """Return why `n_kept` blocks, or those of the numbers `stay` if given, cannot be what is left; None if they can."""
     n = len(blocks)
     if n < 2:
         return (
@@ -32,42 +32,42 @@ def depth_problem(blocks: Sequence[Removable], stay: Sequence[int] | None, n_kep
     return None
 
 
-def without_blocks(facts: ModelFacts, gone: Sequence[str]) -> ModelFacts:
-    """The model's facts once these blocks are gone, and those behind them in a list have moved up; norms uncounted."""
+def without_blocks(facts: ModelFacts, removed: Sequence[str]) -> ModelFacts:
+    """Return the facts of the model without these blocks; later ones in a list have moved up. Norms are not counted."""
     blocks = facts.removable or ()
-    names = renamed_blocks(blocks, gone)
-    lost = {layer for one in blocks if one.name in gone for layer in one.layers}
-    rename = _Renaming(names, tuple(gone), lost)
+    names = rename_blocks(blocks, removed)
+    lost = {layer for block in blocks if block.name in removed for layer in block.layers}
+    rename = _Renaming(names, tuple(removed), lost)
     stay = [layer for layer in facts.layers if layer.name not in lost]
     weights = {layer.weight: f"{rename.name(layer.name)}.weight" for layer in reversed(stay)}
     return replace(
         facts,
-        layers=tuple(rename.layer(one, weights) for one in stay),
+        layers=tuple(rename.layer(layer, weights) for layer in stay),
         structure=facts.structure and rename.structure(facts.structure),
-        prunable=None if facts.prunable is None else tuple(map(rename.prunable, rename.left(facts.prunable))),
+        prunable=None if facts.prunable is None else tuple(map(rename.prunable, rename.drop_unread(facts.prunable))),
         unprunable={rename.name(layer): why for layer, why in facts.unprunable.items() if layer not in lost},
-        removable=tuple(rename.removable(one) for one in blocks if one.name not in gone),
+        removable=tuple(rename.removable(block) for block in blocks if block.name not in removed),
     )
 
 
-def renamed_blocks(blocks: Sequence[Removable], gone: Sequence[str]) -> dict[str, str]:
-    """Block that stays -> its name afterwards, of those whose name changes."""
-    found: dict[str, str] = {}
+def rename_blocks(blocks: Sequence[Removable], removed: Sequence[str]) -> dict[str, str]:
+    """Return, for each block that stays and whose name changes, its name -> its new name."""
+    new_names: dict[str, str] = {}
     places: dict[str, int] = {}
-    for one in (one for one in blocks if one.listed):
-        parent, _, key = one.name.rpartition(".")
+    for block in (block for block in blocks if block.listed):
+        parent, _, key = block.name.rpartition(".")
         places.setdefault(parent, int(key))
-        if one.name not in gone:
-            found[one.name] = f"{parent}.{places[parent]}" if parent else str(places[parent])
+        if block.name not in removed:
+            new_names[block.name] = f"{parent}.{places[parent]}" if parent else str(places[parent])
             places[parent] += 1
-    return {old: new for old, new in found.items() if old != new}
+    return {old: new for old, new in new_names.items() if old != new}
 
 
 class _Renaming:
     """Facts under the names that they have once blocks are gone, and the layers in them `lost`."""
 
-    def __init__(self, names: Mapping[str, str], gone: Sequence[str], lost: set[str]) -> None:
-        self.names, self.gone, self.lost = names, gone, lost
+    def __init__(self, names: Mapping[str, str], removed: Sequence[str], lost: set[str]) -> None:
+        self.names, self.removed, self.lost = names, removed, lost
 
     def name(self, old: str) -> str:
         for block, new in self.names.items():
@@ -75,49 +75,61 @@ class _Renaming:
                 return new + old.removeprefix(block)
         return old
 
-    def layer(self, one: LayerFacts, weights: Mapping[str, str]) -> LayerFacts:
-        return replace(one, name=self.name(one.name), weight=weights[one.weight])
+    def layer(self, facts: LayerFacts, weights: Mapping[str, str]) -> LayerFacts:
+        return replace(facts, name=self.name(facts.name), weight=weights[facts.weight])
 
-    def removable(self, one: Removable) -> Removable:
-        return replace(one, name=self.name(one.name), layers=tuple(map(self.name, one.layers)))
+    def removable(self, block: Removable) -> Removable:
+        return replace(block, name=self.name(block.name), layers=tuple(map(self.name, block.layers)))
 
-    def left(self, dimensions: Sequence[Prunable]) -> list[Prunable]:
-        """Those that something still writes, and something reads."""
-        cut = [replace(one, writers=self._count(one.writers), readers=self._count(one.readers)) for one in dimensions]
-        return [one for one in cut if one.writers and one.readers]
+    def drop_unread(self, dimensions: Sequence[Prunable]) -> list[Prunable]:
+        """Return the dimensions that something still writes and something reads."""
+        cut = [
+            replace(group, writers=self._rename_counts(group.writers), readers=self._rename_counts(group.readers))
+            for group in dimensions
+        ]
+        return [group for group in cut if group.writers and group.readers]
 
-    def prunable(self, one: Prunable) -> Prunable:
-        return replace(one, name=next(iter(one.writers)))
+    def prunable(self, group: Prunable) -> Prunable:
+        return replace(group, name=next(iter(group.writers)))
 
-    def _count(self, each: Mapping[str, int]) -> dict[str, int]:
+    def _rename_counts(self, each: Mapping[str, int]) -> dict[str, int]:
         return {self.name(layer): n for layer, n in each.items() if layer not in self.lost}
 
-    def _names(self, layers: Sequence[str]) -> tuple[str, ...]:
+    def _rename_layers(self, layers: Sequence[str]) -> tuple[str, ...]:
         return tuple(self.name(layer) for layer in layers if layer not in self.lost)
 
-    def _readings(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
-        found = (replace(one, layers=self._names(one.layers), source=self._source(one.source)) for one in readings)
-        return tuple(one if one.source else Reading(one.layers) for one in found if one.layers)
+    def _rename_readings(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
+        renamed = (
+            replace(reading, layers=self._rename_layers(reading.layers), source=self._rename_source(reading.source))
+            for reading in readings
+        )
+        return tuple(reading if reading.source else Reading(reading.layers) for reading in renamed if reading.layers)
 
-    def _source(self, source: str) -> str:
-        """Nothing where the source went with its block."""
-        return "" if any(source.startswith(f"{block}.") for block in self.gone) else self.name(source)
+    def _rename_source(self, source: str) -> str:
+        """Return the source's new name; "" where the source went with its block."""
+        return "" if any(source.startswith(f"{block}.") for block in self.removed) else self.name(source)
 
-    def structure(self, one: Structure) -> Structure:
+    def structure(self, structure: Structure) -> Structure:
         blocks = tuple(
-            BlockFacts(self.name(b.name), self._readings(b.readings), tuple(map(self._names, b.experts)))
-            for b in one.blocks
+            BlockFacts(self.name(b.name), self._rename_readings(b.readings), tuple(map(self._rename_layers, b.experts)))
+            for b in structure.blocks
             if not b.layers or not set(b.layers) <= self.lost
         )
-        residual = one.residual and self._residual(one.residual)
-        return Structure(blocks, self._readings(one.before), self._readings(one.after), residual, one.notes)
+        residual = structure.residual and self._rename_residual(structure.residual)
+        return Structure(
+            blocks,
+            self._rename_readings(structure.before),
+            self._rename_readings(structure.after),
+            residual,
+            structure.notes,
+        )
 
-    def _residual(self, one: Residual) -> Residual:
-        norms = tuple((self.name(norm), self._names(layers)) for norm, layers in one.norms)
+    def _rename_residual(self, residual: Residual) -> Residual:
+        norms = tuple((self.name(norm), self._rename_layers(layers)) for norm, layers in residual.norms)
         return Residual(
-            one.width,
-            self._names(one.embeddings),
-            self._names(one.writers),
-            self._names(one.readers),
+            residual.width,
+            self._rename_layers(residual.embeddings),
+            self._rename_layers(residual.writers),
+            self._rename_layers(residual.readers),
             tuple((norm, layers) for norm, layers in norms if layers),
         )

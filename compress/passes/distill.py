@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
-from compress.passes.base import Record
+from compress.formats.targets import Target
 from compress.passes.distill_student import Student, student_facts
 from compress.passes.loss_terms import TEXTS, LearningPass
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.specs import Record
 
 
 class Sequences(Record):
@@ -53,20 +50,6 @@ class Distill(LearningPass):
         if self.sequences is not None and facts.task != TEXTS:
             problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
-        notes = [Note("info", f"distill: learns by {self.said(facts.task)}")]
+        notes = [Note("info", f"distill: learns by {self.describe_loss(facts.task)}")]
         notes += [Note("info", f"distill: the student: {who}")] if who else []
         return PassPlan(facts, decisions, tuple(notes), tuple(problems))
-
-    def begin(self, model: Any, context: PassContext) -> Any:
-        """The student, as it starts. Raises PassError."""
-        if self.student is None:
-            return model
-        from compress.passes.distill_steps import begin_distill  # torch
-
-        return begin_distill(self, self.student, model, context)
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a LoadedModel, whose module is trained in place. Raises PassError."""
-        from compress.passes.distill_steps import apply_distill  # torch
-
-        return apply_distill(self, model, context)

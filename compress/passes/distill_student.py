@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from compress.facts import ModelFacts
-from compress.passes.base import Record
 from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
-from runtime.bundle import TensorSpec
+from compress.specs import NAMES_PLACE, Record
+from runtime.bundle.tensors import TensorSpec
 
 Number = Annotated[int, Field(ge=0)]
 
@@ -27,15 +27,15 @@ class Student(Record):
     config: dict[str, int] = {}
     """Numbers of config.json that are to be others: hidden_size, num_hidden_layers, ... The student starts from the
     model's tensors, cut to size."""
-    source: Annotated[str, Field(pattern=r"^(hf|dir|python):.+")] | None = None
+    source: Annotated[Annotated[str, Field(pattern=r"^(hf|dir|python):.+")] | None, NAMES_PLACE] = None
     """Another model, as model.source: hf:<hub id>, dir:<folder>, python:<module or file.py>:<factory>."""
-    weights: str | None = None
+    weights: Annotated[str | None, NAMES_PLACE] = None
     """For python: sources, a .safetensors file; without it the student starts as its factory gives it."""
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
 
     @model_validator(mode="after")
-    def _one_form(self) -> Student:
+    def _require_one_form(self) -> Student:
         if self.source is not None and (self.config or self.layers is not None or self.keep is not None):
             raise ValueError("source is another model; leave out layers, keep and config")
         if self.source is None and (self.weights is not None or self.args):
@@ -48,68 +48,68 @@ class Student(Record):
 
     @property
     def separate(self) -> bool:
-        """True if it is built anew, not cut out of the model as it is."""
+        """Return whether the student is built anew, not cut out of the model as it is."""
         return self.source is not None or bool(self.config)
 
     @property
     def key(self) -> str:
-        """Names it among the students of a recipe."""
+        """Return a text that names the student among those of a recipe."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
     def stay(self, n_blocks: int) -> tuple[int, ...]:
-        """Numbers of the model's blocks that the student has."""
+        """Return the numbers of the model's blocks that the student has."""
         if isinstance(self.layers, tuple):
             return tuple(sorted(self.layers))
         return evenly_spaced(n_blocks, min(self.keep or 1, n_blocks))
 
     def starts(self, n_blocks: int, n_own: int) -> tuple[int, ...]:
-        """Of the model's blocks, those that the ones of a student by `config` start from."""
+        """Return the numbers of the model's blocks that the blocks of a student by `config` start from."""
         if isinstance(self.layers, tuple) and len(self.layers) == n_own and max(self.layers) < n_blocks:
             return self.layers
         return evenly_spaced(n_blocks, n_own)
 
 
 def student_facts(student: Student | None, facts: ModelFacts) -> tuple[ModelFacts, list[str], str]:
-    """The model that learns, what is wrong with it, and what is to be said of it. None: the model as it is.
+    """Return the facts of the model that learns, what is wrong with it, and what is to be said of it.
 
-    A student that could not be looked at is not told of here: `read_inputs` has.
+    `student` None: the model as it is. A student that could not be looked at is not told of here: `read_inputs` has.
     """
     if student is None:
         return facts, [], ""
     if student.separate:
-        return _separate(student, facts)
+        return _describe_separate(student, facts)
     blocks = facts.removable or ()
     layers = student.layers if isinstance(student.layers, tuple) else None
     if problem := depth_problem(blocks, layers, student.keep if layers is None else len(layers)):
         return facts, [f"student: {problem}"], ""
     stay = student.stay(len(blocks))
-    said = f"{', '.join(map(str, stay))} of {len(blocks)} blocks"
-    gone = [one.name for number, one in enumerate(blocks) if number not in stay]
-    return without_blocks(facts, gone), [], said
+    text = f"{', '.join(map(str, stay))} of {len(blocks)} blocks"
+    removed = [block.name for number, block in enumerate(blocks) if number not in stay]
+    return without_blocks(facts, removed), [], text
 
 
-def _separate(student: Student, facts: ModelFacts) -> tuple[ModelFacts, list[str], str]:
-    found = facts.students.get(student.key)
-    if found is None:
+def _describe_separate(student: Student, facts: ModelFacts) -> tuple[ModelFacts, list[str], str]:
+    learner = facts.students.get(student.key)
+    if learner is None:
         return facts, [], ""
     problems = [
-        f"student: it {verb} {_shown(own)}, the teacher {_shown(other)}; give one that {verb} the same"
-        for verb, own, other in (("takes", found.inputs, facts.inputs), ("gives", found.outputs, facts.outputs))
-        if _shown(own) != _shown(other)
+        f"student: it {verb} {_format_specs(own)}, the teacher {_format_specs(other)}; give one that {verb} the same"
+        for verb, own, other in (("takes", learner.inputs, facts.inputs), ("gives", learner.outputs, facts.outputs))
+        if _format_specs(own) != _format_specs(other)
     ]
-    problems += _start_problems(student, facts, found)
-    return found, problems, f"{found.architecture} of {found.n_bytes / 4e6:.2f} million parameters"
+    problems += _start_problems(student, facts, learner)
+    return learner, problems, f"{learner.architecture} of {learner.n_bytes / 4e6:.2f} million parameters"
 
 
-def _start_problems(student: Student, facts: ModelFacts, found: ModelFacts) -> list[str]:
-    """Blocks to start from that are too few, too many, or not there."""
+def _start_problems(student: Student, facts: ModelFacts, learner: ModelFacts) -> list[str]:
+    """Report blocks to start from that are too few, too many, or not there."""
     if not isinstance(student.layers, tuple):
         return []
-    n_own, n = (len(one.structure.blocks) if one.structure is not None else 1 for one in (found, facts))
+    n_own, n = (len(model.structure.blocks) if model.structure is not None else 1 for model in (learner, facts))
     if len(student.layers) == n_own and max(student.layers) < n:
         return []
     return [f"student: layers: name one of the model's {n} blocks, from 0, for each of the student's {n_own}"]
 
 
-def _shown(specs: Sequence[TensorSpec]) -> str:
+def _format_specs(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} {list(spec.shape)}" for spec in specs)

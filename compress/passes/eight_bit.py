@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
-from compress.passes.base import LayerPattern, Pass, Record
+from compress.formats.targets import Format, Target
+from compress.passes.base import Pass
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
-from compress.targets import Format, Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.specs import LayerPattern, Record
 
 Number = Literal["int8", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
@@ -51,37 +49,37 @@ class EightBit(Pass):
 
     @property
     def format(self) -> Format:
-        """What targets have a word on."""
+        """Return the format under which targets say what they do with the result."""
         raise NotImplementedError
 
     @property
     def scheme(self) -> str:
-        """For people."""
+        """Return the scheme's name for people."""
         raise NotImplementedError
 
     @property
     def is_dynamic(self) -> bool:
-        """True if ranges are measured at run time."""
+        """Return whether ranges are measured at run time."""
         return False
 
     @property
     def placement_is_given(self) -> bool:
-        """True if the recipe says which tensors are quantized, so that a pass may not leave some out."""
+        """Return whether the recipe says which tensors are quantized, so that a pass may not leave some out."""
         return False
 
     def unfit(self, layer: LayerFacts) -> str | None:
-        """Why this layer cannot be taken, or None."""
+        """Return why this layer cannot be taken, or None."""
         raise NotImplementedError
 
-    def placed(self) -> Placement:
-        """Which tensors are quantized."""
+    def choose_tensors(self) -> Placement:
+        """Return which tensors are quantized."""
         return "inputs"
 
     def choose(self, layers: tuple[LayerFacts, ...]) -> tuple[list[LayerFacts], list[LayerDecision]]:
         return choose_layers(layers, self.targets, self.ignore, self.unfit)
 
     def patterns(self) -> dict[str, tuple[LayerPattern, ...]]:
-        """Key -> what it selects layers by."""
+        """Return each key of the recipe that selects layers -> its patterns."""
         return {"targets": self.targets, "ignore": self.ignore}
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
@@ -92,17 +90,11 @@ class EightBit(Pass):
             reasons = "; ".join(sorted({decision.reason for decision in kept})) or "the model has no such layer"
             problems.append(f"{self.kind}: no convolution or matrix product is left to quantize ({reasons})")
         decisions = [
-            LayerDecision(la.name, la.type, self.number, self.scheme if la.type != "Embedding" else "W8")
-            for la in taken
+            LayerDecision(layer.name, layer.type, self.number, self.scheme if layer.type != "Embedding" else "W8")
+            for layer in taken
         ]
         after = facts.with_bits({layer.name: 8 for layer in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems))
 
-    def refused_by(self, target: Target) -> str | None:
+    def explain_refusal(self, target: Target) -> str | None:
         return refusal(target, self.format, self.kind)
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState. Observes, rounds, corrects, looks for a collapse, restores layers if gates ask."""
-        from compress.passes.eight_bit_steps import apply_eight_bit  # not at `compress check`: onnxruntime
-
-        return apply_eight_bit(self, model, context)

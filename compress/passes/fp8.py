@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from compress.facts import LayerFacts
+from compress.formats.targets import Format
 from compress.passes.eight_bit import EightBit, Number
-from compress.targets import Format
 
 
 class Fp8(EightBit):

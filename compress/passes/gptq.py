@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from compress.facts import ModelFacts, PassPlan
+from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.passes.weight_rules import float_problems, with_problems
 
 
 class Gptq(WeightPass):
@@ -33,8 +33,5 @@ class Gptq(WeightPass):
     compute: Literal["float32", "bfloat16"] = "float32"
     """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel or a GraphState. Raises PassError naming the layer."""
-        from compress.passes.gptq_steps import apply_gptq  # torch, onnx-ir, onnxruntime
-
-        return apply_gptq(self, model, context)
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        return with_problems(super().check(facts, target), float_problems("gptq", self.schemes()))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
+from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.weight_only import WeightPass
 from compress.passes.weight_rules import with_problems
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
 
 
 class Hqq(WeightPass):
@@ -32,9 +29,3 @@ class Hqq(WeightPass):
         plan = super().check(facts, target)
         odd = sorted({s.name for s in self.schemes() if s.weights.kind == "float" or s.activations is not None})
         return with_problems(plan, [f"hqq: {name}: fits integers to weights alone; use rtn or gptq" for name in odd])
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the layer."""
-        from compress.passes.hqq_steps import apply_hqq  # torch
-
-        return apply_hqq(self, model, context)

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import LayerFacts, ModelFacts, PassPlan
-from compress.passes.base import LayerPattern, Record
+from compress.formats.targets import Format, Target
 from compress.passes.eight_bit import Calibration, EightBit, Number, Placement
-from compress.targets import Format, Target
+from compress.specs import LayerPattern, Record
 
 SMALL_TABLE = 4096
 """Embeddings with fewer weights stay float: there is nothing to gain."""
@@ -69,18 +69,20 @@ class Int8(EightBit):
             return "dynamic int8 convolutions are slower than float32 on every target"
         return None if layer.op in ("Conv", "Gemm", "MatMul") else f"{layer.op} has no int8 form"
 
-    def placed(self) -> Placement:
+    def choose_tensors(self) -> Placement:
         return "inputs" if self.placement == "auto" and (self.is_dynamic or self.attention) else self.placement
 
     def patterns(self) -> dict[str, tuple[LayerPattern, ...]]:
-        return super().patterns() | {f"overrides.{i}.targets": one.targets for i, one in enumerate(self.overrides)}
+        return super().patterns() | {
+            f"overrides.{i}.targets": override.targets for i, override in enumerate(self.overrides)
+        }
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         plan = super().check(facts, target)
-        return replace(plan, problems=(*plan.problems, *self._contradictions()))
+        return replace(plan, problems=(*plan.problems, *self._find_contradictions()))
 
-    def _contradictions(self) -> list[str]:
-        """Settings that would have no effect beside the others."""
+    def _find_contradictions(self) -> list[str]:
+        """Return a sentence for each setting that would have no effect beside the others."""
         problems = []
         if self.mode == "dynamic" and self.placement == "all":
             problems.append("int8: mode: dynamic quantizes inputs only; leave placement at auto or set it to inputs")

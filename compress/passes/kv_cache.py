@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 from compress.facts import LayerDecision, ModelFacts, PassPlan, Reading
+from compress.formats.schemes import KvScheme
+from compress.formats.targets import Format, Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import refusal, target_word
-from compress.schemes import KvScheme
-from compress.targets import Format, Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
 
 
 class KvCache(Pass):
@@ -27,21 +24,15 @@ class KvCache(Pass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         structure = facts.structure
-        found = attentions(structure.readings) if structure is not None else {}
+        modules = attentions(structure.readings) if structure is not None else {}
         notes, problems = target_word(target, self._format, self.kind)
-        if not found:
+        if not modules:
             problems.append("kv_cache: no attention was found in the model: there are no keys and values to store")
-        decisions = [LayerDecision(name, "attention", f"kv-{self.scheme}", "one scale each") for name in found]
+        decisions = [LayerDecision(name, "attention", f"kv-{self.scheme}", "one scale each") for name in modules]
         return PassPlan(facts, tuple(decisions), tuple(notes), tuple(problems))
 
-    def refused_by(self, target: Target) -> str | None:
+    def explain_refusal(self, target: Target) -> str | None:
         return refusal(target, self._format, self.kind)
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the attention module."""
-        from compress.passes.kv_cache_steps import apply_kv_cache  # torch
-
-        return apply_kv_cache(self, model, context)
 
     @property
     def _format(self) -> Format:
@@ -49,5 +40,5 @@ class KvCache(Pass):
 
 
 def attentions(readings: tuple[Reading, ...]) -> dict[str, Reading]:
-    """Attention module -> the reading of its weighted sums; the module is the one that holds the value projection."""
+    """Map each attention module, the one that holds the value projection, to the reading of its weighted sums."""
     return {reading.source.rpartition(".")[0]: reading for reading in readings if reading.how == "value"}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from compress.facts import ModelFacts, Note
-from compress.passes.base import LayerPattern, Record
 from compress.passes.training import TrainingPass
+from compress.specs import LayerPattern, Record
 
 if TYPE_CHECKING:
     from compress.distill.losses import Pooling
@@ -88,11 +88,11 @@ class Terms:
 
     @property
     def outputs_alone(self) -> bool:
-        """True if all that is asked of the teacher are its outputs."""
+        """Return whether the teacher's outputs are all that is asked of it."""
         return self.hidden is None and self.attention is None
 
     def pooling(self, task: str) -> Pooling:
-        """How outputs become one vector a sample: of embeddings alone."""
+        """Return how outputs become one vector a sample: "none" for all but embeddings."""
         return self.output.pooling if self.output is not None and task == EMBEDDINGS else "none"
 
 
@@ -118,11 +118,11 @@ class LearningPass(TrainingPass):
 
     @property
     def by_default(self) -> bool:
-        """True if the loss is the task's usual one."""
+        """Return whether the loss is the task's usual one."""
         return not any((self.logits, self.labels, self.hidden, self.attention, self.output))
 
     def terms(self, task: str) -> Terms:
-        """The loss for a task."""
+        """Return the terms of the loss for a task."""
         if not self.by_default:
             return Terms(self.logits, self.labels, self.hidden, self.attention, self.output)
         if task.endswith("classification"):
@@ -134,11 +134,11 @@ class LearningPass(TrainingPass):
         return Terms(output=OutputTerm(loss="mse", pooling="none"))
 
     def needs_labels(self, task: str) -> bool:
-        """True if the training set must have labels; a text's are its own tokens."""
+        """Return whether the training set must have labels; those of a text are its own tokens."""
         return self.terms(task).labels is not None and task != TEXTS
 
     def term_problems(self, facts: ModelFacts) -> list[str]:
-        """What is wrong with the loss for such a model. Modules are looked up in the student, which is to be."""
+        """Return what is wrong with the loss for such a model. Modules are looked up in the student, which is to be."""
         problems, terms = [], self.terms(facts.task)
         if facts.task == EMBEDDINGS and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
@@ -146,30 +146,30 @@ class LearningPass(TrainingPass):
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"
             )
-        if self.teacher_cache is True and (self.augment.any or not terms.outputs_alone or not self._width(facts)):
+        if self.teacher_cache is True and (self.augment.any or not terms.outputs_alone or not self._find_width(facts)):
             problems.append(
                 f"{self.kind}: teacher_cache: only one vector a sample can be kept, and only without augment, hidden "
                 "and attention; leave it at auto"
             )
         return problems + _layer_problems(self, facts)
 
-    def said(self, task: str) -> str:
-        """The loss in words."""
+    def describe_loss(self, task: str) -> str:
+        """Describe the loss in words."""
         terms = self.terms(task)
-        found = []
+        parts = []
         if terms.logits is not None:
-            found.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
+            parts.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
         if terms.labels is not None:
-            found.append("the labels" if task != TEXTS else "the next tokens")
+            parts.append("the labels" if task != TEXTS else "the next tokens")
         if terms.output is not None:
             pooling = terms.pooling(task)
-            found.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))
-        found += [f"{terms.hidden.loss} of hidden states"] if terms.hidden is not None else []
-        found += ["attention maps"] if terms.attention is not None else []
-        return ", ".join(found)
+            parts.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))
+        parts += [f"{terms.hidden.loss} of hidden states"] if terms.hidden is not None else []
+        parts += ["attention maps"] if terms.attention is not None else []
+        return ", ".join(parts)
 
     def train_problems(self, task: str, n_samples: int, has_labels: bool) -> list[str]:
-        """What is wrong with a training set; the planner asks."""
+        """Return what is wrong with a training set, for the planner."""
         if self.needs_labels(task) and not has_labels:
             return [f"{self.kind}: labels: the training set has no labels; name their column, or leave the term out"]
         if n_samples - round(self.held_out * n_samples) < 1:
@@ -177,15 +177,15 @@ class LearningPass(TrainingPass):
         return []
 
     def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
-        """Of the teacher's outputs that are kept on disk; 0: they are computed each time."""
+        """Return the bytes of the teacher's outputs that are kept on disk; 0: they are computed each time."""
         if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.augment.any:
             return 0
-        n_bytes, course = 4 * n_samples * self._width(facts), self.course(n_samples, 0)
+        n_bytes, course = 4 * n_samples * self._find_width(facts), self.course(n_samples, 0)
         again = course.steps * course.samples > n_samples
         return n_bytes if self.teacher_cache is True or (again and n_bytes <= CACHE_BYTES) else 0
 
-    def _width(self, facts: ModelFacts | LoadedModel) -> int:
-        """Numbers that the teacher's only output has for one sample; 0 where there is no such number."""
+    def _find_width(self, facts: ModelFacts | LoadedModel) -> int:
+        """Count the numbers that the teacher's only output has for one sample; 0 where that is not fixed."""
         terms, shapes = self.terms(facts.task), [spec.shape for spec in facts.outputs]
         pooled = terms.pooling(facts.task) != "none"
         fits = len(shapes) == 1 and (len(shapes[0]) == 2 or (pooled and len(shapes[0]) == 3))
@@ -193,42 +193,42 @@ class LearningPass(TrainingPass):
         return width if isinstance(width, int) else 0
 
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
-        """What the plan says once it knows the training set."""
+        """Return what the plan says once it knows the training set."""
         course, n_bytes = self.course(n_samples, 0), self.cache_bytes(facts, n_samples)
         kept = f"its outputs are kept on disk ({n_bytes / 1e6:.1f} MB)" if n_bytes else "it is run in every step"
         return [Note("info", f"{self.kind}: {course.steps} steps of {course.samples} samples; the teacher: {kept}")]
 
 
-def _layer_problems(knobs: LearningPass, facts: ModelFacts) -> list[str]:
-    """Layer maps that name a module which the student has not. The teacher's are looked up when it is loaded."""
-    terms, problems, known = knobs.terms(facts.task), [], _modules(facts)
+def _layer_problems(config: LearningPass, facts: ModelFacts) -> list[str]:
+    """Report layer maps that name a module which the student lacks. The teacher's are looked up when it is loaded."""
+    terms, problems, known = config.terms(facts.task), [], _list_modules(facts)
     for field, term in (("hidden", terms.hidden), ("attention", terms.attention)):
         if term is None:
             continue
-        where = f"{knobs.kind}: {field}"
+        where = f"{config.kind}: {field}"
         if not isinstance(term.layers, str):
-            problems += [_missing(where, name, known) for name, _ in term.layers if name not in known]
+            problems += [_describe_missing(where, name, known) for name, _ in term.layers if name not in known]
         elif term.layers != UNIFORM:
-            problems += _unknown_form(where, term.layers)
-        elif not _has_blocks(facts) and not knobs.by_default:
+            problems += _check_form(where, term.layers)
+        elif not _has_blocks(facts) and not config.by_default:
             problems.append(f"{where}: no chain of blocks was found; give pairs of modules")
     return problems
 
 
-def _unknown_form(where: str, layers: str) -> list[str]:
+def _check_form(where: str, layers: str) -> list[str]:
     if layers.startswith("re:"):
         return []
     return [f"{where}: layers: {layers!r} is neither uniform, nor a re: pattern, nor pairs"]
 
 
-def _missing(where: str, name: str, known: Iterable[str]) -> str:
+def _describe_missing(where: str, name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return f"{where}: the model has no layer or block '{name}'{hint}"
 
 
-def _modules(facts: ModelFacts) -> dict[str, None]:
-    """Names of layers, and of all modules that hold some."""
+def _list_modules(facts: ModelFacts) -> dict[str, None]:
+    """List the names of layers, and of all modules that hold some."""
     paths = (layer.name.split(".") for layer in facts.layers)
     return dict.fromkeys(".".join(path[:n]) for path in paths for n in range(len(path), 0, -1))
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, Prunable, matches
-from compress.passes.base import LayerPattern, Pass, Stage, one_of
-from compress.passes.widths import kept_units, least_ratio, shrunk
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.formats.targets import Target
+from compress.passes.base import Pass, Stage
+from compress.passes.widths import count_kept_units, least_ratio, shrunk
+from compress.specs import LayerPattern, one_of
 
 Kind = Literal["channels", "neurons", "heads", "width"]
 BUDGETS = ("ratio", "max_params", "max_flops", "speedup")
@@ -60,7 +58,7 @@ class PruneChannels(Pass):
     """Channels, neurons and widths that are left are a multiple of it, which kernels are fast at."""
 
     @model_validator(mode="after")
-    def _one_budget(self) -> PruneChannels:
+    def _require_one_budget(self) -> PruneChannels:
         one_of(self, BUDGETS)
         return self
 
@@ -68,52 +66,53 @@ class PruneChannels(Pass):
         if facts.prunable is None:
             return PassPlan(facts, problems=(f"{self.kind}: works on torch models; an ONNX file cannot be pruned",))
         types = {layer.name: layer.type for layer in facts.layers}
-        taken = [one for one in facts.prunable if self.takes(one, types)]
+        taken = [group for group in facts.prunable if self.takes(group, types)]
         problems = [*self._pattern_problems(facts), *self._sparse_problems(facts)]
         if not taken:
-            found = ", ".join(sorted({one.kind for one in facts.prunable})) or "nothing"
+            found = ", ".join(sorted({group.kind for group in facts.prunable})) or "nothing"
             problems.append(f"{self.kind}: nothing is left to prune (of this model {found} could be; see dimensions)")
         if problems:
             return PassPlan(facts, problems=tuple(problems))
-        ratio = self.ratio if self.ratio is not None else self._ratio_of_budget(facts, taken)
+        ratio = self.ratio if self.ratio is not None else self._find_ratio(facts, taken)
         if ratio is None:
-            return PassPlan(facts, problems=(self._out_of_reach(facts, taken),))
-        units = {one.name: self._kept(one, ratio) for one in taken}
+            return PassPlan(facts, problems=(self._explain_out_of_reach(facts, taken),))
+        units = {group.name: self._count_kept(group, ratio) for group in taken}  # as `plan_units` gives them
         problems = [
-            f"{self.kind}: ratio {ratio:g} would leave nothing of the {one.n_units} {one.kind} of {one.name}; "
-            f"use at most {1 - 1 / one.n_units:.3g}, or ignore it"
-            for one in taken
-            if not units[one.name]
+            f"{self.kind}: ratio {ratio:g} would leave nothing of the {group.n_units} {group.kind} of {group.name}; "
+            f"use at most {1 - 1 / group.n_units:.3g}, or ignore it"
+            for group in taken
+            if not units[group.name]
         ]
-        whole = [one for one in taken if self.ratio is not None and units[one.name] == one.n_units]
-        problems += [self._too_few_heads(one) for one in whole if _queries(one) > 1]
+        whole = [group for group in taken if self.ratio is not None and units[group.name] == group.n_units]
+        problems += [self._explain_too_few_heads(group) for group in whole if _count_queries(group) > 1]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         after = shrunk(facts, taken, units)
-        return PassPlan(after, self._decisions(facts, taken, units), self._notes(facts, after))
+        return PassPlan(after, self._decide_layers(facts, taken, units), self._make_notes(facts, after))
 
-    def takes(self, one: Prunable, types: Mapping[str, str]) -> bool:
-        """True if the dimension may be cut. `types`: layer -> its type."""
-        among = any(matches(p, name, types[name]) for p in self.targets for name in one.writers)
-        ignored = any(matches(p, name, types[name]) for p in self.ignore for name in one.writers)
-        return one.kind in self.dimensions and not ignored and (among or not self.targets)
+    def plan_units(self, facts: ModelFacts) -> dict[str, int]:
+        """Return how many units of each group that is cut are to stay; under a budget, about."""
+        types = {layer.name: layer.type for layer in facts.layers}
+        taken = [group for group in facts.prunable or () if self.takes(group, types)]
+        ratio = self.ratio if self.ratio is not None else self._find_ratio(facts, taken)
+        return {} if ratio is None else {group.name: self._count_kept(group, ratio) for group in taken}
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a LoadedModel, whose module gets smaller in place. Raises PassError: a budget out of reach."""
-        from compress.passes.prune_steps import prune_channels  # torch
+    def takes(self, group: Prunable, types: Mapping[str, str]) -> bool:
+        """Return whether the coupled group may be cut. `types`: layer -> its type."""
+        among = any(matches(p, name, types[name]) for p in self.targets for name in group.writers)
+        ignored = any(matches(p, name, types[name]) for p in self.ignore for name in group.writers)
+        return group.kind in self.dimensions and not ignored and (among or not self.targets)
 
-        return prune_channels(self, model, context)
-
-    def _too_few_heads(self, one: Prunable) -> str:
-        """Of grouped queries, where no number of whole groups is near the ratio."""
+    def _explain_too_few_heads(self, group: Prunable) -> str:
+        """Explain that the ratio removes less than one whole group of query heads and their key-value head."""
         return (
-            f"{self.kind}: ratio {self.ratio:g} takes no head of {one.name}: a key-value head goes with the "
-            f"{_queries(one)} query heads that share it, and one of {one.n_units} is the least; use a ratio of "
-            f"{1 / one.n_units:.3g} or more, or leave heads out of dimensions"
+            f"{self.kind}: ratio {self.ratio:g} takes no head of {group.name}: a key-value head goes with the "
+            f"{_count_queries(group)} query heads that share it, and one of {group.n_units} is the least; use a "
+            f"ratio of {1 / group.n_units:.3g} or more, or leave heads out of dimensions"
         )
 
     def _pattern_problems(self, facts: ModelFacts) -> list[str]:
-        writers = {name for one in facts.prunable or () for name in one.writers}
+        writers = {name for group in facts.prunable or () for name in group.writers}
         types = {layer.name: layer.type for layer in facts.layers}
         problems = []
         for field, patterns in (("targets", self.targets), ("ignore", self.ignore)):
@@ -136,34 +135,34 @@ class PruneChannels(Pass):
         return [f"{self.kind}: {sparse[0]} is sparse, and compensation would fill its zeros; {way}"]
 
     def cost(self, facts: ModelFacts) -> float:
-        """What the budget is about; multiply-accumulates stand for time until it is measured."""
-        return sum(la.n_weights for la in facts.distinct_layers()) if self.max_params is not None else facts.macs
+        """Return what the budget limits: weights, or multiply-accumulates, which stand for unmeasured time."""
+        return sum(layer.n_weights for layer in facts.distinct_layers()) if self.max_params is not None else facts.macs
 
     @property
     def share(self) -> float:
-        """Of the cost, what may be left."""
+        """Return the share of the cost that may be left."""
         return next(b for b in (self.max_params, self.max_flops, self.speedup and 1 / self.speedup) if b is not None)
 
-    def _ratio_of_budget(self, facts: ModelFacts, taken: list[Prunable]) -> float | None:
-        """The least ratio that meets it, alike for all: for the forecast; the widths are chosen when it runs."""
+    def _find_ratio(self, facts: ModelFacts, taken: list[Prunable]) -> float | None:
+        """Find the least ratio, alike for all, that meets the budget: for the forecast; a run chooses the widths."""
 
         def holds(ratio: float) -> bool:
-            units = {one.name: self._kept(one, ratio) for one in taken}
+            units = {group.name: self._count_kept(group, ratio) for group in taken}
             return self.cost(shrunk(facts, taken, units)) <= self.share * self.cost(facts)
 
         return least_ratio(holds)
 
-    def _kept(self, one: Prunable, ratio: float) -> int:
-        """Units that a ratio leaves; under a budget, which chooses by itself, no fewer than may be chosen."""
-        units = kept_units(one.n_units, one.kind, ratio, self.round_to)
-        return units if self.ratio is not None else max(units, self._least(one))
+    def _count_kept(self, group: Prunable, ratio: float) -> int:
+        """Count the units that a ratio leaves; under a budget, which chooses by itself, no fewer than may be chosen."""
+        units = count_kept_units(group.n_units, group.kind, ratio, self.round_to)
+        return units if self.ratio is not None else max(units, self._find_minimum(group))
 
-    def _least(self, one: Prunable) -> int:
-        """The fewest units that a budget may choose."""
-        return 1 if one.kind == "heads" else min(self.round_to, one.n_units)
+    def _find_minimum(self, group: Prunable) -> int:
+        """Return the fewest units that a budget may choose."""
+        return 1 if group.kind == "heads" else min(self.round_to, group.n_units)
 
-    def _out_of_reach(self, facts: ModelFacts, taken: list[Prunable]) -> str:
-        least = {one.name: self._least(one) for one in taken}
+    def _explain_out_of_reach(self, facts: ModelFacts, taken: list[Prunable]) -> str:
+        least = {group.name: self._find_minimum(group) for group in taken}
         best = self.cost(shrunk(facts, taken, least)) / self.cost(facts)
         field = next(name for name in BUDGETS if getattr(self, name) is not None)
         reach = f"speedup: {1 / best:.2f} by multiply-accumulates" if field == "speedup" else f"{field}: {best:.3g}"
@@ -172,25 +171,27 @@ class PruneChannels(Pass):
             f"dimension left, is {reach}; ask for less, or allow more dimensions"
         )
 
-    def _decisions(self, facts: ModelFacts, taken: list[Prunable], units: dict[str, int]) -> tuple[LayerDecision, ...]:
+    def _decide_layers(
+        self, facts: ModelFacts, taken: list[Prunable], units: dict[str, int]
+    ) -> tuple[LayerDecision, ...]:
         about = "expected: " if self.ratio is None else ""
         said = {
-            name: (one, f"{about}{units[one.name]} of {one.n_units} {one.kind} stay")
-            for one in taken
-            for name in one.writers
+            name: (group, f"{about}{units[group.name]} of {group.n_units} {group.kind} stay")
+            for group in taken
+            for name in group.writers
         }
-        found = []
+        decisions = []
         for layer in facts.layers:
             if layer.name in said and units[said[layer.name][0].name] < said[layer.name][0].n_units:
-                found.append(LayerDecision(layer.name, layer.type, "pruned", said[layer.name][1]))
+                decisions.append(LayerDecision(layer.name, layer.type, "pruned", said[layer.name][1]))
             else:
                 reason = facts.unprunable.get(
                     layer.name, "not selected" if layer.name not in said else "as wide as it was"
                 )
-                found.append(LayerDecision(layer.name, layer.type, "kept", reason))
-        return tuple(found)
+                decisions.append(LayerDecision(layer.name, layer.type, "kept", reason))
+        return tuple(decisions)
 
-    def _notes(self, facts: ModelFacts, after: ModelFacts) -> tuple[Note, ...]:
+    def _make_notes(self, facts: ModelFacts, after: ModelFacts) -> tuple[Note, ...]:
         how = "" if self.ratio is not None else "about "
         text = (
             f"{self.kind}: {how}{after.n_bytes / facts.n_bytes:.0%} of the weights and "
@@ -199,7 +200,7 @@ class PruneChannels(Pass):
         return (Note("info", text),)
 
 
-def _queries(one: Prunable) -> int:
-    """Query heads that share a key-value head; 1 of what is no attention."""
-    sizes = one.writers.values()
-    return max(sizes) // min(sizes) if one.kind == "heads" else 1
+def _count_queries(group: Prunable) -> int:
+    """Count the query heads that share a key-value head; 1 for what is no attention."""
+    sizes = group.writers.values()
+    return max(sizes) // min(sizes) if group.kind == "heads" else 1

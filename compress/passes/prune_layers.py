@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
-from compress.passes.base import Pass, Stage, one_of
+from compress.formats.targets import Target
+from compress.passes.base import Pass, Stage
 from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.specs import one_of
 
 BUDGETS = ("keep", "drop", "layers", "speedup")
 Choice = Literal["error", "angular", "uniform"]
@@ -48,7 +46,7 @@ class PruneLayers(Pass):
     """Fit the layers that are left to what the whole model gives on the calibration data, by least squares."""
 
     @model_validator(mode="after")
-    def _one_budget(self) -> PruneLayers:
+    def _require_one_budget(self) -> PruneLayers:
         one_of(self, BUDGETS)
         return self
 
@@ -59,59 +57,54 @@ class PruneLayers(Pass):
         if problem := depth_problem(blocks, self.layers, None if self.speedup else self.n_kept(len(blocks))):
             return PassPlan(facts, problems=(f"{self.kind}: {problem}",))
         stay = self.expected(facts)
-        gone = [one.name for number, one in enumerate(blocks) if number not in stay]
-        after = without_blocks(facts, gone)
-        return PassPlan(after, self._decisions(facts, gone), self._notes(facts, after, len(stay)))
+        removed = [block.name for number, block in enumerate(blocks) if number not in stay]
+        after = without_blocks(facts, removed)
+        return PassPlan(after, self._decide_layers(facts, removed), self._make_notes(facts, after, len(stay)))
 
     @property
     def known(self) -> bool:
-        """True if which blocks stay is told by the recipe alone."""
+        """Return whether the recipe alone tells which blocks stay."""
         return self.layers is not None or (self.choose == "uniform" and self.speedup is None)
 
     def n_kept(self, n_blocks: int) -> int:
-        """How many stay; not for `speedup`."""
+        """Return how many of `n_blocks` stay; not for `speedup`."""
         if self.layers is not None:
             return len(self.layers)
         return self.keep or max(1, round(n_blocks * (1 - Fraction(str(self.drop)))))
 
     def expected(self, facts: ModelFacts) -> tuple[int, ...]:
-        """Numbers of the blocks that stay: for the forecast, where only a run can tell."""
+        """Return the numbers of the blocks that stay: a guess for the forecast, where only a run can tell."""
         blocks = facts.removable or ()
         if self.layers is not None:
             return tuple(sorted(self.layers))
         if self.speedup is None:
             return evenly_spaced(len(blocks), self.n_kept(len(blocks)))
-        fits = [n for n in range(1, len(blocks)) if self._macs(facts, n) * self.speedup <= facts.macs]
+        fits = [n for n in range(1, len(blocks)) if self._count_macs(facts, n) * self.speedup <= facts.macs]
         return evenly_spaced(len(blocks), max(fits, default=1))
 
-    def _macs(self, facts: ModelFacts, n_kept: int) -> int:
+    def _count_macs(self, facts: ModelFacts, n_kept: int) -> int:
         blocks = facts.removable or ()
         stay = evenly_spaced(len(blocks), n_kept)
-        return without_blocks(facts, [one.name for k, one in enumerate(blocks) if k not in stay]).macs
+        return without_blocks(facts, [block.name for k, block in enumerate(blocks) if k not in stay]).macs
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a LoadedModel, whose module gets shallower in place. Raises PassError: a speed-up out of reach."""
-        from compress.passes.prune_layers_steps import prune_layers  # torch
-
-        return prune_layers(self, model, context)
-
-    def _decisions(self, facts: ModelFacts, gone: list[str]) -> tuple[LayerDecision, ...]:
+    def _decide_layers(self, facts: ModelFacts, removed: list[str]) -> tuple[LayerDecision, ...]:
         blocks = facts.removable or ()
-        block_of = {layer: one.name for one in blocks for layer in one.layers}
-        stay = f"{len(blocks) - len(gone)} of {len(blocks)} blocks stay"
+        block_of = {layer: block.name for block in blocks for layer in block.layers}
+        stay = f"{len(blocks) - len(removed)} of {len(blocks)} blocks stay"
         return tuple(
-            LayerDecision(la.name, la.type, *self._said(block_of.get(la.name), gone, stay)) for la in facts.layers
+            LayerDecision(layer.name, layer.type, *self._decide_layer(block_of.get(layer.name), removed, stay))
+            for layer in facts.layers
         )
 
-    def _said(self, block: str | None, gone: list[str], stay: str) -> tuple[str, str]:
-        """Action and reason for a layer of that block."""
+    def _decide_layer(self, block: str | None, removed: list[str], stay: str) -> tuple[str, str]:
+        """Return the action and the reason for a layer of that block."""
         if block is None:
             return "kept", "in no block that could go"
         if self.known:
-            return ("pruned", f"{block} goes") if block in gone else ("kept", f"{block} stays")
+            return ("pruned", f"{block} goes") if block in removed else ("kept", f"{block} stays")
         return "open", f"{stay}; calibration data tell which" if self.speedup is None else "as few go as it takes"
 
-    def _notes(self, facts: ModelFacts, after: ModelFacts, n_kept: int) -> tuple[Note, ...]:
+    def _make_notes(self, facts: ModelFacts, after: ModelFacts, n_kept: int) -> tuple[Note, ...]:
         n, about = len(facts.removable or ()), "about " if self.speedup is not None else ""
         text = (
             f"{self.kind}: {about}{n_kept} of {n} blocks stay, {after.n_bytes / facts.n_bytes:.0%} of the weights and "

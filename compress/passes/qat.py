@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
+from compress.formats.schemes import PRESETS, Scheme
+from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.eight_bit import Calibration, Restore
 from compress.passes.int8 import Int8
 from compress.passes.loss_terms import EMBEDDINGS, LabelsTerm, LearningPass, Terms
 from compress.passes.weight_only import WeightPass
-from compress.schemes import Scheme
-from compress.targets import Target
+from compress.specs import LayerPattern, find_changes
 
 if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
     from compress.models.load import LoadedModel
 
 NO_LABELS = ("logits", "hidden", "attention", "output")
@@ -29,6 +29,12 @@ LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate", "sca
 """Keys that weights alone have, and int8 has not."""
 INT8_NUMBERS = ("placement", "attention_products", "calibration", "freeze_observers")
 """Keys that int8 has, and weights alone have not."""
+
+
+def _choose_ignore(given: dict[str, Any]) -> tuple[LayerPattern, ...]:
+    """Return the layers that stay float where the recipe names none: W8A8 ends as `int8` does, which takes them all."""
+    scheme = given["scheme"]
+    return ("lm_head",) if scheme is None or PRESETS[scheme].activations is None else ()
 
 
 class Qat(LearningPass, WeightPass):
@@ -40,6 +46,8 @@ class Qat(LearningPass, WeightPass):
     """
 
     kind: Literal["qat"] = "qat"
+    ignore: tuple[LayerPattern, ...] = Field(default_factory=_choose_ignore, json_schema_extra={"default": ["lm_head"]})
+    """Layers that stay float; not given: lm_head, and with W8A8 none."""
     teacher: bool = True
     """Learn from the model as it came, before all passes; false: from the labels alone."""
     learn_scales: bool = True
@@ -59,7 +67,7 @@ class Qat(LearningPass, WeightPass):
     """W8A8, placement inputs: also quantize the products of two activations (`attention` of `int8`)."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Qat:
+    def _check_teacher(self) -> Qat:
         given = [name for name in NO_LABELS if getattr(self, name) is not None]
         if given and not self.teacher:
             raise ValueError(f"teacher: false leaves only labels to learn from; leave {', '.join(given)} out")
@@ -67,12 +75,12 @@ class Qat(LearningPass, WeightPass):
 
     @property
     def integer_inputs(self) -> bool:
-        """True for W8A8: activations are rounded, too."""
+        """Return whether activations are rounded, too: W8A8."""
         return self.base().activations is not None
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
-        """Ranges of activations start from what the float model gives."""
+        """Return whether activations are rounded: their ranges start from what the float model gives."""
         return self.integer_inputs
 
     @property
@@ -86,12 +94,15 @@ class Qat(LearningPass, WeightPass):
         return not self.integer_inputs
 
     def terms(self, task: str) -> Terms:
-        """The loss for a task. W8A8 trains the exported graph, of which the outputs alone are compared."""
+        """Return the terms of the loss for a task.
+
+        W8A8 trains the exported graph, of which the outputs alone are compared.
+        """
         terms = super().terms(task) if self.teacher else Terms(labels=self.labels or LabelsTerm())
         return replace(terms, hidden=None, attention=None) if self.integer_inputs else terms
 
     def int8(self) -> Int8:
-        """The pass that W8A8 ends like: what it would do to the model as it is where training begins.
+        """Return the `int8` pass that W8A8 ends like: what it would do to the model as it is where training begins.
 
         Gates are not asked and no bias is corrected: training does both better.
         """
@@ -101,19 +112,19 @@ class Qat(LearningPass, WeightPass):
             attention=self.attention_products,
             bias_correction=False,
             targets=self.targets,
-            ignore=self.ignore if "ignore" in self.model_fields_set else (),
+            ignore=self.ignore,
             restore=Restore(max_layers=0),
         )
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        problems = self.training_problems(facts) + self.term_problems(facts) + self._contradictions()
+        problems = self.training_problems(facts) + self.term_problems(facts) + self._find_contradictions()
         if facts.task == EMBEDDINGS and not self.teacher:
             problems.append("qat: teacher: false: an embedding has no labels to learn from; leave teacher out")
         rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
         if rounded is not None:
-            return PassPlan(facts, problems=(*problems, _must_be_first(rounded)))
-        plan = self._int8_plan(facts, target) if self.integer_inputs else self._weights_plan(facts, target)
-        texts = [f"qat: learns by {self.said(facts.task)}" + ("" if self.teacher else ", without a teacher")]
+            return PassPlan(facts, problems=(*problems, _refuse_rounded(rounded)))
+        plan = self._plan_int8(facts, target) if self.integer_inputs else self._plan_weights(facts, target)
+        texts = [f"qat: learns by {self.describe_loss(facts.task)}" + ("" if self.teacher else ", without a teacher")]
         if self.integer_inputs:
             texts.append(
                 f"qat: trains the {target.flavour} form, for {target.name}; the other is scaled from it, untrained"
@@ -123,10 +134,10 @@ class Qat(LearningPass, WeightPass):
             plan.facts, plan.decisions, (*notes, *plan.notes), (*problems, *plan.problems), schemes=plan.schemes
         )
 
-    def refused_by(self, target: Target) -> str | None:
+    def explain_refusal(self, target: Target) -> str | None:
         if not self.integer_inputs:
-            return super().refused_by(target)
-        return _no_checkpoint(target) or _renamed(self.int8().refused_by(target) or "") or None
+            return super().explain_refusal(target)
+        return _refuse_checkpoint(target) or _rename_pass(self.int8().explain_refusal(target) or "") or None
 
     def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
         return super().cache_bytes(facts, n_samples) if self.teacher else 0
@@ -137,36 +148,32 @@ class Qat(LearningPass, WeightPass):
         course = self.course(n_samples, 0)
         return [Note("info", f"qat: {course.steps} steps of {course.samples} samples")]
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a LoadedModel, whose module is trained in place; for W8A8 a GraphState. Raises PassError."""
-        from compress.passes.qat_steps import apply_qat  # torch
-
-        return apply_qat(self, model, context)
-
-    def _weights_plan(self, facts: ModelFacts, target: Target) -> PassPlan:
-        """As of any pass that rounds weights; but a weight that two layers share cannot be trained for one of them."""
+    def _plan_weights(self, facts: ModelFacts, target: Target) -> PassPlan:
+        """Plan as any pass that rounds weights does; but a weight that two layers share cannot be trained for one."""
         plan = WeightPass.check(self, facts, target)
-        problems = [text for layer in facts.layers if layer.name in plan.schemes and (text := _shared(layer, facts))]
+        problems = [
+            text for layer in facts.layers if layer.name in plan.schemes and (text := _refuse_shared(layer, facts))
+        ]
         return PassPlan(plan.facts, plan.decisions, plan.notes, (*plan.problems, *problems), schemes=plan.schemes)
 
-    def _int8_plan(self, facts: ModelFacts, target: Target) -> PassPlan:
-        """As of the pass that it ends like."""
+    def _plan_int8(self, facts: ModelFacts, target: Target) -> PassPlan:
+        """Plan as `int8` does, which W8A8 ends like."""
         plan = self.int8().check(facts, target)
-        problems = [_renamed(text) for text in plan.problems]
-        problems += [text] if (text := _no_checkpoint(target)) else []
+        problems = [_rename_pass(text) for text in plan.problems]
+        problems += [text] if (text := _refuse_checkpoint(target)) else []
         return PassPlan(plan.facts, plan.decisions, plan.notes, tuple(problems))
 
-    def _contradictions(self) -> list[str]:
-        """Numbers that training cannot end in, and keys that are for the other way of working."""
+    def _find_contradictions(self) -> list[str]:
+        """Report schemes that training cannot end in, and keys that are for the other way of working."""
         if self.integer_inputs:
-            problems = [] if _is_int8(self.base()) else [_not_learned(self.base())]
-            odd = [name for name in LAYER_NUMBERS if name in self.model_fields_set]
+            problems = [] if _is_int8(self.base()) else [_refuse_scheme(self.base())]
+            odd = find_changes(self, LAYER_NUMBERS)
             problems += [f"qat: W8A8 has no {', '.join(odd)}; leave it out"] if odd else []
             inner = [name for name in ("hidden", "attention") if getattr(self, name) is not None]
             inner += ["dropout"] if self.dropout else []
             return problems + ([f"qat: {', '.join(inner)}: {_NO_MODULES}; leave it out"] if inner else [])
-        problems = [_not_learned(scheme) for scheme in self.schemes() if scheme.activations or _is_float(scheme)]
-        odd = [name for name in INT8_NUMBERS if name in self.model_fields_set]
+        problems = [_refuse_scheme(scheme) for scheme in self.schemes() if scheme.activations or _is_float(scheme)]
+        odd = find_changes(self, INT8_NUMBERS)
         problems += [f"qat: {', '.join(odd)}: for scheme: W8A8 alone; leave it out"] if odd else []
         if self.optimizer == "sgd" or self.weight_decay:
             problems.append(
@@ -187,29 +194,29 @@ def _is_float(scheme: Scheme) -> bool:
     return scheme.weights.kind == "float"
 
 
-def _not_learned(scheme: Scheme) -> str:
+def _refuse_scheme(scheme: Scheme) -> str:
     return f"qat: {scheme.name} cannot be trained for; give one scheme for weights alone (W2A16 to W8A16), or W8A8"
 
 
-def _must_be_first(layer: LayerFacts) -> str:
+def _refuse_rounded(layer: LayerFacts) -> str:
     return (
         f"qat: {layer.name} is in {layer.bits:g} bits already, and qat rounds by itself; put it before the pass that "
         "rounds, or leave that one out"
     )
 
 
-def _shared(layer: LayerFacts, facts: ModelFacts) -> str | None:
-    """Why a layer that holds another's weight cannot be taken."""
+def _refuse_shared(layer: LayerFacts, facts: ModelFacts) -> str | None:
+    """Explain that a layer which holds another's weight cannot be taken; None where it holds its own."""
     other = next((la.name for la in facts.layers if la.weight == layer.weight and la.name != layer.name), None)
     return other and f"qat: {layer.name} and {other} share one weight; ignore {layer.name}"
 
 
-def _no_checkpoint(target: Target) -> str | None:
+def _refuse_checkpoint(target: Target) -> str | None:
     if target.reads == "onnx":
         return None
     return f"qat: W8A8 ends in an ONNX graph, and {target.name} reads a checkpoint; train for weights alone"
 
 
-def _renamed(text: str) -> str:
-    """A sentence of the pass `int8` as this one's."""
+def _rename_pass(text: str) -> str:
+    """Turn a sentence of the pass `int8` into one of `qat`."""
     return text.replace("int8:", "qat:", 1) if text.startswith("int8:") else text

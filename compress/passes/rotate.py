@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure
+from compress.formats.targets import Target
 from compress.passes.base import Pass
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
 
 
 class Rotate(Pass):
@@ -35,93 +32,94 @@ class Rotate(Pass):
         structure = facts.structure
         if structure is None:
             return PassPlan(facts, problems=("rotate: works on torch models; an ONNX file has no blocks to rotate",))
-        decisions = self._decisions(facts, structure)
+        decisions = self._decide_layers(facts, structure)
         turned = {d.layer for d in decisions if d.action == "rotated"}
-        problems = [*self._problems(structure), *_rounded(facts, {d.layer for d in decisions}), *_sparse(facts, turned)]
+        problems = [
+            *self._find_problems(structure),
+            *_refuse_rounded(facts, {d.layer for d in decisions}),
+            *_refuse_sparse(facts, turned),
+        ]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
-        after, notes = _untied(facts, structure) if self.residual else (facts, [])
+        after, notes = _untie_head(facts, structure) if self.residual else (facts, [])
         return PassPlan(after, decisions, tuple(notes))
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the layer."""
-        from compress.passes.rotate_steps import apply_rotate  # torch
-
-        return apply_rotate(self, model, context)
-
-    def _problems(self, structure: Structure) -> list[str]:
+    def _find_problems(self, structure: Structure) -> list[str]:
         if not (self.residual or self.heads):
             return ["rotate: residual and heads are both false: there is nothing to rotate"]
-        found = []
+        problems = []
         if self.residual and structure.residual is None:
             why = "; ".join(structure.notes) or "no residual stream was found"
-            found.append(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
+            problems.append(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
         if self.heads and not values(structure):
-            found.append("rotate: no layer reads attention's weighted sums of another layer's values; set heads: false")
-        return found
+            problems.append(
+                "rotate: no layer reads attention's weighted sums of another layer's values; set heads: false"
+            )
+        return problems
 
-    def _decisions(self, facts: ModelFacts, structure: Structure) -> tuple[LayerDecision, ...]:
-        """Each layer, and what of it is rotated."""
-        told: dict[str, list[str]] = {}
+    def _decide_layers(self, facts: ModelFacts, structure: Structure) -> tuple[LayerDecision, ...]:
+        """Return a decision for each layer: what of it is rotated."""
+        changes: dict[str, list[str]] = {}
         if self.residual and structure.residual is not None:
             residual = structure.residual
             for name in (*residual.embeddings, *residual.writers):
-                told.setdefault(name, []).append("what it writes to the stream")
+                changes.setdefault(name, []).append("what it writes to the stream")
             for name in residual.readers:
-                told.setdefault(name, []).append("what it reads of the stream")
+                changes.setdefault(name, []).append("what it reads of the stream")
         if self.heads:
             for reading in values(structure):
-                told.setdefault(reading.source, []).append("its values, head by head")
+                changes.setdefault(reading.source, []).append("its values, head by head")
                 for name in reading.layers:
-                    told.setdefault(name, []).append("what it reads of each head")
+                    changes.setdefault(name, []).append("what it reads of each head")
         return tuple(
-            LayerDecision(la.name, la.type, "rotated", " and ".join(told[la.name]))
-            if la.name in told
-            else LayerDecision(la.name, la.type, "kept", "touches nothing that is rotated")
-            for la in facts.layers
+            LayerDecision(layer.name, layer.type, "rotated", " and ".join(changes[layer.name]))
+            if layer.name in changes
+            else LayerDecision(layer.name, layer.type, "kept", "touches nothing that is rotated")
+            for layer in facts.layers
         )
 
 
 def values(structure: Structure) -> tuple[Any, ...]:
-    """The readings that take attention's weighted sums of another layer's outputs."""
+    """Return the readings that take attention's weighted sums of another layer's outputs."""
     return tuple(reading for reading in structure.readings if reading.how == "value")
 
 
-def _rounded(facts: ModelFacts, rotated: set[str]) -> list[str]:
-    names = [la.name for la in facts.layers if la.bits < 16 and la.name in rotated]
+def _refuse_rounded(facts: ModelFacts, rotated: set[str]) -> list[str]:
+    names = [layer.name for layer in facts.layers if layer.bits < 16 and layer.name in rotated]
     return [f"rotate: {names[0]} is rounded already; put rotate before the pass that does it"] if names else []
 
 
-def _sparse(facts: ModelFacts, rotated: set[str]) -> list[str]:
-    names = [la.name for la in facts.layers if la.sparse and la.name in rotated]
+def _refuse_sparse(facts: ModelFacts, rotated: set[str]) -> list[str]:
+    names = [layer.name for layer in facts.layers if layer.sparse and layer.name in rotated]
     way = "put rotate before the pass that makes it sparse, or leave it out"
     return [f"rotate: {names[0]} is sparse, and a rotation fills its zeros; {way}"] if names else []
 
 
-def _untied(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, list[Note]]:
-    """The facts with the head's weight its own: it takes the last norm's scale, which the embedding does not have."""
+def _untie_head(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, list[Note]]:
+    """Give the head a weight of its own in the facts: it takes the last norm's scale, which the embedding lacks."""
     residual = structure.residual
     assert residual is not None
     counts = Counter(layer.weight for layer in facts.layers)
-    tied = [la for la in facts.layers if la.name in residual.readers and counts[la.weight] > 1]
+    tied = [layer for layer in facts.layers if layer.name in residual.readers and counts[layer.weight] > 1]
     if not tied:
         return facts, []
     notes = [
         Note(
             "warning",
-            f"rotate: {la.name} shares its weight with an embedding and gets one of its own: "
-            f"{la.n_bytes / 1e6:.1f} MB more",
+            f"rotate: {layer.name} shares its weight with an embedding and gets one of its own: "
+            f"{layer.n_bytes / 1e6:.1f} MB more",
         )
-        for la in tied
+        for layer in tied
     ]
-    owned = {la.name for la in tied}
+    owned = {layer.name for layer in tied}
 
-    def own(layer: LayerFacts) -> LayerFacts:
+    def untie(layer: LayerFacts) -> LayerFacts:
         return replace(layer, weight=f"{layer.name}.weight") if layer.name in owned else layer
 
-    tables = [la for la in facts.layers if la.name in residual.embeddings]
-    kept = {la.weight: f"{la.name}.weight" for la in tables}
+    tables = [layer for layer in facts.layers if layer.name in residual.embeddings]
+    kept = {layer.weight: f"{layer.name}.weight" for layer in tables}
     layers = tuple(
-        replace(own(la), weight=kept[la.weight]) if la.name in residual.embeddings else own(la) for la in facts.layers
+        replace(untie(layer), weight=kept[layer.weight]) if layer.name in residual.embeddings else untie(layer)
+        for layer in facts.layers
     )
     return replace(facts, layers=layers), notes

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from compress.passes.weight_only import WeightPass
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
 
 
 class Rtn(WeightPass):
@@ -17,15 +14,9 @@ class Rtn(WeightPass):
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
-        """True where a scheme stores input scales."""
+        """Return whether a scheme stores input scales."""
         return any(scheme.activations and not scheme.activations.dynamic for scheme in self.schemes())
 
     @property
     def calibration_runs(self) -> float:  # type: ignore[override]
         return 1.1 if self.needs_calibration else 0.0
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel or a GraphState. Raises PassError naming the layer."""
-        from compress.passes.rtn_steps import apply_rtn  # torch, onnx-ir
-
-        return apply_rtn(self, model, context)

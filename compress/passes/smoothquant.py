@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
-from compress.passes.base import LayerPattern, Pass, Stage
+from compress.formats.targets import Target
+from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.specs import LayerPattern
 
 
 class SmoothQuant(Pass):
@@ -31,11 +29,11 @@ class SmoothQuant(Pass):
     """Layers whose input is left as it is (a whole group that reads one tensor is left if one of its layers is)."""
 
     def stage_on(self, facts: ModelFacts) -> Stage:
-        """A decoder is smoothed as a torch model, for W8A8 in a checkpoint; others as graphs, for `int8`."""
+        """Return "blocks" for a decoder, smoothed in torch for W8A8 in a checkpoint; "graph" for others, for `int8`."""
         return "blocks" if facts.source == "torch" and facts.task == "text-generation" else "graph"
 
     def unfit(self, layer: LayerFacts) -> str | None:
-        """Why this layer cannot be taken, or None."""
+        """Return why this layer cannot be taken, or None."""
         return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
@@ -49,9 +47,3 @@ class SmoothQuant(Pass):
         if self.stage_on(facts) == "blocks":
             text = "what cannot be folded into the module before is left alone"
         return PassPlan(facts, (*decisions, *kept), (Note("info", f"smoothquant: {text}"),), tuple(problems))
-
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a GraphState whose float graph is rewritten, or a StreamedModel. Raises PassError naming layers."""
-        from compress.passes.smoothquant_steps import apply_smoothquant  # numpy, onnx-ir, onnxruntime
-
-        return apply_smoothquant(self, model, context)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, matches
-from compress.passes.base import LayerPattern, Pass, Record, Stage
+from compress.formats.targets import Target
+from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
-from compress.passes.weight_rules import uncalled
+from compress.passes.weight_rules import find_uncalled
 from compress.prune.sparsity import Sparsity
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.specs import LayerPattern, Record
 
 HALF = Sparsity(0.5)
 PRODUCTS = ("Linear", "Conv1D")
@@ -26,14 +24,16 @@ SPARSE_CORES = ("tensorrt",)
 """Targets that run 2:4 on sparse tensor cores (TensorRT 11.1, Data Formats and Tensors)."""
 
 
-def _pattern(text: str) -> str:
-    """Raises ValueError on a text that is not N:M."""
+def _check_pattern(text: str) -> str:
+    """Return the text as it is. Raises ValueError if it is not N:M."""
     Sparsity.of(text)
     return text
 
 
 NmPattern = Annotated[
-    str, AfterValidator(_pattern), WithJsonSchema({"type": "string", "pattern": "^[0-9]+:[0-9]+$", "examples": ["2:4"]})
+    str,
+    AfterValidator(_check_pattern),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9]+:[0-9]+$", "examples": ["2:4"]}),
 ]
 
 
@@ -46,7 +46,7 @@ class _Amount(Record):
     """"N:M": of each M inputs that stand side by side (of a convolution: channels) N stay."""
 
     @model_validator(mode="after")
-    def _one(self) -> _Amount:
+    def _require_one_amount(self) -> _Amount:
         if self.sparsity is not None and self.pattern is not None:
             raise ValueError(f"pattern {self.pattern} says how many weights stay; leave sparsity or pattern out")
         return self
@@ -95,7 +95,7 @@ class Sparsify(_Amount, Pass):
     """An error, not a note, where a layer is not seen by the calibration data or damping is raised."""
 
     @model_validator(mode="after")
-    def _scoped(self) -> Sparsify:
+    def _check_scope(self) -> Sparsify:
         if self.scope == "global" and self.method != "magnitude":
             raise ValueError(f"scope global is for magnitude; {self.method} has row or layer")
         if self.scope is not None and self.pattern is not None:
@@ -104,7 +104,7 @@ class Sparsify(_Amount, Pass):
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
-        """Magnitude needs no data."""
+        """Return whether the method needs data: all but magnitude do."""
         return self.method != "magnitude"
 
     @property
@@ -113,46 +113,47 @@ class Sparsify(_Amount, Pass):
 
     @property
     def base(self) -> Sparsity:
-        """That of a layer without an override."""
+        """Return the amount for a layer without an override."""
         return self.amount or HALF
 
     def override(self, layer: LayerFacts) -> Sparsity | None:
-        """What the last override that selects the layer says."""
-        found = [o.amount or HALF for o in self.overrides if _selects(o.targets, layer)]
-        return found[-1] if found else None
+        """Return the amount that the last override that selects the layer gives, or None."""
+        amounts = [o.amount or HALF for o in self.overrides if _selects(o.targets, layer)]
+        return amounts[-1] if amounts else None
 
     def setting(self, layer: LayerFacts) -> Sparsity:
-        """What one layer gets; with scope global what it gets is found from the weights."""
+        """Return the amount that one layer gets; with scope global the actual share is found from the weights."""
         return self.override(layer) or self.base
 
     def unfit(self, layer: LayerFacts) -> str | None:
-        """Why this layer cannot be taken, or None."""
+        """Return why this layer cannot be taken, or None."""
         return None if layer.type in (*PRODUCTS, *CONVOLUTIONS) else "not a matrix product or convolution"
 
-    def taken(
+    def choose_layers(
         self, layers: Sequence[LayerFacts], structure: Structure | None
     ) -> tuple[list[LayerFacts], list[LayerDecision]]:
-        """The layers to make sparse, and a decision for each of the others."""
+        """Choose the layers to make sparse, and give a decision for each of the others."""
         taken, kept = choose_layers(layers, self.targets, self.ignore, self.unfit)
         if not self.needs_calibration or structure is None:
             return taken, kept
-        idle = uncalled(taken, structure)
+        idle = find_uncalled(taken, structure)
         outside = dict.fromkeys(CONVOLUTIONS, "outside the blocks, where no inputs are gathered; magnitude takes it")
         kept += [
-            LayerDecision(la.name, la.type, "kept", outside.get(la.type, "no forward pass calls it")) for la in idle
+            LayerDecision(layer.name, layer.type, "kept", outside.get(layer.type, "no forward pass calls it"))
+            for layer in idle
         ]
         return [layer for layer in taken if layer not in idle], kept
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        taken, kept = self.taken(facts.layers, facts.structure)
-        problems = pattern_problems(facts.layers, self.kind, self._patterns())
+        taken, kept = self.choose_layers(facts.layers, facts.structure)
+        problems = pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
-            rounded = next((la for la in facts.layers if la.bits < 16), None)
+            rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
             more = f"; {rounded.name} is rounded already: put sparsify before that" if rounded is not None else ""
             problems.append(f"sparsify: no layer is left to make sparse{more}")
-        problems += [text for layer in taken if (text := self._problem(layer))]
-        problems += tied_problems(self.kind, facts.layers, taken)
-        notes = [gain(name, target) for name in sorted({_name(self.setting(layer)) for layer in taken})]
+        problems += [text for layer in taken if (text := self._find_problem(layer))]
+        problems += find_tied_problems(self.kind, facts.layers, taken)
+        notes = [gain(name, target) for name in sorted({_name_amount(self.setting(layer)) for layer in taken})]
         after = facts.with_zeros(layer.name for layer in taken)
         return PassPlan(after, (*map(self.decision, taken), *kept), tuple(notes), tuple(problems))
 
@@ -162,14 +163,8 @@ class Sparsify(_Amount, Pass):
             return LayerDecision(layer.name, layer.type, "sparse", f"its part of {amount} of all layers, by {how}")
         return LayerDecision(layer.name, layer.type, "sparse", f"{amount} by {how}")
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the layer."""
-        from compress.passes.sparsify_blocks import apply_sparsify  # torch
-
-        return apply_sparsify(self, model, context)
-
-    def _problem(self, layer: LayerFacts) -> str | None:
-        """Why this layer's amount cannot work, with the way out."""
+    def _find_problem(self, layer: LayerFacts) -> str | None:
+        """Return why this layer's amount cannot work, with the way out, or None."""
         amount, inputs = self.setting(layer), layer.shape[1]
         what = "input channels" if layer.type in CONVOLUTIONS else "inputs"
         if amount.group and inputs % amount.group:
@@ -187,15 +182,14 @@ class Sparsify(_Amount, Pass):
     def within(self) -> str:
         return self.scope or ("row" if self.method == "wanda" else "layer")
 
-    def _patterns(self) -> dict[str, Sequence[str]]:
-        """Those that must select something: all that the recipe gives."""
-        ignore = self.ignore if "ignore" in self.model_fields_set else ()
+    def _collect_patterns(self) -> dict[str, Sequence[str]]:
+        """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""
         overrides = {f"overrides.{i}.targets": o.targets for i, o in enumerate(self.overrides)}
-        return {"targets": self.targets, "ignore": [p for p in ignore if p != "lm_head"], **overrides}
+        return {"targets": self.targets, "ignore": [p for p in self.ignore if p != "lm_head"], **overrides}
 
 
 def gain(name: str, target: Target) -> Note:
-    """What the target makes of such zeros."""
+    """Say what the target makes of such zeros."""
     if name == "2:4" and target.name in SPARSE_CORES:
         text = "runs on sparse tensor cores (Ampere and later) where the engine is built with sparse weights"
     else:
@@ -203,7 +197,7 @@ def gain(name: str, target: Target) -> Note:
     return Note("info", f"{target.name}: {name} sparsity: {text}")
 
 
-def _name(amount: Sparsity) -> str:
+def _name_amount(amount: Sparsity) -> str:
     return str(amount) if amount.group else "unstructured"
 
 
@@ -211,12 +205,15 @@ def _selects(patterns: Sequence[str], layer: LayerFacts) -> bool:
     return any(matches(pattern, layer.name, layer.type, layer.op) for pattern in patterns)
 
 
-def tied_problems(kind: str, layers: Sequence[LayerFacts], taken: Sequence[LayerFacts]) -> list[str]:
-    """A weight is made sparse for all who share it, or for none. `kind`: the pass."""
+def find_tied_problems(kind: str, layers: Sequence[LayerFacts], taken: Sequence[LayerFacts]) -> list[str]:
+    """Report layers that share a weight with one that stays: a shared weight is made sparse for all, or for none.
+
+    `kind`: the pass.
+    """
     names = {layer.name for layer in taken}
     others = {layer.weight: layer.name for layer in layers if layer.name not in names}
     return [
-        f"{kind}: {la.name} shares its weight with {others[la.weight]}, which keeps its own; ignore {la.name}"
-        for la in taken
-        if la.weight in others
+        f"{kind}: {layer.name} shares its weight with {others[layer.weight]}, which keeps its own; ignore {layer.name}"
+        for layer in taken
+        if layer.weight in others
     ]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from compress.distill.course import Course
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
-from compress.passes.base import LayerPattern
+from compress.formats.targets import Target
 from compress.passes.choosing import choose_layers, pattern_problems
 from compress.passes.loss_terms import LearningPass
-from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, gain, tied_problems
-from compress.targets import Target
+from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, find_tied_problems, gain
+from compress.specs import LayerPattern
 
 if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
     from compress.models.load import LoadedModel
 
 
@@ -47,16 +46,16 @@ class SparsifyIteratively(LearningPass):
 
     @property
     def trainings(self) -> int:
-        """How often the model is trained."""
+        """Return how often the model is trained."""
         return self.rounds + (self.rewind != "never")
 
     def needs_teacher(self, task: str) -> bool:
-        """True unless the labels alone are learned from."""
+        """Return whether anything but the labels is learned from."""
         terms = self.terms(task)
         return any(term is not None for term in (terms.logits, terms.hidden, terms.attention, terms.output))
 
     def course(self, n_samples: int, seed: int) -> Course:
-        """Of one training."""
+        """Return the schedule of one training."""
         course = super().course(n_samples, seed)
         return course if self.max_seconds is None else replace(course, max_seconds=self.max_seconds / self.trainings)
 
@@ -71,21 +70,21 @@ class SparsifyIteratively(LearningPass):
         text = f"{self.kind}: {self.trainings} trainings of {course.steps} steps of {course.samples} samples"
         return [Note("info", text)]
 
-    def taken(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
-        """The layers to make sparse, and a decision for each of the others."""
-        return choose_layers(layers, self.targets, self.ignore, _unfit)
+    def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
+        """Choose the layers to make sparse, and give a decision for each of the others."""
+        return choose_layers(layers, self.targets, self.ignore, _explain_unfit)
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        taken, kept = self.taken(facts.layers)
+        taken, kept = self.choose_layers(facts.layers)
         problems = [*self.training_problems(facts), *self.term_problems(facts), *self._order_problems(facts)]
-        problems += pattern_problems(facts.layers, self.kind, self._patterns())
+        problems += pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
             problems.append(f"{self.kind}: no layer is left to make sparse")
         if not self.keep_zeros:
             problems.append(f"{self.kind}: keep_zeros: false would fill what becomes zero; leave it out")
-        problems += [text for layer in taken if (text := self._problem(layer))]
-        problems += tied_problems(self.kind, facts.layers, taken)
-        notes = (Note("info", f"{self.kind}: learns by {self.said(facts.task)}"), gain("unstructured", target))
+        problems += [text for layer in taken if (text := self._find_problem(layer))]
+        problems += find_tied_problems(self.kind, facts.layers, taken)
+        notes = (Note("info", f"{self.kind}: learns by {self.describe_loss(facts.task)}"), gain("unstructured", target))
         after = facts.with_zeros(layer.name for layer in taken)
         return PassPlan(after, (*map(self.decision, taken), *kept), notes, tuple(problems))
 
@@ -95,27 +94,20 @@ class SparsifyIteratively(LearningPass):
         how = f"{part}{self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
         return LayerDecision(layer.name, layer.type, "sparse", how)
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a LoadedModel, whose module is trained in place. Raises PassError."""
-        from compress.passes.sparsify_iteratively_steps import apply_sparsify_iteratively  # torch
-
-        return apply_sparsify_iteratively(self, model, context)
-
     def _order_problems(self, facts: ModelFacts) -> list[str]:
         rounded = [layer.name for layer in facts.layers if layer.bits < 16]
         return [f"{self.kind}: must come before the pass that rounds {rounded[0]}"] if rounded else []
 
-    def _problem(self, layer: LayerFacts) -> str | None:
+    def _find_problem(self, layer: LayerFacts) -> str | None:
         if self.scope == "layer" and round(self.sparsity * layer.n_weights) == layer.n_weights:
             return f"{self.kind}: {layer.name}: sparsity {self.sparsity:g} leaves none of its weights; take less"
         return None
 
-    def _patterns(self) -> dict[str, Sequence[str]]:
-        """Those that must select something: all that the recipe gives."""
-        ignore = self.ignore if "ignore" in self.model_fields_set else ()
-        return {"targets": self.targets, "ignore": [pattern for pattern in ignore if pattern != "lm_head"]}
+    def _collect_patterns(self) -> dict[str, Sequence[str]]:
+        """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""
+        return {"targets": self.targets, "ignore": [pattern for pattern in self.ignore if pattern != "lm_head"]}
 
 
-def _unfit(layer: LayerFacts) -> str | None:
-    """Why a layer cannot be taken, or None."""
+def _explain_unfit(layer: LayerFacts) -> str | None:
+    """Return why a layer cannot be taken, or None."""
     return None if layer.type in (*PRODUCTS, *CONVOLUTIONS) else "not a matrix product or convolution"

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from compress.distill.course import LOOKS, Course
 from compress.facts import ModelFacts
-from compress.passes.base import Pass, Record, Stage
+from compress.passes.base import Pass, Stage
+from compress.specs import Record
 
 EPOCHS = 10.0
 FORWARDS = 4.0
@@ -85,13 +86,13 @@ class TrainingPass(Pass):
     """Default: the recipe's seed."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainingPass:
+    def _require_one_length(self) -> TrainingPass:
         if self.epochs is not None and self.steps is not None:
             raise ValueError("epochs and steps both say how long; give one of them")
         return self
 
     def course(self, n_samples: int, seed: int) -> Course:
-        """The knobs' values for a training set of that size."""
+        """Return the training schedule that the settings give for a training set of that size."""
         learned = max(n_samples - round(self.held_out * n_samples), 1)
         per_step = self.batch_size * self.accumulate
         steps = self.steps or math.ceil((self.epochs or EPOCHS) * learned / per_step)
@@ -105,13 +106,13 @@ class TrainingPass(Pass):
         )
 
     def train_runs(self, n_samples: int) -> float:
-        """Forward passes of one sample that training costs: for the forecast."""
+        """Count the forward passes of one sample that training costs: for the forecast."""
         course = self.course(n_samples, 0)
         looks = course.steps / course.evaluate_every * self.held_out * n_samples
         return FORWARDS * course.steps * course.samples + 2 * looks
 
     def training_problems(self, facts: ModelFacts) -> list[str]:
-        """What is wrong with the knobs for such a model."""
+        """Return what is wrong with the settings for such a model."""
         if facts.source == "onnx":
             return [f"{self.kind}: trains a torch model, and an onnx: source is none"]
         if self.augment.any and facts.task != IMAGES:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, matches
+from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.weight_only import WeightPass
-from compress.targets import Target
-
-if TYPE_CHECKING:
-    from compress.context import PassContext, PassResult
+from compress.specs import find_changes
+from runtime.processes.memory import available_bytes
 
 ROUNDING_BYTES = 40
 """For each weight whose rounding is learned: its value, gradient, position, Adam's two, the best so far, integers."""
@@ -75,77 +72,68 @@ class Tune(WeightPass):
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"
 
-    def refused_by(self, target: Target) -> str | None:
-        return super().refused_by(target) if NUMBERS & self.model_fields_set else None
+    def explain_refusal(self, target: Target) -> str | None:
+        return super().explain_refusal(target) if find_changes(self, NUMBERS) else None
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if facts.structure is None:
             return PassPlan(facts, problems=("tune: works on torch models; an ONNX file has no parameters to learn",))
-        rounded = [la for la in facts.layers if la.bits < 16]
+        rounded = [layer for layer in facts.layers if layer.bits < 16]
         plan = plan_from_integers(self, facts, self.wants) if rounded else super().check(facts, target)
-        taken = [la for la in facts.layers if any(d.layer == la.name and d.action != "kept" for d in plan.decisions)]
-        how = self.how(sum(la.n_weights for la in taken), sum(la.n_weights for la in facts.distinct_layers()))
-        note = Note("info", f"tune: {SAID[how]}" + ("" if self.blockwise == "auto" and how == "whole" else self._why()))
+        taken = [
+            layer for layer in facts.layers if any(d.layer == layer.name and d.action != "kept" for d in plan.decisions)
+        ]
+        how = self.how(
+            sum(layer.n_weights for layer in taken), sum(layer.n_weights for layer in facts.distinct_layers())
+        )
+        note = Note(
+            "info", f"tune: {SAID[how]}" + ("" if self.blockwise == "auto" and how == "whole" else self._explain_how())
+        )
         return replace(plan, notes=(*plan.notes, note))
 
     def how(self, n_learned: int, n_weights: int) -> How:
-        """What is learned together: by `blockwise`, or by the memory available at the moment."""
+        """Choose what is learned together: by `blockwise`, or by the memory available at the moment."""
         room = SPARE * available_bytes() - FLOAT_BYTES * n_weights
         if self.blockwise is False or (self.blockwise == "auto" and ROUNDING_BYTES * n_learned <= room):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
     def n_bytes(self, n_weights: int) -> int:
-        """About what learning holds at once, of a model with so many weights."""
+        """Estimate the bytes that learning holds at once, for a model with so many weights."""
         how = self.how(n_weights, n_weights)
         learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
         return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights
 
     def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
-        """True if a quantized layer is to be learned. `bits` None: not known yet."""
-        return selected(self, name, kind) and (bits is None or not self.restrict or bits in self.restrict)
+        """Return whether a quantized layer is to be learned. `bits` None: not known yet."""
+        return is_selected(self, name, kind) and (bits is None or not self.restrict or bits in self.restrict)
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        """`model`: a StreamedModel. Raises PassError naming the layer."""
-        from compress.passes.tune_steps import apply_tune  # torch
-
-        return apply_tune(self, model, context)
-
-    def _why(self) -> str:
+    def _explain_how(self) -> str:
         if self.blockwise != "auto":
             return f" (blockwise: {str(self.blockwise).lower()})"
         return f", for the whole does not fit into the {available_bytes() / 1e9:.1f} GB available"
 
 
-def plan_from_integers(knobs: WeightPass, facts: ModelFacts, wants: Callable[[str, str], bool]) -> PassPlan:
-    """What a pass does that learns the integers of an earlier one, and the bits of which are therefore given."""
-    rounded = [la for la in facts.layers if la.bits < 16]
-    taken = {la.name for la in rounded if wants(la.name, la.type)}
-    problems = [] if taken else [f"{knobs.kind}: no quantized layer is left to learn; put it after gptq or rtn"]
-    own = sorted(NUMBERS & knobs.model_fields_set)
-    if own:
-        problems.append(f"{knobs.kind}: an earlier pass has rounded the layers; leave {', '.join(own)} out")
-    names = {la.name for la in rounded}
+def plan_from_integers(config: WeightPass, facts: ModelFacts, wants: Callable[[str, str], bool]) -> PassPlan:
+    """Plan a pass that learns the integers of an earlier one, which has therefore chosen the bits."""
+    rounded = [layer for layer in facts.layers if layer.bits < 16]
+    taken = {layer.name for layer in rounded if wants(layer.name, layer.type)}
+    problems = [] if taken else [f"{config.kind}: no quantized layer is left to learn; put it after gptq or rtn"]
+    given = find_changes(config, NUMBERS)
+    if given:
+        problems.append(f"{config.kind}: an earlier pass has rounded the layers; leave {', '.join(given)} out")
+    names = {layer.name for layer in rounded}
     decisions = tuple(
-        LayerDecision(la.name, la.type, "tuned", "from the integers of an earlier pass")
-        if la.name in taken
-        else LayerDecision(la.name, la.type, "kept", "not selected" if la.name in names else "float")
-        for la in facts.layers
+        LayerDecision(layer.name, layer.type, "tuned", "from the integers of an earlier pass")
+        if layer.name in taken
+        else LayerDecision(layer.name, layer.type, "kept", "not selected" if layer.name in names else "float")
+        for layer in facts.layers
     )
     return PassPlan(facts, decisions, (), tuple(problems))
 
 
-def selected(knobs: WeightPass, name: str, kind: str) -> bool:
-    """True if `targets` and `ignore` leave a layer that is quantized already to the pass."""
-    if any(matches(pattern, name, kind) for pattern in knobs.ignore):
+def is_selected(config: WeightPass, name: str, kind: str) -> bool:
+    """Return whether `targets` and `ignore` leave a layer that is quantized already to the pass."""
+    if any(matches(pattern, name, kind) for pattern in config.ignore):
         return False
-    return not knobs.targets or any(matches(pattern, name, kind) for pattern in knobs.targets)
-
-
-def available_bytes() -> int:
-    """Memory that the system could give now."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return not config.targets or any(matches(pattern, name, kind) for pattern in config.targets)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
-from compress.passes.base import LayerPattern, Pass, Record, Stage
+from compress.formats.schemes import PRESETS, Scheme, WeightScheme
+from compress.formats.targets import Target
+from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
-from compress.passes.weight_rules import described, fitted, format_of, group_problem, uncalled
-from compress.schemes import PRESETS, Scheme, WeightScheme
-from compress.targets import Target
+from compress.passes.weight_rules import describe_scheme, find_uncalled, fit_group_size, format_of, group_problem
+from compress.specs import LayerPattern, Record
 
 if TYPE_CHECKING:
     from compress.quantize.state import GraphState
@@ -25,14 +26,14 @@ GROUP_SIZE = 32
 """Where neither the recipe nor a scheme gives one: every target has kernels for it."""
 
 
-def _preset(name: str) -> str:
-    """Raises ValueError on an unknown name."""
+def _check_preset(name: str) -> str:
+    """Return the scheme's name in capitals. Raises ValueError if it is unknown."""
     if name.upper() not in PRESETS:
         raise ValueError(f"there is no scheme {name!r}; there are {', '.join(PRESETS)}")
     return name.upper()
 
 
-SchemeName = Annotated[str, AfterValidator(_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
+SchemeName = Annotated[str, AfterValidator(_check_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
 Bits = Annotated[int, Field(ge=2, le=8)]
 GroupSize = Annotated[int, Field(ge=-1)]
 
@@ -45,17 +46,27 @@ class _Numbers(Record):
     becomes of inputs, and, where `group_size` is not given, the groups."""
 
     @model_validator(mode="after")
-    def _agrees(self) -> _Numbers:
+    def _check_scheme(self) -> _Numbers:
         if self.scheme is None:
             return self
         weights = PRESETS[self.scheme].weights
         for key, value in (("bits", weights.bits), ("symmetric", weights.symmetric)):
             given = getattr(self, key)
-            if key in self.model_fields_set and given is not None and given != value:
+            if given is not None and given != value:
                 raise ValueError(
                     f"scheme {self.scheme} stands for {key}: {str(value).lower()}; leave one of the two out"
                 )
         return self
+
+
+def _make_scheme_field(key: Literal["bits", "symmetric"], otherwise: int | bool) -> Any:
+    """Make a field that is the scheme's number where the recipe does not give it, and `otherwise` without a scheme."""
+
+    def choose_default(given: dict[str, Any]) -> Any:
+        scheme = given["scheme"]
+        return otherwise if scheme is None else getattr(PRESETS[scheme].weights, key)
+
+    return Field(default_factory=choose_default, json_schema_extra={"default": otherwise})
 
 
 class WeightOverride(_Numbers):
@@ -76,13 +87,14 @@ class WeightPass(_Numbers, Pass):
 
     lowest_opset: ClassVar[int] = LOWEST_OPSET
 
-    bits: Bits = 4
-    """Bits for each weight."""
+    # The scheme's numbers are filled in, not looked up later: what is written out then says what is done.
+    bits: Bits = _make_scheme_field("bits", 4)
+    """Bits for each weight; not given: the scheme's, or 4 without a scheme."""
     group_size: GroupSize | None = None
     """Inputs that share one scale; -1 for one scale for each output channel. Not given: the scheme's, as
     compressed-tensors has it (W4A16: 128, W8A16 and W8A8: -1), or 32 without a scheme."""
-    symmetric: bool = True
-    """False: unsigned weights with a zero point for each group."""
+    symmetric: bool = _make_scheme_field("symmetric", True)
+    """False: unsigned weights with a zero point for each group; not given: the scheme's, or true without a scheme."""
     targets: tuple[LayerPattern, ...] = ()
     """Layers to round, by name, `re:` pattern or type; empty: every matrix product."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
@@ -99,38 +111,38 @@ class WeightPass(_Numbers, Pass):
         return "blocks" if facts.source == "torch" else "graph"
 
     def unfit(self, layer: LayerFacts) -> str | None:
-        """Why this layer cannot be taken, or None."""
+        """Return why this layer cannot be taken, or None."""
         return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
 
-    def taken(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
-        """The layers to round, and a decision for each of the others."""
+    def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
+        """Choose the layers to round, and give a decision for each of the others."""
         return choose_layers(layers, self.targets, self.ignore, self.unfit)
 
     def setting(self, layer: LayerFacts, target: Target) -> Scheme:
-        """What one layer gets: groups fitted to its inputs with `indivisible: fit`."""
-        scheme = self.wanted(layer)
+        """Return the scheme that one layer gets: groups fitted to its inputs with `indivisible: fit`."""
+        scheme = self.find_scheme(layer)
         if self.indivisible == "refuse" or scheme.weights.group_size < 1:
             return scheme
-        size = fitted(scheme.weights.group_size, layer.shape[1], target.kernels(scheme.weights.bits))
+        size = fit_group_size(scheme.weights.group_size, layer.shape[1], target.kernels(scheme.weights.bits))
         return scheme.with_group(size)
 
-    def wanted(self, layer: LayerFacts) -> Scheme:
-        """What the recipe asks for, whether the layer can have it or not."""
+    def find_scheme(self, layer: LayerFacts) -> Scheme:
+        """Return the scheme that the recipe asks for, whether the layer can have it or not."""
         scheme = self.base()
         for override in self.overrides:
             if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
-                scheme = self._overridden(scheme, override)
+                scheme = self._apply_override(scheme, override)
         return scheme
 
     def base(self) -> Scheme:
-        """That of a layer without an override."""
+        """Return the scheme for a layer without an override."""
         if self.scheme is not None:
             scheme = PRESETS[self.scheme]
             return scheme if self.group_size is None else scheme.with_group(self.group_size)
         size = GROUP_SIZE if self.group_size is None else self.group_size
         return Scheme(WeightScheme(self.bits, size, self.symmetric))
 
-    def _overridden(self, scheme: Scheme, override: WeightOverride) -> Scheme:
+    def _apply_override(self, scheme: Scheme, override: WeightOverride) -> Scheme:
         if override.scheme is not None:
             scheme = PRESETS[override.scheme]
         given = {
@@ -139,81 +151,85 @@ class WeightPass(_Numbers, Pass):
         return replace(scheme, weights=replace(scheme.weights, **given)) if given else scheme
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        taken, kept = self.taken(facts.layers)
+        taken, kept = self.choose_layers(facts.layers)
         if self.needs_calibration and facts.structure is not None:
-            idle = uncalled(taken, facts.structure)
+            idle = find_uncalled(taken, facts.structure)
             taken = [layer for layer in taken if layer not in idle]
             kept += [LayerDecision(layer.name, layer.type, "kept", "no forward pass calls it") for layer in idle]
-        problems = pattern_problems(facts.layers, self.kind, self._patterns())
+        problems = pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
             rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
             before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else ""
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
-        notes, more = self._target_says(taken, settings, target)
+        notes, more = self._ask_target(taken, settings, target)
         problems += more
         problems += [
-            text for la in taken if (text := group_problem(self.kind, la, settings[la.name], target, self.ways))
+            text
+            for layer in taken
+            if (text := group_problem(self.kind, layer, settings[layer.name], target, self.ways))
         ]
         problems += self._graph_problems(facts, settings)
-        remarks = [text for la in taken if (text := self.fit_remark(la, target))]
+        remarks = [text for layer in taken if (text := self.fit_remark(layer, target))]
         problems += remarks if self.strict else []
         notes += [] if self.strict else [Note("warning", text) for text in remarks]
         decisions = [self.decision(layer, target) for layer in taken]
-        after = facts.with_bits({la.name: stored_bits(settings[la.name], la) for la in taken})
+        after = facts.with_bits({layer.name: count_stored_bits(settings[layer.name], layer) for layer in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
 
     @property
     def ways(self) -> str:
-        """What a layer that the group size does not divide can do besides another size."""
+        """Say what can be done, besides another size, for a layer that the group size does not divide."""
         return "or ignore it" if self.indivisible == "fit" else "set indivisible: fit, or ignore it"
 
     def decision(self, layer: LayerFacts, target: Target) -> LayerDecision:
         scheme = self.setting(layer, target)
         weights = scheme.weights
         action = f"w{weights.bits}" if weights.kind == "int" and scheme.activations is None else scheme.name.lower()
-        reason = described(scheme)
-        if (size := self.wanted(layer).weights.group_size) != weights.group_size:
+        reason = describe_scheme(scheme)
+        if (size := self.find_scheme(layer).weights.group_size) != weights.group_size:
             reason += f": {layer.shape[1]} inputs, which {size} does not divide"
         return LayerDecision(layer.name, layer.type, action, reason)
 
     def fit_remark(self, layer: LayerFacts, target: Target) -> str | None:
-        """A sentence for a layer that gets other groups than the recipe asks for, or None."""
-        wanted, found = self.wanted(layer).weights.group_size, self.setting(layer, target).weights.group_size
-        if wanted == found:
+        """Return a sentence for a layer that gets other groups than the recipe asks for, or None."""
+        wanted, size = self.find_scheme(layer).weights.group_size, self.setting(layer, target).weights.group_size
+        if wanted == size:
             return None
-        how = f"group_size {found}" if found > 0 else "one scale for each output channel"
+        how = f"group_size {size}" if size > 0 else "one scale for each output channel"
         text = (
             f"{self.kind}: {layer.name} has {layer.shape[1]} inputs, which group_size {wanted} does not divide: {how}"
         )
-        kernels = target.kernels(self.wanted(layer).weights.bits)
-        return text if not kernels or found in kernels else f"{text}, slower than float32 on {target.name}"
+        kernels = target.kernels(self.find_scheme(layer).weights.bits)
+        return text if not kernels or size in kernels else f"{text}, slower than float32 on {target.name}"
 
     def schemes(self) -> list[Scheme]:
-        """All that the recipe asks for."""
-        return [self.base(), *(self._overridden(self.base(), override) for override in self.overrides)]
+        """Return all schemes that the recipe asks for."""
+        return [self.base(), *(self._apply_override(self.base(), override) for override in self.overrides)]
 
-    def refused_by(self, target: Target) -> str | None:
+    def explain_refusal(self, target: Target) -> str | None:
         formats = dict.fromkeys(map(format_of, self.schemes()))
         return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
 
     def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
-        """The layers to round, and a decision for each of the others. PassError on a graph of too low an opset."""
+        """Choose the layers of a graph to round, and give a decision for each of the others.
+
+        Raises PassError if its opset is too low.
+        """
         opset = model.model.opset_imports[""]
         if opset < LOWEST_OPSET:
             raise PassError(
                 f"{self.kind}: block-wise weights need a graph of opset {LOWEST_OPSET} or later, "
                 f"and this one has {opset}"
             )
-        return self.taken(model.facts())
+        return self.choose_layers(model.facts())
 
-    def _patterns(self) -> dict[str, Sequence[str]]:
-        """Those that must select something: all that the recipe gives."""
-        ignore = self.ignore if "ignore" in self.model_fields_set else ()
+    def _collect_patterns(self) -> dict[str, Sequence[str]]:
+        """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""
         overrides = {f"overrides.{i}.targets": o.targets for i, o in enumerate(self.overrides)}
-        return {"targets": self.targets, "ignore": [p for p in ignore if p != "lm_head"], **overrides}
+        return {"targets": self.targets, "ignore": [p for p in self.ignore if p != "lm_head"], **overrides}
 
-    def _target_says(
+    def _ask_target(
         self, taken: Sequence[LayerFacts], settings: dict[str, Scheme], target: Target
     ) -> tuple[list[Note], list[str]]:
         notes, problems = [], []
@@ -224,7 +240,7 @@ class WeightPass(_Numbers, Pass):
         return notes, problems
 
     def _graph_problems(self, facts: ModelFacts, settings: dict[str, Scheme]) -> list[str]:
-        """A pass on an ONNX graph has 4 and 8 bits, and no other inputs."""
+        """Report schemes that a pass on an ONNX graph does not have: it has 4 and 8 bits, and float inputs."""
         if self.stage_on(facts) != "graph":
             return []
         odd = {
@@ -238,8 +254,8 @@ class WeightPass(_Numbers, Pass):
         ]
 
 
-def stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
-    """Bits for each weight, its share of the scales among them."""
+def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
+    """Return the bits that each weight takes, its share of the scales included."""
     size, inputs = scheme.weights.group_size, layer.shape[1]
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
     return scheme.weights.bits + 32 * groups / inputs

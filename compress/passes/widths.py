@@ -14,8 +14,8 @@ STEPS = 200
 """Ratios that are tried for a budget."""
 
 
-def kept_units(n_units: int, kind: str, ratio: float, round_to: int) -> int:
-    """How many stay when `ratio` of them go: a multiple of `round_to` if there are so many, heads excepted.
+def count_kept_units(n_units: int, kind: str, ratio: float, round_to: int) -> int:
+    """Return how many units stay when `ratio` of them go: a multiple of `round_to` if there are enough, heads excepted.
 
     0 where nothing would be left.
     """
@@ -27,29 +27,31 @@ def kept_units(n_units: int, kind: str, ratio: float, round_to: int) -> int:
 
 
 def shrunk(facts: ModelFacts, dimensions: Sequence[Prunable], units: Units) -> ModelFacts:
-    """The model's facts once only so many units are left; those of a layer's bias and norm go uncounted."""
+    """Return the model's facts once only so many units are left; a layer's bias and norm are not counted."""
     layers = {layer.name: layer for layer in facts.layers}
-    for one in dimensions:
-        gone = one.n_units - units.get(one.name, one.n_units)
-        for name, each in one.writers.items():
-            layers[name] = _smaller(layers[name], 0, gone * each)
-        for name, each in one.readers.items():
-            layers[name] = _smaller(layers[name], 1, gone * each)
-    left = facts.prunable and tuple(replace(one, n_units=units.get(one.name, one.n_units)) for one in facts.prunable)
+    for group in dimensions:
+        removed = group.n_units - units.get(group.name, group.n_units)
+        for name, each in group.writers.items():
+            layers[name] = _shrink_layer(layers[name], 0, removed * each)
+        for name, each in group.readers.items():
+            layers[name] = _shrink_layer(layers[name], 1, removed * each)
+    left = facts.prunable and tuple(
+        replace(group, n_units=units.get(group.name, group.n_units)) for group in facts.prunable
+    )
     return replace(facts, layers=tuple(layers.values()), prunable=left)
 
 
-def _smaller(layer: LayerFacts, axis: int, gone: int) -> LayerFacts:
-    """`axis` 0: outputs, 1: inputs; a table has its width second."""
+def _shrink_layer(layer: LayerFacts, axis: int, removed: int) -> LayerFacts:
+    """Take `removed` outputs (`axis` 0) or inputs (1) from a layer's shape and work; a table has its width second."""
     axis = 1 if layer.type == "Embedding" else axis
     shape = list(layer.shape)
-    macs = layer.macs * (shape[axis] - gone) // shape[axis]
-    shape[axis] -= gone
+    macs = layer.macs * (shape[axis] - removed) // shape[axis]
+    shape[axis] -= removed
     return replace(layer, shape=tuple(shape), macs=macs)
 
 
 def least_ratio(holds: Callable[[float], bool]) -> float | None:
-    """The least ratio, in steps of 1 / STEPS, of which `holds`, which is so from some ratio on; None: of none."""
+    """Return the least ratio, in steps of 1 / STEPS, for which `holds`, true from some ratio on; None if for none."""
     low, high = 0, STEPS - 1
     if not holds(high / STEPS):
         return None

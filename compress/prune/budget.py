@@ -32,8 +32,8 @@ class Options:
     damage: np.ndarray
 
 
-def allowed_widths(name: str, n_units: int, round_to: int, min_units: int) -> np.ndarray:
-    """Multiples of `round_to` that keep at least `min_units`, and the full width; rising int64.
+def list_widths(name: str, n_units: int, round_to: int, min_units: int) -> np.ndarray:
+    """Return the multiples of `round_to` that keep at least `min_units`, and the full width; int64, rising.
 
     PassError where `min_units` is below 1 or above the full width.
     """
@@ -44,100 +44,100 @@ def allowed_widths(name: str, n_units: int, round_to: int, min_units: int) -> np
 
 
 def ratio_widths(options: Sequence[Options], n_units: Sequence[int], ratio: float) -> tuple[int, ...]:
-    """The same share `ratio` of units removed everywhere: of the allowed widths the nearest to the rest, rather more.
+    """Return for each dimension the allowed width nearest to a share 1 - `ratio` of its units; of equals the wider.
 
     PassError for a ratio outside 0..1, 1 not included.
     """
     if not 0 <= ratio < 1:
         raise PassError(f"a pruning ratio of {ratio} leaves nothing; give 0 or more, below 1")
     return tuple(
-        int(max(one.widths, key=lambda width, goal=(1 - ratio) * n: (-abs(width - goal), width)))  # type: ignore[misc]
-        for one, n in zip(options, n_units, strict=True)
+        int(max(option.widths, key=lambda width, goal=(1 - ratio) * n: (-abs(width - goal), width)))  # type: ignore[misc]
+        for option, n in zip(options, n_units, strict=True)
     )
 
 
 def choose_widths(options: Sequence[Options], cost: Cost, budget: float) -> tuple[int, ...]:
-    """A width for each dimension, so that `cost` is at most `budget`.
+    """Choose a width for each dimension so that `cost` is at most `budget` and the summed damage is small.
 
     PassError where even the least cost that the options reach is above it.
     """
-    full = [len(one.widths) - 1 for one in options]
-    if cost.at(_widths(options, full)) <= budget:
-        return _widths(options, full)
-    cheapest = _descend(options, cost, full, np.inf)
-    least = cost.at(_widths(options, cheapest))
+    full = [len(option.widths) - 1 for option in options]
+    if cost.at(_pick_widths(options, full)) <= budget:
+        return _pick_widths(options, full)
+    cheapest = _minimize_at_price(options, cost, full, np.inf)
+    least = cost.at(_pick_widths(options, cheapest))
     if least > budget:
-        whole = cost.at(_widths(options, full))
+        whole = cost.at(_pick_widths(options, full))
         raise PassError(
             f"the budget of {budget:.6g} {cost.unit} cannot be met: the least that these widths reach is {least:.6g} "
             f"of {whole:.6g} ({whole / least:.2f} times fewer); ask for less, allow fewer units (min_units), or prune "
             "more dimensions"
         )
-    starts = (_bisect(options, cost, cheapest, budget), cheapest)
-    ends = [_exchange(options, cost, start, budget) for start in starts]
-    return _widths(options, min(ends, key=lambda choice: _harm(options, choice)))
+    starts = (_bisect_price(options, cost, cheapest, budget), cheapest)
+    ends = [_exchange_widths(options, cost, start, budget) for start in starts]
+    return _pick_widths(options, min(ends, key=lambda choice: _sum_damage(options, choice)))
 
 
-def _widths(options: Sequence[Options], choice: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(one.widths[j]) for one, j in zip(options, choice, strict=True))
+def _pick_widths(options: Sequence[Options], choice: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(option.widths[j]) for option, j in zip(options, choice, strict=True))
 
 
-def _harm(options: Sequence[Options], choice: Sequence[int]) -> float:
-    """The damage of a choice."""
-    return sum(float(one.damage[j]) for one, j in zip(options, choice, strict=True))
+def _sum_damage(options: Sequence[Options], choice: Sequence[int]) -> float:
+    """Return the damage of a choice, summed over dimensions."""
+    return sum(float(option.damage[j]) for option, j in zip(options, choice, strict=True))
 
 
-def _bisect(options: Sequence[Options], cost: Cost, cheapest: list[int], budget: float) -> list[int]:
-    """The choice of the lowest price of cost that still meets the budget."""
+def _bisect_price(options: Sequence[Options], cost: Cost, cheapest: list[int], budget: float) -> list[int]:
+    """Return the choice at the lowest price of cost that still meets the budget."""
     low, high, best = -30.0, 30.0, cheapest  # of the price's logarithm, in damage over cost
-    scale = sum(float(one.damage[0]) for one in options) / max(cost.at(_widths(options, cheapest)), 1e-300)
+    scale = sum(float(option.damage[0]) for option in options) / max(cost.at(_pick_widths(options, cheapest)), 1e-300)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        tried = _descend(options, cost, best, max(scale, 1e-300) * float(np.exp(middle)))
-        if cost.at(_widths(options, tried)) <= budget:
+        tried = _minimize_at_price(options, cost, best, max(scale, 1e-300) * float(np.exp(middle)))
+        if cost.at(_pick_widths(options, tried)) <= budget:
             high, best = middle, tried
         else:
             low = middle
     return best
 
 
-def _descend(options: Sequence[Options], cost: Cost, start: Sequence[int], price: float) -> list[int]:
-    """The choice where no single dimension makes damage + price * cost less; an infinite price: cost alone."""
+def _minimize_at_price(options: Sequence[Options], cost: Cost, start: Sequence[int], price: float) -> list[int]:
+    """Return a choice where no single dimension makes damage + price * cost less; an infinite price: cost alone."""
     choice = [*start]
     for _ in range(20):
         before = [*choice]
-        for d, one in enumerate(options):
-            changes = _changes(options, cost, choice, d)
-            worth = changes if np.isinf(price) else one.damage + price * changes
+        for d, option in enumerate(options):
+            changes = _compute_cost_changes(options, cost, choice, d)
+            worth = changes if np.isinf(price) else option.damage + price * changes
             choice[d] = int(len(worth) - 1 - np.argmin(worth[::-1]))  # of equals the widest
         if choice == before:
             break
     return choice
 
 
-def _changes(options: Sequence[Options], cost: Cost, choice: Sequence[int], d: int) -> np.ndarray:
-    """What the cost changes by for every option of a dimension."""
-    widths = _widths(options, choice)
+def _compute_cost_changes(options: Sequence[Options], cost: Cost, choice: Sequence[int], d: int) -> np.ndarray:
+    """Return by how much every option of dimension `d` changes the cost."""
+    widths = _pick_widths(options, choice)
     return np.array([cost.change(widths, d, int(width)) for width in options[d].widths])
 
 
-def _exchange(options: Sequence[Options], cost: Cost, choice: list[int], budget: float) -> list[int]:
+def _exchange_widths(options: Sequence[Options], cost: Cost, choice: list[int], budget: float) -> list[int]:
     """Change one dimension or two at a time, the damage falling most, as long as the budget holds."""
     for _ in range(EXCHANGES):
-        better = _better(options, cost, choice, budget)
+        better = _find_exchange(options, cost, choice, budget)
         if better is None:
             break
         choice = better
     return choice
 
 
-def _better(options: Sequence[Options], cost: Cost, choice: list[int], budget: float) -> list[int] | None:
-    """The exchange that lowers the damage most; None where there is none."""
-    room = budget - cost.at(_widths(options, choice))
-    owner = np.concatenate([np.full(len(one.widths), d) for d, one in enumerate(options)])
-    place = np.concatenate([np.arange(len(one.widths)) for one in options])
-    harm = np.concatenate([one.damage - one.damage[choice[d]] for d, one in enumerate(options)])
-    more = np.concatenate([_changes(options, cost, choice, d) for d in range(len(options))])
+def _find_exchange(options: Sequence[Options], cost: Cost, choice: list[int], budget: float) -> list[int] | None:
+    """Return the choice after the exchange that lowers the damage most; None where no exchange lowers it."""
+    room = budget - cost.at(_pick_widths(options, choice))
+    owner = np.concatenate([np.full(len(option.widths), d) for d, option in enumerate(options)])
+    place = np.concatenate([np.arange(len(option.widths)) for option in options])
+    harm = np.concatenate([option.damage - option.damage[choice[d]] for d, option in enumerate(options)])
+    more = np.concatenate([_compute_cost_changes(options, cost, choice, d) for d in range(len(options))])
     if len(harm) > MOST_WIDTHS:  # all pairs would not fit into memory: those near the choice
         near = np.abs(place - np.asarray(choice)[owner]) <= MOST_WIDTHS // (2 * len(options))
         owner, place, harm, more = owner[near], place[near], harm[near], more[near]
@@ -153,6 +153,6 @@ def _better(options: Sequence[Options], cost: Cost, choice: list[int], budget: f
             return None
         tried = [*choice]
         tried[owner[a]], tried[owner[b]] = int(place[a]), int(place[b])
-        if cost.at(_widths(options, tried)) <= budget:  # prices may depend on each other
+        if cost.at(_pick_widths(options, tried)) <= budget:  # prices may depend on each other
             return tried
     return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.errors import PassError
 from compress.prune.layers import (
-    applied,
+    apply_layer,
     in_groups,
     input_rows,
     n_features,
@@ -23,9 +23,9 @@ from compress.prune.layers import (
     write_weight,
 )
 from compress.prune.least_squares import Fit, fit
-from compress.prune.left_alone import left_alone
+from compress.prune.left_alone import explain_left_alone
 from compress.prune.points import Place, Point, find_points, place_of
-from compress.prune.statistics import Batch, Sums, check_width, chosen_rows, rows_per_batch
+from compress.prune.statistics import Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
 
 HELD_OUT = 4
@@ -63,12 +63,12 @@ def compensate(
     batch norm that follows it, or none. Layers that `left_alone` names stay as they are, and the result lacks them.
     PassError for a layer too wide, or one whose input is changed in place.
     """
-    points, places = _points_of_both(student, teacher, {name: tensor[:2] for name, tensor in batches[0].items()})
-    left = left_alone(student, {one.layer for one in points})
+    points, places = _find_common_points(student, teacher, {name: tensor[:2] for name, tensor in batches[0].items()})
+    left = explain_left_alone(student, {one.layer for one in points})
     stops = stops_of([one for one in points if one.layer not in left and (layers is None or one.layer in layers)])
-    found: list[Refitted] = []
-    own = [tuple(places[point.layer] for point in stop) for stop in stops]
-    students = [Forward(student, batch, own) for batch in batches]
+    refitted: list[Refitted] = []
+    student_stops = [tuple(places[point.layer] for point in stop) for stop in stops]
+    students = [Forward(student, batch, student_stops) for batch in batches]
     teachers = [Forward(teacher, batch, stops) for batch in batches]
     with stopping(student, stops, inputs=True), stopping(teacher, stops, inputs=False):
         try:
@@ -80,12 +80,14 @@ def compensate(
                 for point in stop:
                     place = place_of(student, point)
                     kept = kept_outputs.get(point.layer)
-                    rows = partial(_rows, place, students, teachers, kept, rows_per_feature, seed + 7919 * number)
-                    found.append(_refit(place, rows, students))
+                    rows = partial(
+                        _iterate_rows, place, students, teachers, kept, rows_per_feature, seed + 7919 * number
+                    )
+                    refitted.append(_refit(place, rows, students))
         finally:
             for one in (*students, *teachers):
                 one.end()
-    return found
+    return refitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class _Rows:
     held: bool
 
     def lacking(self, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """What the outputs should rise by; given a change of the weight and bias, for an output that a ReLU reads.
+        """Return what the outputs should rise by; given a change of weight and bias, for an output that a ReLU reads.
 
         Where the wanted value is not above zero, neither need be more than what the changed layer gives, nor above zero
         (Zhang et al. 2016, "Accelerating Very Deep Convolutional Networks", arXiv:1505.06798, equation 9).
@@ -110,15 +112,17 @@ class _Rows:
         return torch.where(self.wanted > 0, self.wanted, now.clamp_max(0)) - self.found
 
 
-def _points_of_both(student: nn.Module, teacher: nn.Module, feeds: Batch) -> tuple[list[Point], Mapping[str, Point]]:
-    """The teacher's points at layers that the student has at a place of the same kind, and the student's by layer.
+def _find_common_points(
+    student: nn.Module, teacher: nn.Module, feeds: Batch
+) -> tuple[list[Point], Mapping[str, Point]]:
+    """Return the teacher's points that the student has too, at a place of the same kind, and the student's by layer.
 
     They differ in the number of their sum where the student does without some of the teacher's blocks.
     """
-    own = {one.layer: one for one in find_points(student, feeds)}
-    both = [one for one in find_points(teacher, feeds) if one.layer in own]
-    alike = [one for one in both if _kind(one) == _kind(own[one.layer])]
-    return alike, own
+    student_points = {point.layer: point for point in find_points(student, feeds)}
+    both = [point for point in find_points(teacher, feeds) if point.layer in student_points]
+    alike = [point for point in both if _kind(point) == _kind(student_points[point.layer])]
+    return alike, student_points
 
 
 def _kind(point: Point) -> tuple[str, bool]:
@@ -126,42 +130,42 @@ def _kind(point: Point) -> tuple[str, bool]:
 
 
 def _refit(place: Place, rows: Callable[[], Iterable[_Rows]], students: Sequence[Forward]) -> Refitted:
-    """Fit one layer, write it, and put right what the students' forwards hold."""
+    """Fit one layer, write its weight and bias, and correct what the students' forwards hold."""
     layer, name = place.layer, place.point.layer
     check_width(name, layer)
-    found = _fitted(place, rows)
+    fitted = _fit_change(place, rows)
     scale = place.scale()
     faint = scale.abs() <= FAINT * scale.abs().max()
-    change, shift = found.weight.flatten(0, 1).clone(), found.bias.flatten().clone()
+    change, shift = fitted.weight.flatten(0, 1).clone(), fitted.bias.flatten().clone()
     change[faint], shift[faint], scale[faint] = 0, 0, 1
-    own = (change / scale[:, None]).reshape(found.weight.shape)
-    write_weight(layer, read_weight(layer).double() + own)
+    weight_change = (change / scale[:, None]).reshape(fitted.weight.shape)
+    write_weight(layer, read_weight(layer).double() + weight_change)
     place.shift(shift)
-    for one in students:
-        assert one.value is not None
-        one.value.add_(applied(layer, one.inputs.pop(name)[0], change.reshape(found.weight.shape), shift))
-    return Refitted(name, found.before, found.after, found.ridge)
+    for forward in students:
+        assert forward.value is not None
+        forward.value.add_(apply_layer(layer, forward.inputs.pop(name)[0], change.reshape(fitted.weight.shape), shift))
+    return Refitted(name, fitted.before, fitted.after, fitted.ridge)
 
 
-def _fitted(place: Place, rows: Callable[[], Iterable[_Rows]]) -> Fit:
-    """The least squares change; where a ReLU follows, sought again for the targets that it leaves free."""
+def _fit_change(place: Place, rows: Callable[[], Iterable[_Rows]]) -> Fit:
+    """Return the least squares change; where a ReLU follows, solve again for the targets that it leaves free."""
     layer = place.layer
     free_bias = place.bias_holder() is not None
     learned, held = (Sums.empty(n_groups(layer), n_features(layer), read_weight(layer).shape[1]) for _ in range(2))
     for some in rows():
         (held if some.held else learned).add(some.x, some.lacking())
-    found = fit(learned, held, free_bias)
-    for _ in range(RECTIFIED_STEPS if place.point.rectified and found.ridge else 0):
-        learned, held = learned.retargeted(), held.retargeted()
+    fitted = fit(learned, held, free_bias)
+    for _ in range(RECTIFIED_STEPS if place.point.rectified and fitted.ridge else 0):
+        learned, held = learned.without_targets(), held.without_targets()
         for some in rows():
-            (held if some.held else learned).aim(some.x, some.lacking(found.weight, found.bias))
-        found = fit(learned, held, free_bias, (found.ridge,))
-        if not found.ridge:
+            (held if some.held else learned).aim(some.x, some.lacking(fitted.weight, fitted.bias))
+        fitted = fit(learned, held, free_bias, (fitted.ridge,))
+        if not fitted.ridge:
             break
-    return found
+    return fitted
 
 
-def _rows(
+def _iterate_rows(
     place: Place,
     students: Sequence[Forward],
     teachers: Sequence[Forward],
@@ -169,22 +173,22 @@ def _rows(
     rows_per_feature: int,
     seed: int,
 ) -> Iterator[_Rows]:
-    """Those of one layer, batch by batch; the same whenever they are asked for."""
+    """Yield the rows of one layer, batch by batch; the same rows at every call."""
     layer, name = place.layer, place.point.layer
     limit = rows_per_batch(layer, len(students), rows_per_feature)
-    for number, (one, other) in enumerate(zip(students, teachers, strict=True)):
-        if name not in one.inputs or one.value is None or other.value is None:
+    for number, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
+        if name not in student.inputs or student.value is None or teacher.value is None:
             raise PassError(f"{name}: is reached in another order than when the model was traced")
-        x, version = one.inputs[name]
+        x, version = student.inputs[name]
         if x._version != version:
             raise PassError(f"{name}: what it reads is changed in place afterwards; it cannot be fitted. Ignore it")
-        rows = chosen_rows(layer, x, one.value, one.batch, limit, seed + number)
-        wanted = output_rows(layer, other.value, rows)
+        rows = choose_rows(layer, x, student.value, student.batch, limit, seed + number)
+        wanted = output_rows(layer, teacher.value, rows)
         if kept is not None:
             wanted = wanted[:, torch.from_numpy(kept)]
         yield _Rows(
             input_rows(layer, x, rows),
-            in_groups(layer, output_rows(layer, one.value, rows)),
+            in_groups(layer, output_rows(layer, student.value, rows)),
             in_groups(layer, wanted),
             number % HELD_OUT == HELD_OUT - 1,
         )

@@ -27,7 +27,7 @@ class Size:
     per_unit: Mapping[int, int]
 
     def at(self, lost: Sequence[int]) -> int:
-        """What is left when each dimension has lost so many units."""
+        """Return the number of indices left when each dimension has lost so many units."""
         return self.full - sum(k * lost[d] for d, k in self.per_unit.items())
 
 
@@ -43,7 +43,7 @@ class Term:
 
     @cached_property
     def dimensions(self) -> frozenset[int]:
-        """Those that it depends on."""
+        """Return the dimensions that the term depends on."""
         return frozenset(d for size in self.sizes for d in size.per_unit)
 
 
@@ -57,44 +57,44 @@ class Cost:
     _touching: dict[int, list[Term]] = field(default_factory=dict)
 
     def at(self, widths: Sequence[int]) -> float:
-        """The cost of the model whose dimensions are so wide."""
-        lost = self._lost(widths)
+        """Return the cost of the model whose dimensions have these widths."""
+        lost = self._count_lost(widths)
         return sum(term.at(lost) for term in self.terms)
 
     def change(self, widths: Sequence[int], dimension: int, width: int) -> float:
-        """What the cost rises by when one dimension's width becomes another."""
-        before = self._lost(widths)
+        """Return what the cost rises by when one dimension's width becomes `width`."""
+        before = self._count_lost(widths)
         after = [*before]
         after[dimension] = self.n_units[dimension] - width
         return sum(term.at(after) - term.at(before) for term in self.touching(dimension))
 
     def touching(self, dimension: int) -> list[Term]:
-        """The terms that depend on a dimension."""
+        """Return the terms that depend on a dimension."""
         if dimension not in self._touching:
             self._touching[dimension] = [term for term in self.terms if dimension in term.dimensions]
         return self._touching[dimension]
 
-    def _lost(self, widths: Sequence[int]) -> list[int]:
+    def _count_lost(self, widths: Sequence[int]) -> list[int]:
         return [n - width for n, width in zip(self.n_units, widths, strict=True)]
 
 
 def sizes_of(parameter: str, shape: Sequence[int], dimensions: Sequence[Dimension]) -> tuple[Size, ...]:
-    """The axes of a parameter, by its plain name."""
-    found = []
+    """Return the size of each axis of a parameter, which is given by its plain name."""
+    sizes = []
     for axis, full in enumerate(shape):
-        members = {d: one.members.get((parameter, axis)) for d, one in enumerate(dimensions)}
-        found.append(Size(full, {d: int(m.shape[1]) for d, m in members.items() if m is not None}))
-    return tuple(found)
+        members = {d: dimension.members.get((parameter, axis)) for d, dimension in enumerate(dimensions)}
+        sizes.append(Size(full, {d: int(m.shape[1]) for d, m in members.items() if m is not None}))
+    return tuple(sizes)
 
 
 def parameters_cost(module: nn.Module, dimensions: Sequence[Dimension]) -> Cost:
-    """How many numbers the parameters hold, shared ones once."""
-    terms = [_scaled(name, tensor.shape, dimensions, 1.0) for name, tensor in module.named_parameters()]
-    return Cost("parameters", tuple(one.n_units for one in dimensions), tuple(terms))
+    """Return the cost that counts the numbers in all parameters, shared ones once."""
+    terms = [_make_term(name, tensor.shape, dimensions, 1.0) for name, tensor in module.named_parameters()]
+    return Cost("parameters", tuple(dimension.n_units for dimension in dimensions), tuple(terms))
 
 
 def macs_cost(module: nn.Module, dimensions: Sequence[Dimension], sample: Mapping[str, Tensor]) -> Cost:
-    """Multiply-accumulates of all layers for one sample ([1, ...] by parameter of forward).
+    """Return the cost in multiply-accumulates of all layers for one sample ([1, ...] by parameter of forward).
 
     Products of two activations (attention scores) are not counted.
     """
@@ -103,10 +103,10 @@ def macs_cost(module: nn.Module, dimensions: Sequence[Dimension], sample: Mappin
     for name, layer in module.named_modules():
         if is_layer(layer) and macs.get(name):
             weight: Tensor = layer.weight
-            terms.append(_scaled(names[plain(name)], weight.shape, dimensions, macs[name] / weight.numel()))
-    return Cost("MACs", tuple(one.n_units for one in dimensions), tuple(terms))
+            terms.append(_make_term(names[plain(name)], weight.shape, dimensions, macs[name] / weight.numel()))
+    return Cost("MACs", tuple(dimension.n_units for dimension in dimensions), tuple(terms))
 
 
-def _scaled(name: str, shape: Sequence[int], dimensions: Sequence[Dimension], factor: float) -> Term:
-    """A parameter's numbers, times a factor."""
+def _make_term(name: str, shape: Sequence[int], dimensions: Sequence[Dimension], factor: float) -> Term:
+    """Return the term that counts a parameter's numbers, times `factor`."""
     return Term(sizes_of(plain(name), shape, dimensions), lambda sizes: factor * float(np.prod(sizes)))

@@ -39,7 +39,9 @@ class Coupling:
 
 
 def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Coupling:
-    """The dimensions of `module`. `feeds`: by parameter of forward; values do not matter unless `compute`.
+    """Find the dimensions of `module`, whose units can be removed, by one run on `feeds`.
+
+    `feeds`: by parameter of forward; values do not matter unless `compute`.
 
     As `record`: a forward that looks at values raises RuntimeError unless `compute`.
     """
@@ -47,7 +49,7 @@ def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool 
 
 
 def coupling_of(flow: Flow) -> Coupling:
-    """As `find_coupling`, of a recorded run."""
+    """Return the dimensions that a recorded run shows, and why other outputs stay, as `find_coupling` does."""
     book = Book()
     axes = {
         value: tuple(book.fresh(size) for size in flow.shapes[value])
@@ -60,11 +62,11 @@ def coupling_of(flow: Flow) -> Coupling:
     pinned = {int(root): why for why, pins in book.pins.items() for labels in pins for root in np.unique(roots[labels])}
     headed = {int(root) for labels in book.several for root in np.unique(roots[labels])}
     summed = {int(root) for labels in state.sums for root in np.unique(roots[labels])}
-    layers = _layers(flow)
-    units = _by_signature(places, pinned)
-    found = [_dimension(counts, roots, places, layers, summed, headed) for counts, roots in units]
+    layers = _find_layers(flow)
+    units = _group_by_signature(places, pinned)
+    found = [_make_dimension(counts, roots, places, layers, summed, headed) for counts, roots in units]
     ordered = sorted((one for one in found if one is not None), key=lambda one: list(layers).index(one[0].name))
-    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), _kept(layers, places, pinned))
+    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), _explain_kept(layers, places, pinned))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,27 +78,29 @@ class _Layer:
     input: Axis | None
 
 
-def _layers(flow: Flow) -> dict[str, _Layer]:
-    """Name -> layer, in the order in which they first run."""
+def _find_layers(flow: Flow) -> dict[str, _Layer]:
+    """Return name -> layer, in the order in which they first run."""
     names = {id(parameter): plain(name) for name, parameter in flow.module.named_parameters()}
-    found: dict[str, _Layer] = {}
+    layers: dict[str, _Layer] = {}
     for call in flow.in_order():
         module = flow.modules[call.module]
-        if is_layer(module) and call.module not in found:
+        if is_layer(module) and call.module not in layers:
             weight, into = names[id(module.weight)], in_axis(module)
             table = isinstance(module, nn.Embedding)
             output = (weight, 1 if table else 1 - into)
-            found[call.module] = _Layer(module, output, None if table else (weight, into))
-    return found
+            layers[call.module] = _Layer(module, output, None if table else (weight, into))
+    return layers
 
 
 def in_axis(layer: nn.Module) -> int:
-    """The axis of a layer's weight along which its inputs lie."""
+    """Return the axis of a layer's weight along which its inputs lie."""
     return 0 if is_hf_conv1d(layer) or isinstance(layer, TRANSPOSED) else 1
 
 
-def _by_signature(places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]) -> Iterator[tuple[Counts, list[int]]]:
-    """(axis -> how often a unit lies there, the removable units that lie so)."""
+def _group_by_signature(
+    places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]
+) -> Iterator[tuple[Counts, list[int]]]:
+    """Yield (axis -> how often a unit lies there, the removable units that lie so)."""
     lies: dict[int, dict[Axis, int]] = {}
     for axis, roots in places.items():
         for root, count in zip(*np.unique(roots, return_counts=True), strict=True):
@@ -108,7 +112,7 @@ def _by_signature(places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]) 
     return ((dict(signature), roots) for signature, roots in signed.items())
 
 
-def _dimension(
+def _make_dimension(
     counts: Counts,
     roots: list[int],
     places: Mapping[Axis, np.ndarray],
@@ -116,7 +120,7 @@ def _dimension(
     summed: set[int],
     headed: set[int],
 ) -> tuple[Dimension, Prunable] | None:
-    """None where nothing writes it, nothing reads it, or there is but one unit."""
+    """Return a dimension and its facts; None where nothing writes it, nothing reads it, or it has only one unit."""
     writers = {name: counts[layer.output] for name, layer in layers.items() if layer.output in counts}
     readers = {name: counts[layer.input] for name, layer in layers.items() if layer.input in counts}
     if len(roots) < 2 or not writers or not readers:
@@ -128,24 +132,26 @@ def _dimension(
         kind = "channels"
     if summed & set(roots):
         kind = "width"
-    members = {axis: _members(places[axis], roots, count) for axis, count in counts.items()}
-    found = Dimension(name, kind, members, tuple(writers), tuple(readers))
-    return found, Prunable(name, kind, len(roots), writers, readers)
+    members = {axis: _locate_members(places[axis], roots, count) for axis, count in counts.items()}
+    dimension = Dimension(name, kind, members, tuple(writers), tuple(readers))
+    return dimension, Prunable(name, kind, len(roots), writers, readers)
 
 
-def _members(found: np.ndarray, roots: list[int], count: int) -> np.ndarray:
-    """int64 [units, count]: where each unit lies along an axis whose indices have these roots."""
-    order = np.argsort(found, kind="stable")
-    starts = np.searchsorted(found[order], roots)
+def _locate_members(axis_roots: np.ndarray, roots: list[int], count: int) -> np.ndarray:
+    """Return int64 [units, count]: where each unit lies along an axis whose indices have these roots."""
+    order = np.argsort(axis_roots, kind="stable")
+    starts = np.searchsorted(axis_roots[order], roots)
     return order[starts[:, None] + np.arange(count)]
 
 
-def _kept(layers: Mapping[str, _Layer], places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]) -> dict[str, str]:
-    """Layer -> why all or some of its outputs stay."""
-    found = {}
+def _explain_kept(
+    layers: Mapping[str, _Layer], places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]
+) -> dict[str, str]:
+    """Return layer -> why all or some of its outputs stay."""
+    reasons = {}
     for name, layer in layers.items():
         roots = places[layer.output]
         why = [pinned[int(root)] for root in roots if int(root) in pinned]
         if why:
-            found[name] = f"{why[0]}" if len(why) == len(roots) else f"{len(why)} of {len(roots)} outputs: {why[0]}"
-    return found
+            reasons[name] = f"{why[0]}" if len(why) == len(roots) else f"{len(why)} of {len(roots)} outputs: {why[0]}"
+    return reasons

@@ -25,7 +25,7 @@ from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
 from compress.prune.importance import Loss, first_output, output_fisher
 from compress.prune.layers import features_of, layers_of, n_groups, read_weight, weight_names, write_weight
-from compress.prune.obs import Elimination, Reading, made_up
+from compress.prune.obs import Elimination, Reading, compensate_weight
 from compress.prune.points import Place, Point, place_of
 from compress.prune.statistics import Batch, Sums
 
@@ -42,17 +42,20 @@ class Reader:
     sums: Sums
 
     def gram(self) -> Tensor:
-        """[features, features], float64; without means where a bias can take them up. Groups lie along the diagonal."""
-        blocks = self.sums.centered()[0] if self.place.bias_holder() is not None else self.sums.plain()[0]
+        """Return the Gram matrix [features, features], float64; groups lie along the diagonal.
+
+        Without means where a bias can take them up.
+        """
+        blocks = self.sums.without_means()[0] if self.place.bias_holder() is not None else self.sums.plain()[0]
         return torch.block_diag(*blocks)
 
     def reading(self, weights: Tensor | None = None) -> Reading:
-        """The layer's own matrix, its outputs times `weights` [out] (None: as they are)."""
+        """Return the layer's matrix, its outputs times `weights` [out] (None: as they are), with its Gram matrix."""
         matrix = torch.block_diag(*read_weight(self.place.layer).double())
         return Reading(matrix if weights is None else weights[:, None] * matrix, self.gram(), self.features)
 
     def raw_reading(self) -> Reading:
-        """With second moments about zero, whatever the bias."""
+        """Return the layer's matrix with second moments about zero, whatever the bias."""
         matrix = torch.block_diag(*read_weight(self.place.layer).double())
         return Reading(matrix, torch.block_diag(*self.sums.plain()[0]), self.features)
 
@@ -60,46 +63,50 @@ class Reader:
 def readers_of(
     module: nn.Module, dimension: Dimension, points: Mapping[str, Point], sums: Mapping[str, Sums]
 ) -> list[Reader]:
-    """PassError for a reader that is called several times: what it reads cannot be told apart."""
+    """Return the layers that read a dimension, in the order in which they run.
+
+    PassError for a reader that is called several times: what it reads cannot be told apart.
+    """
     layers, weights = layers_of(module), weight_names(module)
-    found = []
+    readers = []
     for name in dimension.readers:
         if name not in points:
             raise PassError(
                 f"{name}: is not called exactly once in a forward; it cannot be fitted. Ignore {dimension.name}"
             )
         features = features_of(layers[name], dimension.members[weights[name], in_axis(layers[name])])
-        found.append(Reader(place_of(module, points[name]), features, sums[name]))
-    return found
+        readers.append(Reader(place_of(module, points[name]), features, sums[name]))
+    return readers
 
 
 def output_weights(
     module: nn.Module, places: Sequence[Place], batches: Sequence[Batch], loss: Loss | None
 ) -> dict[str, Tensor]:
-    """By layer, what an error in each of its outputs is worth: its square times the square of this, float64 [out].
+    """Return by layer the root of what an error in each of its outputs is worth, float64 [out].
 
-    With `loss` (see `sampled_label_loss`) the sum is about twice what it rises by; without, what the batch norm passes.
+    The worth of an error is its square times the square of this. With `loss` (see `sampled_label_loss`) the sum is
+    about twice what the loss rises by; without, this is what the batch norm passes.
     """
     if loss is None:
         return {place.point.layer: place.scale().abs() for place in places}
     parts = {place.point.layer: place.point.norm or place.point.layer for place in places}
     fisher = output_fisher(module, [*dict.fromkeys(parts.values())], batches[:FISHER_BATCHES], loss)
-    found = {}
+    weights = {}
     for place in places:
         scale = place.scale()
-        own = fisher.get(parts[place.point.layer], torch.zeros_like(scale))
-        found[place.point.layer] = own.sqrt() * scale.abs()
-    return found
+        curvature = fisher.get(parts[place.point.layer], torch.zeros_like(scale))
+        weights[place.point.layer] = curvature.sqrt() * scale.abs()
+    return weights
 
 
-def measured(
+def measure_damage(
     module: nn.Module, readers: Sequence[Reader], gone: np.ndarray, batches: Sequence[Batch], targets: Sequence[Tensor]
 ) -> float:
-    """The squared error of the model's outputs per sample without the units `gone`, their readers making up for them.
+    """Return the squared error per sample of the model's outputs without the units `gone`, their readers compensated.
 
     `targets`: the outputs of the whole model, by batch. The module is as before afterwards.
     """
-    with _without(readers, gone), torch.no_grad():
+    with _compensate_readers(readers, gone), torch.no_grad():
         squares = sum(
             float((first_output(module(**batch)) - target).double().square().sum())
             for batch, target in zip(batches, targets, strict=True)
@@ -107,10 +114,11 @@ def measured(
     return squares / sum(len(target) for target in targets)
 
 
-def calibrated(curve: Elimination, n_units: int, measured: Mapping[int, float]) -> Elimination:
-    """The curve, times what makes it the damage `measured` at some widths; between them that factor is interpolated.
+def calibrate_curve(curve: Elimination, n_units: int, measured: Mapping[int, float]) -> Elimination:
+    """Return the curve scaled to the damage `measure_damage` at some widths; between them the factor is interpolated.
 
-    Left alone where either is nothing. The errors still rise with every unit that goes.
+    Widths where either is nothing are left out; the curve stays as it is where none remains. The errors still rise with
+    every unit that goes.
     """
     known = {width: (damage, curve.error_at(width, n_units)) for width, damage in measured.items()}
     factors = {width: damage / foretold for width, (damage, foretold) in known.items() if damage > 0 and foretold > 0}
@@ -123,8 +131,8 @@ def calibrated(curve: Elimination, n_units: int, measured: Mapping[int, float]) 
 
 
 @contextmanager
-def _without(readers: Sequence[Reader], gone: np.ndarray) -> Iterator[None]:
-    """While inside, the readers' weights and biases are those that make up for the units."""
+def _compensate_readers(readers: Sequence[Reader], gone: np.ndarray) -> Iterator[None]:
+    """Compensate the readers' weights and biases for missing units while the context is open."""
     before = []
     try:
         for reader in readers:
@@ -132,9 +140,9 @@ def _without(readers: Sequence[Reader], gone: np.ndarray) -> Iterator[None]:
             before.append(
                 (layer.weight, layer.weight.detach().clone(), holder, None if holder is None else holder.clone())
             )
-            own = reader.reading()
-            found = made_up(own, gone)
-            _write(reader, own.weight, found)
+            reading = reader.reading()
+            compensated = compensate_weight(reading, gone)
+            _write_with_bias(reader, reading.weight, compensated)
         yield
     finally:
         for weight, old, holder, bias in before:
@@ -143,8 +151,8 @@ def _without(readers: Sequence[Reader], gone: np.ndarray) -> Iterator[None]:
                 holder.data.copy_(bias)
 
 
-def _write(reader: Reader, before: Tensor, after: Tensor) -> None:
-    """A new dense weight [out, features], with the bias that keeps the mean output."""
+def _write_with_bias(reader: Reader, before: Tensor, after: Tensor) -> None:
+    """Write a new dense weight [out, features], with the bias that keeps the mean output."""
     place, groups = reader.place, n_groups(reader.place.layer)
     rows, columns = before.shape[0] // groups, before.shape[1] // groups
     blocks = [after[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]

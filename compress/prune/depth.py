@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from compress.blocks.activations import MicroBatch
 from compress.blocks.materialise import plain
-from compress.blocks.trace import removed_after
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.importance import first_output
 
@@ -28,14 +28,17 @@ class Skipping:
         self.module, self.blocks = module, tuple(blocks)
         modules = {plain(name): part for name, part in module.named_modules()}
         self.modules = {name: modules[name] for name in blocks}
-        self.in_tuples = _given_in_tuples(module, self.modules, sample)
+        self.in_tuples = _find_blocks_with_tuples(module, self.modules, sample)
 
     @contextmanager
     def without(self, names: Iterable[str]) -> Iterator[None]:
-        """Inside, the blocks of these names hand on the tensor that they read, as they give theirs."""
+        """Make the named blocks return the tensor that they read, while the context is open.
+
+        It comes in the type of their own output: alone, or in a tuple.
+        """
         chosen = [(self.modules[name], name in self.in_tuples) for name in names]
         for block, in_tuple in chosen:
-            block.forward = _passes_in_tuple if in_tuple else _passes
+            block.forward = _forward_first_tensor_in_tuple if in_tuple else _forward_first_tensor
         try:
             yield
         finally:
@@ -43,29 +46,31 @@ class Skipping:
                 del block.forward
 
 
-def _given_in_tuples(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Mapping[str, Tensor]) -> set[str]:
-    """Blocks that give their tensor in a tuple, as some of transformers' do."""
-    found: set[str] = set()
+def _find_blocks_with_tuples(
+    module: nn.Module, blocks: Mapping[str, nn.Module], sample: Mapping[str, Tensor]
+) -> set[str]:
+    """Return the blocks that give their tensor in a tuple, as some of transformers' do."""
+    names: set[str] = set()
 
     def watch(name: str) -> Callable[..., None]:
-        return lambda block, args, out: found.add(name) if isinstance(out, tuple) else None
+        return lambda block, args, out: names.add(name) if isinstance(out, tuple) else None
 
     handles = [block.register_forward_hook(watch(name)) for name, block in blocks.items()]
-    with removed_after(handles), torch.no_grad():
+    with remove_hooks_on_exit(handles), torch.no_grad():
         module(**sample)
-    return found
+    return names
 
 
-def _passes(*args: Any, **kwargs: Any) -> Tensor:
-    """A block's forward that gives the first tensor it is given."""
-    return _first_tensor(args, kwargs)
+def _forward_first_tensor(*args: Any, **kwargs: Any) -> Tensor:
+    """Return the first tensor among the arguments: the forward of a block that is skipped."""
+    return _find_first_tensor(args, kwargs)
 
 
-def _passes_in_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:
-    return (_first_tensor(args, kwargs),)
+def _forward_first_tensor_in_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:
+    return (_find_first_tensor(args, kwargs),)
 
 
-def _first_tensor(args: Any, kwargs: Any) -> Tensor:
+def _find_first_tensor(args: Any, kwargs: Any) -> Tensor:
     return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
@@ -80,36 +85,38 @@ class Removal:
 def least_error(
     skipping: Skipping, n_gone: int, batches: Sequence[MicroBatch], progress: Progress = lambda items, text: items
 ) -> Removal:
-    """One block after another, each time the one without which the outputs err least (`Outputs.error_of`).
+    """Choose `n_gone` blocks one after another, each the one without which the outputs err least (`Outputs.error_of`).
 
     A block's error is taken not to fall as others go, so that it is told anew only when its last one is the least
     (Minoux 1978, lazy greedy): of n blocks, n passes over the batches and a few for each that goes.
     """
     whole = Outputs(skipping.module, batches)
     last = dict.fromkeys(skipping.blocks, 0.0)
-    gone: list[str] = []
+    removed: list[str] = []
     errors: list[float] = []
     for _ in progress(range(n_gone), "blocks chosen"):
-        told: set[str] = set()
-        while (best := min(last, key=last.__getitem__)) not in told:
-            with skipping.without([*gone, best]):
+        updated: set[str] = set()
+        while (best := min(last, key=last.__getitem__)) not in updated:
+            with skipping.without([*removed, best]):
                 last[best] = whole.error_of(skipping.module)
-            told.add(best)
-        gone.append(best)
+            updated.add(best)
+        removed.append(best)
         errors.append(last.pop(best))
-    return Removal(tuple(gone), tuple(errors))
+    return Removal(tuple(removed), tuple(errors))
 
 
 def angular_distances(module: nn.Module, blocks: Sequence[str], batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Block -> 1 - cosine of what it reads and gives, the mean over tokens or pixels (ShortGPT's block influence, Men
-    et al. 2024, arXiv:2403.03853, equation 1). Padding does not count."""
+    """Return block -> 1 - cosine of what it reads and gives, the mean over tokens or pixels. Padding does not count.
+
+    ShortGPT's block influence (Men et al. 2024, arXiv:2403.03853, equation 1).
+    """
     modules = {plain(name): part for name, part in module.named_modules()}
     sums = dict.fromkeys(blocks, (0.0, 0))
     rows: list[Tensor | None] = [None]
 
     def watch(name: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            read, given = _features(_first_tensor(args, kwargs)), _features(first_output(out))
+            read, given = _move_channels_last(_find_first_tensor(args, kwargs)), _move_channels_last(first_output(out))
             distance = 1 - functional.cosine_similarity(read, given, dim=-1)
             distance = distance if rows[0] is None else distance[rows[0]]
             total, n = sums[name]
@@ -118,15 +125,15 @@ def angular_distances(module: nn.Module, blocks: Sequence[str], batches: Sequenc
         return hook
 
     handles = [modules[name].register_forward_hook(watch(name), with_kwargs=True) for name in blocks]
-    with removed_after(handles), torch.no_grad():
+    with remove_hooks_on_exit(handles), torch.no_grad():
         for batch in batches:
             rows[0] = batch.rows
             module(**batch.feeds)
     return {name: total / n for name, (total, n) in sums.items()}
 
 
-def _features(value: Tensor) -> Tensor:
-    """Channels of an image last."""
+def _move_channels_last(value: Tensor) -> Tensor:
+    """Return the tensor with the channels of an image last."""
     return value.movedim(1, -1) if value.dim() == 4 else value
 
 
@@ -137,20 +144,23 @@ class Outputs:
         if not batches:
             raise PassError("there is no calibration data; give the recipe a calibration set")
         self.batches = batches
-        self.whole = [_rows(module, batch) for batch in batches]
+        self.whole = [_compute_rows(module, batch) for batch in batches]
         n = sum(len(rows) for rows in self.whole)
         mean = sum((rows.sum(0, dtype=torch.float64) for rows in self.whole), torch.zeros(())) / n
         self.spread = sum(float((rows - mean).square().sum()) for rows in self.whole)
 
     def error_of(self, module: nn.Module) -> float:
-        """Squared error of another's outputs over the squared distance of these from their mean: 1, nothing is left."""
+        """Return another model's squared error over the squared distance of these outputs from their mean.
+
+        1: nothing of them is left.
+        """
         pairs = zip(self.batches, self.whole, strict=True)
-        found = sum(float((_rows(module, batch) - rows).double().square().sum()) for batch, rows in pairs)
-        return found / max(self.spread, 1e-300)
+        squares = sum(float((_compute_rows(module, batch) - rows).double().square().sum()) for batch, rows in pairs)
+        return squares / max(self.spread, 1e-300)
 
 
-def _rows(module: nn.Module, batch: MicroBatch) -> Tensor:
-    """Its first output as rows [n, width], float32, without padding."""
+def _compute_rows(module: nn.Module, batch: MicroBatch) -> Tensor:
+    """Return a module's first output as rows [n, width], float32, without padding."""
     with torch.no_grad():
         out = first_output(module(**batch.feeds)).float()
     if batch.rows is not None and out.dim() == 3:

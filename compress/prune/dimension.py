@@ -34,5 +34,5 @@ class Dimension:
         return len(next(iter(self.members.values())))
 
     def indices(self, axis: Axis, units: np.ndarray) -> np.ndarray:
-        """Those of some units along an axis, in rising order; int64."""
+        """Return the indices of some units along an axis, int64, rising."""
         return np.sort(self.members[axis][units].reshape(-1))

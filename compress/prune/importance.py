@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import removed_after
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.dimension import Dimension
 from compress.prune.obs import Elimination, Reading
@@ -28,15 +28,17 @@ Comparison = Literal["local", "global"]
 
 
 def magnitude(module: nn.Module, dimension: Dimension, power: int) -> np.ndarray:
-    """The L1 (`power` 1) or L2 norm of all weights of a unit, of those that write it and those that read it."""
+    """Return the L1 (`power` 1) or L2 norm of all weights that write or read each unit."""
     weights = {name: tensor for name, tensor in _parameters(module).items() if tensor.dim() > 1}
-    summed = _over_units(dimension, {name: tensor.detach().double().abs() ** power for name, tensor in weights.items()})
-    found: np.ndarray = summed ** (1 / power)
-    return found
+    summed = _sum_over_units(
+        dimension, {name: tensor.detach().double().abs() ** power for name, tensor in weights.items()}
+    )
+    norms: np.ndarray = summed ** (1 / power)
+    return norms
 
 
 def batch_norm_scale(module: nn.Module, dimension: Dimension) -> np.ndarray:
-    """|gamma| of the batch norms on a unit, summed. PassError where there is none."""
+    """Return |gamma| of the batch norms on each unit, summed. PassError where there is none."""
     scales = {
         f"{plain(name)}.weight": part.weight.detach().double().abs()
         for name, part in module.named_modules()
@@ -44,7 +46,7 @@ def batch_norm_scale(module: nn.Module, dimension: Dimension) -> np.ndarray:
     }
     if not any(name in scales for name, _ in dimension.members):
         raise PassError(f"{dimension.name}: no batch norm with a scale lies on its units; choose another importance")
-    return _over_units(dimension, scales)
+    return _sum_over_units(dimension, scales)
 
 
 def gradient_scores(
@@ -54,53 +56,57 @@ def gradient_scores(
     loss: Loss,
     kind: Literal["taylor", "fisher"],
 ) -> list[np.ndarray]:
-    """For each dimension: taylor, the square of the sum over a unit of weight * gradient; fisher, the sum over it of
-    weight^2 * gradient^2 / 2.
+    """Return for each dimension its units' scores from weights and the gradients of `loss`.
+
+    Taylor: the square of the sum over a unit of weight * gradient; fisher: half its sum of weight^2 * gradient^2.
+
+    Taylor: the square of the sum over a unit of weight * gradient; fisher: the sum over it of weight^2 * gradient^2 /
+    2.
 
     Gradients are those of `loss` per sample: of a batch the squares of its mean ones, times its size, averaged over the
     samples. Squares come before any mean over batches, for the mean of a gradient at the model's own labels is zero. No
     gradient is left behind in the module.
     """
     parameters = {name: p for name, p in _parameters(module).items() if p.is_floating_point()}
-    found = [np.zeros(one.n_units) for one in dimensions]
+    totals = [np.zeros(one.n_units) for one in dimensions]
     n_samples = 0
-    for size, gradients in _gradients(module, parameters, batches, loss):
+    for size, gradients in _iterate_gradients(module, parameters, batches, loss):
         n_samples += size
         pairs = zip(parameters.items(), gradients, strict=True)
         change = {name: p.detach().double() * g.double() for (name, p), g in pairs if g is not None}
         if kind == "fisher":
             change = {name: one.square() / 2 for name, one in change.items()}
-        for total, one in zip(found, dimensions, strict=True):
-            summed = _over_units(one, change)
+        for total, one in zip(totals, dimensions, strict=True):
+            summed = _sum_over_units(one, change)
             total += (np.square(summed) if kind == "taylor" else summed) / size
-    return [total / max(n_samples, 1) for total in found]
+    return [total / max(n_samples, 1) for total in totals]
 
 
 def activation_norm(readings: Sequence[Reading]) -> np.ndarray:
-    """The root mean square of what the readers get from a unit, from second moments about zero."""
+    """Return the root mean square of what the readers get from each unit, from second moments about zero."""
     total = sum(reading.gram.diagonal().numpy()[reading.features].sum(1) for reading in readings)
-    found: np.ndarray = np.sqrt(np.asarray(total))
-    return found
+    norms: np.ndarray = np.sqrt(np.asarray(total))
+    return norms
 
 
 def damage(readings: Sequence[Reading]) -> np.ndarray:
-    """Optimal Brain Damage by unit: the squared error of the readers' outputs without it, nothing making up for it."""
+    """Return Optimal Brain Damage by unit: the readers' squared output error without it, nothing making up for it."""
     total = np.zeros(len(readings[0].features))
-    for one in readings:
-        features = torch.from_numpy(one.features)
-        blocks = one.gram.double()[features[:, :, None], features[:, None, :]]  # [n_units, k, k]
-        columns = one.weight.double()[:, features].movedim(1, 0)  # [n_units, out, k]
+    for reading in readings:
+        features = torch.from_numpy(reading.features)
+        blocks = reading.gram.double()[features[:, :, None], features[:, None, :]]  # [n_units, k, k]
+        columns = reading.weight.double()[:, features].movedim(1, 0)  # [n_units, out, k]
         total += ((columns @ blocks) * columns).sum((1, 2)).numpy()
     return total
 
 
 def random_scores(n_units: int, seed: int) -> np.ndarray:
-    """A baseline."""
+    """Return random scores in [0, 1), a baseline."""
     return np.random.default_rng(seed).random(n_units)
 
 
-def ranked(scores: np.ndarray, comparison: Comparison = "global") -> Elimination:
-    """Units by rising score; the damage of the first j is the sum of their scores.
+def rank_units(scores: np.ndarray, comparison: Comparison = "global") -> Elimination:
+    """Order units by rising score; the damage of the first j is the sum of their scores.
 
     "local": scores are divided by the dimension's mean first, so that each dimension loses alike.
     """
@@ -110,36 +116,37 @@ def ranked(scores: np.ndarray, comparison: Comparison = "global") -> Elimination
 
 
 def output_fisher(module: nn.Module, names: Sequence[str], batches: Sequence[Batch], loss: Loss) -> dict[str, Tensor]:
-    """For each module named: the squared gradient of `loss` with respect to its output, float64 [channels or features].
+    """Return for each named module the squared gradient of `loss` by its output, float64 [channels or features].
 
     Summed over a sample's pixels or tokens, the mean over samples: an error e in the output raises a loss that is at
     its least by about (fisher * e^2).sum() / 2. Of convolutions and batch norms channels lie on axis 1, else last.
     """
     parts = {plain(name): part for name, part in module.named_modules()}
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     n_samples = 0
     for batch in batches:
         outputs: dict[str, Tensor] = {}
-        handles = [parts[name].register_forward_hook(_wanting(outputs, name)) for name in names]
-        with removed_after(handles), torch.enable_grad():
+        handles = [parts[name].register_forward_hook(_make_gradient_hook(outputs, name)) for name in names]
+        with remove_hooks_on_exit(handles), torch.enable_grad():
             gradients = torch.autograd.grad(loss(module, batch), [outputs[name] for name in names], allow_unused=True)
         n_samples += n_in(batch)
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
-                by_output = gradient.movedim(1 if _channels_first(parts[name]) else -1, 0).flatten(1)
-                found[name] = found.get(name, 0.0) + by_output.double().square().sum(1)
-    return {name: squares / max(n_samples, 1) for name, squares in found.items()}
+                by_output = gradient.movedim(1 if _has_channels_first(parts[name]) else -1, 0).flatten(1)
+                sums[name] = sums.get(name, 0.0) + by_output.double().square().sum(1)
+    return {name: squares / max(n_samples, 1) for name, squares in sums.items()}
 
 
 def n_in(batch: Batch) -> int:
-    """Samples."""
+    """Return the number of samples in a batch."""
     return len(next(iter(batch.values())))
 
 
-def sampled_label_loss(seed: int = 0) -> Loss:
-    """For logits [batch, classes] or [batch, tokens, classes]: the cross entropy of labels drawn from the model itself.
+def draw_label_loss(seed: int = 0) -> Loss:
+    """Return the cross entropy with labels drawn from the model itself, as a loss.
 
-    Its squared gradients are the Fisher information: the curvature of the KL divergence from the model as it is.
+    For logits [batch, classes] or [batch, tokens, classes]. Its squared gradients are the Fisher information: the
+    curvature of the KL divergence from the model as it is.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -154,7 +161,10 @@ def sampled_label_loss(seed: int = 0) -> Loss:
 
 
 def random_projection_loss(seed: int = 0) -> Loss:
-    """For any output: its product with random signs, whose squared gradients are the curvature of |outputs|^2 / 2."""
+    """Return the product of the first output with random signs, as a loss for any model.
+
+    Its squared gradients are the curvature of |outputs|^2 / 2.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
@@ -165,8 +175,13 @@ def random_projection_loss(seed: int = 0) -> Loss:
     return loss
 
 
-def _wanting(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    """A hook that makes the output one whose gradient can be asked for; what follows may change its copy in place."""
+def _make_gradient_hook(
+    outputs: dict[str, Tensor], name: str
+) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """Return a hook that stores the output and makes its gradient available.
+
+    What follows may change its copy in place.
+    """
 
     def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         if not out.requires_grad:
@@ -177,30 +192,30 @@ def _wanting(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tupl
     return hook
 
 
-def _channels_first(part: nn.Module) -> bool:
+def _has_channels_first(part: nn.Module) -> bool:
     return isinstance(part, _BatchNorm) or hasattr(part, "kernel_size")
 
 
 def first_output(out: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
-    """The tensor that a model gives, or the first of several."""
+    """Return the tensor that a model gives, or the first of several."""
     if isinstance(out, Tensor):
         return out
-    found: Tensor = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
-    return found
+    tensor: Tensor = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
+    return tensor
 
 
-def _gradients(
+def _iterate_gradients(
     module: nn.Module, parameters: Mapping[str, Tensor], batches: Sequence[Batch], loss: Loss
 ) -> Iterator[tuple[int, tuple[Tensor | None, ...]]]:
-    """(samples, the gradient of the loss summed over them) for every batch."""
+    """Yield (samples, the gradient of the loss summed over them) for every batch."""
     before = {name: p.requires_grad for name, p in parameters.items()}
     try:
         for p in parameters.values():
             p.requires_grad_(True)
         for batch in batches:
             with torch.enable_grad():
-                found = torch.autograd.grad(loss(module, batch), [*parameters.values()], allow_unused=True)
-            yield n_in(batch), found
+                gradients = torch.autograd.grad(loss(module, batch), [*parameters.values()], allow_unused=True)
+            yield n_in(batch), gradients
     finally:
         for name, p in parameters.items():
             p.requires_grad_(before[name])
@@ -210,7 +225,7 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
     return {plain(name): p for name, p in module.named_parameters()}
 
 
-def _over_units(dimension: Dimension, worth: Mapping[str, Tensor]) -> np.ndarray:
+def _sum_over_units(dimension: Dimension, worth: Mapping[str, Tensor]) -> np.ndarray:
     """Sum what each number of the parameters is worth over the units that it belongs to."""
     total = np.zeros(dimension.n_units)
     for (name, axis), members in dimension.members.items():

@@ -28,7 +28,7 @@ class Book:
         return np.arange(self.n_labels - size, self.n_labels)
 
     def join(self, one: Labels, other: Labels) -> None:
-        """Index by index the same unit. Of equal length."""
+        """Note that the labels are the same unit, index by index. Of equal length."""
         if one is not other:
             self._pairs.append((one, other))
 
@@ -37,7 +37,7 @@ class Book:
             self.pins.setdefault(why, []).append(labels.reshape(-1))
 
     def roots(self) -> np.ndarray:
-        """int64 [n_labels]: the least label of each label's unit (connected components, by pointer jumping)."""
+        """Return int64 [n_labels]: the least label of each label's unit (connected components, by pointer jumping)."""
         parent = np.arange(self.n_labels)
         if not self._pairs:
             return parent
@@ -52,25 +52,25 @@ class Book:
                 parent = parent[parent]
 
 
-def reshaped(axes: Axes, shape: Sequence[int], new_shape: Sequence[int], book: Book, where: str) -> Axes:
-    """The labels after a reshape, in torch's order of elements.
+def reshape_labels(axes: Axes, shape: Sequence[int], new_shape: Sequence[int], book: Book, where: str) -> Axes:
+    """Return the labels after a reshape, in torch's order of elements.
 
     A merged axis carries those of the one labelled axis in it. A labelled axis that is split keeps its labels on the
     axis they vary along; where they vary along several, one of these is the unit and the others go with it whole.
     """
-    found: list[Labels | None] = []
-    for old, new in _segments(shape, new_shape):
+    new_axes: list[Labels | None] = []
+    for old, new in _match_axes(shape, new_shape):
         sizes, wanted = [shape[i] for i in old], [new_shape[i] for i in new]
         if sizes == wanted:
-            found += [axes[i] for i in old]
+            new_axes += [axes[i] for i in old]
         else:
-            found += _split(_merged([axes[i] for i in old], sizes, book, where), wanted, book)
-    return tuple(found)
+            new_axes += _split_labels(_merge_labels([axes[i] for i in old], sizes, book, where), wanted, book)
+    return tuple(new_axes)
 
 
-def _segments(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of axes, before and after, that hold the same elements."""
-    found = []
+def _match_axes(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return runs of axes, before and after, that hold the same elements."""
+    runs = []
     i = j = 0
     while i < len(shape) or j < len(new_shape):
         old: list[int] = []
@@ -85,12 +85,12 @@ def _segments(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list
                 m *= new_shape[j]
                 new.append(j)
                 j += 1
-        found.append((old, new))
-    return found
+        runs.append((old, new))
+    return runs
 
 
-def _merged(axes: Sequence[Labels | None], sizes: Sequence[int], book: Book, where: str) -> Labels | None:
-    """Of axes laid out one within the other."""
+def _merge_labels(axes: Sequence[Labels | None], sizes: Sequence[int], book: Book, where: str) -> Labels | None:
+    """Return the labels of axes laid out one within the other; None where none of them is labelled."""
     labelled = [i for i, labels in enumerate(axes) if labels is not None and sizes[i] > 1]
     if not labelled:
         return None
@@ -102,7 +102,7 @@ def _merged(axes: Sequence[Labels | None], sizes: Sequence[int], book: Book, whe
     return np.broadcast_to(column, sizes).reshape(-1)
 
 
-def _split(labels: Labels | None, sizes: Sequence[int], book: Book) -> list[Labels | None]:
+def _split_labels(labels: Labels | None, sizes: Sequence[int], book: Book) -> list[Labels | None]:
     if labels is None:
         return [None] * len(sizes)
     grid = labels.reshape(sizes)
@@ -118,7 +118,7 @@ def _split(labels: Labels | None, sizes: Sequence[int], book: Book) -> list[Labe
 
 
 def unit_axis(varying: Sequence[int], sizes: Sequence[int]) -> int:
-    """Of the axes that an axis is split into, the one whose indices are units: heads, not what is in a head.
+    """Return, of the axes that an axis is split into, the one whose indices are units: heads, not what is in a head.
 
     [3, heads, size] and [heads, 3, size] of fused projections: the longest that is not the last.
     """
@@ -127,22 +127,27 @@ def unit_axis(varying: Sequence[int], sizes: Sequence[int]) -> int:
     return max(varying[:-1], key=lambda i: sizes[i])
 
 
-def aligned(axes: Sequence[Axes], shapes: Sequence[Sequence[int]], out: Sequence[int]) -> list[list[Labels | None]]:
-    """For each axis of a broadcast result, the labels of every operand that has that axis at full size.
+def align_labels(
+    axes: Sequence[Axes], shapes: Sequence[Sequence[int]], out: Sequence[int]
+) -> list[list[Labels | None]]:
+    """Return for each axis of a broadcast result the labels of every operand that has that axis at full size.
 
     None among them: an operand of that size without labels.
     """
-    found: list[list[Labels | None]] = [[] for _ in out]
+    by_axis: list[list[Labels | None]] = [[] for _ in out]
     for labels, shape in zip(axes, shapes, strict=True):
         offset = len(out) - len(shape)
         for i, (label, size) in enumerate(zip(labels, shape, strict=True)):
             if size == out[offset + i] and size > 1:
-                found[offset + i].append(label)
-    return found
+                by_axis[offset + i].append(label)
+    return by_axis
 
 
-def joined(options: Sequence[Labels | None], book: Book, why: str) -> Labels | None:
-    """What meets index by index is one; labelled indices that meet unlabelled ones stay, and `why` says so."""
+def join_labels(options: Sequence[Labels | None], book: Book, why: str) -> Labels | None:
+    """Join what meets index by index and return its labels.
+
+    Labelled indices that meet unlabelled ones stay, and `why` says so.
+    """
     labelled = [labels for labels in options if labels is not None]
     for one, other in itertools.pairwise(labelled):
         book.join(one, other)

@@ -11,12 +11,9 @@ cancels out. Products of two activations (attention scores) are in that rest.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +22,14 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from compress.blocks.trace import removed_after
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.prune.costs import Cost, Size, Term, sizes_of
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
 from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
+from compress.store.durable import temporary_folder
 from runtime.backends import Session, find_backend
-from runtime.timing import time_rounds
+from runtime.measure.timing import time_rounds
 
 OPSET = 20
 CHAIN_BYTES = 2**23
@@ -74,45 +72,46 @@ class LatencyTable:
     ms: tuple[tuple[float, ...], ...]
 
     def at(self, sizes: tuple[int, ...]) -> float:
-        """Between measured sizes along a straight line."""
+        """Return the milliseconds at these sizes; between measured ones along a straight line."""
         by_out = [float(np.interp(sizes[1], self.ins, row)) for row in self.ms]
         return float(np.interp(sizes[0], self.outs, by_out))
 
 
 def grid(size: Size, widths: Sequence[Sequence[int]], n_units: Sequence[int], both: bool) -> tuple[int, ...]:
-    """The sizes of an axis to measure: all that the allowed `widths` of its dimensions give, or GRID of them.
+    """Return the sizes of an axis to measure: all that the allowed `widths` of its dimensions give, or GRID of them.
 
     `both`: the layer's other axis varies too.
     """
-    found = np.array([size.full])
+    sizes = np.array([size.full])
     for d, k in size.per_unit.items():
         lost = k * (n_units[d] - np.asarray(widths[d]))
-        found = np.unique(found[:, None] - lost)
-    if len(found) > GRID and (both or len(size.per_unit) > 1):
-        found = found[np.unique(np.linspace(0, len(found) - 1, GRID).round().astype(int))]
-    return tuple(int(one) for one in found)
+        sizes = np.unique(sizes[:, None] - lost)
+    if len(sizes) > GRID and (both or len(size.per_unit) > 1):
+        sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, GRID).round().astype(int))]
+    return tuple(int(value) for value in sizes)
 
 
-def wanted_layers(
+def find_wanted_layers(
     module: nn.Module, dimensions: Sequence[Dimension], widths: Sequence[Sequence[int]], sample: Mapping[str, Tensor]
 ) -> list[Wanted]:
-    """The layers whose time some width changes, in the order of their first call. `widths`: allowed, by dimension;
-    `sample`: what the model is timed on, by parameter of forward.
+    """Return the layers whose time some width changes, in the order of their first call.
+
+    `widths`: allowed, by dimension; `sample`: what the model is timed on, by parameter of forward.
     """
     layers = layers_of(module)
     places: dict[str, tuple[int, ...]] = {}
-    n_units = [one.n_units for one in dimensions]
+    n_units = [dimension.n_units for dimension in dimensions]
 
-    def heard(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+    def watch(name: str) -> Callable[[nn.Module, object, Tensor], None]:
         def hook(layer: nn.Module, args: object, out: Tensor) -> None:
             places[name] = tuple(out.shape[2:] if channel_axis(layer) == 1 else out.shape[1:-1])
 
         return hook
 
-    handles = [layer.register_forward_hook(heard(name)) for name, layer in layers.items()]
-    with removed_after(handles), torch.no_grad():
+    handles = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+    with remove_hooks_on_exit(handles), torch.no_grad():
         module(**sample)
-    found, weights = [], weight_names(module)
+    wanted, weights = [], weight_names(module)
     for name, where in places.items():
         layer = layers[name]
         axes = sizes_of(weights[name], layer.weight.shape, dimensions)  # type: ignore[arg-type]
@@ -120,11 +119,11 @@ def wanted_layers(
         if out.per_unit or into.per_unit:
             both = bool(out.per_unit and into.per_unit)
             grids = (grid(size, widths, n_units, both) for size in (out, into))
-            found.append(Wanted(name, _shape(layer, where, into), (out, into), *grids))
-    return found
+            wanted.append(Wanted(name, _find_layer_shape(layer, where, into), (out, into), *grids))
+    return wanted
 
 
-def _shape(layer: Any, places: tuple[int, ...], into: Size) -> LayerShape:
+def _find_layer_shape(layer: Any, places: tuple[int, ...], into: Size) -> LayerShape:
     groups = n_groups(layer)
     follows = groups > 1 and not into.per_unit
     per_group = layer.out_channels // groups if follows else 0
@@ -136,12 +135,12 @@ def _shape(layer: Any, places: tuple[int, ...], into: Size) -> LayerShape:
 def measure(
     wanted: Sequence[Wanted], backend: str, threads: int, rounds: int = 60, budget_s: float = 20.0, seed: int = 0
 ) -> list[LatencyTable]:
-    """One table for each different layer; its sizes are timed in turn with each other, and the medians kept.
+    """Return one table for each different layer; its sizes are timed in turn with each other, and the medians kept.
 
     `budget_s`: seconds for each layer, at most. Raises what the backend raises.
     """
-    distinct = dict.fromkeys((one.shape, one.outs, one.ins) for one in wanted)
-    return [_measured(*one, backend, threads, rounds, budget_s, seed) for one in distinct]
+    distinct = dict.fromkeys((case.shape, case.outs, case.ins) for case in wanted)
+    return [_measure_table(*case, backend, threads, rounds, budget_s, seed) for case in distinct]
 
 
 def latency_cost(
@@ -151,21 +150,21 @@ def latency_cost(
     n_units: Sequence[int],
     scale: float = 1.0,
 ) -> Cost:
-    """Milliseconds of the model: what the whole float model takes, and `scale` times what each layer takes less.
+    """Return the model's milliseconds: what the float model takes, and `scale` times what each layer takes less.
 
     In a model a layer also fills what is fused into it and finds colder caches, so that it saves somewhat more than in
-    the table: once a model of some widths has been measured, `measured_scale` tells how much.
+    the table: once a model of some widths has been measured, `measure_scale` tells how much.
     """
     known = {(table.shape, table.outs, table.ins): table for table in tables}
     terms = [Term((), lambda sizes: whole_ms)]
-    for one in wanted:
-        table = known[one.shape, one.outs, one.ins]
-        terms.append(Term(one.sizes, _saving(table, scale)))
+    for layer in wanted:
+        table = known[layer.shape, layer.outs, layer.ins]
+        terms.append(Term(layer.sizes, _make_price(table, scale)))
     return Cost("ms", tuple(n_units), tuple(terms))
 
 
-def measured_scale(whole_ms: float, predicted_ms: float, measured_ms: float) -> float:
-    """The `scale` with which a prediction made with scale 1 would have been what was measured.
+def measure_scale(whole_ms: float, predicted_ms: float, measured_ms: float) -> float:
+    """Return the `scale` with which a prediction made with scale 1 would have been what was measured.
 
     Between a half and two: beyond that a measurement went wrong, or the time is not in the layers.
     """
@@ -173,29 +172,29 @@ def measured_scale(whole_ms: float, predicted_ms: float, measured_ms: float) -> 
     return float(np.clip((whole_ms - measured_ms) / saved, 0.5, 2.0)) if saved > 0 else 1.0
 
 
-def to_json(tables: Sequence[LatencyTable]) -> str:
-    """For a cache."""
-    return json.dumps([asdict(table) for table in tables])
+def to_json(tables: Sequence[LatencyTable]) -> list[dict[str, Any]]:
+    """Return the tables as JSON values, for a cache."""
+    return [asdict(table) for table in tables]
 
 
-def from_json(text: str) -> list[LatencyTable]:
-    """What `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
-    found = []
-    for one in json.loads(text):
+def from_json(tables: list[dict[str, Any]]) -> list[LatencyTable]:
+    """Return the tables that `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+    loaded = []
+    for table in tables:
         shape: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in one["shape"].items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in table["shape"].items()
         }
-        rows = tuple(tuple(row) for row in one["ms"])
-        found.append(LatencyTable(LayerShape(**shape), tuple(one["outs"]), tuple(one["ins"]), rows))
-    return found
+        rows = tuple(tuple(row) for row in table["ms"])
+        loaded.append(LatencyTable(LayerShape(**shape), tuple(table["outs"]), tuple(table["ins"]), rows))
+    return loaded
 
 
-def _saving(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]], float]:
+def _make_price(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]], float]:
     full = table.at((table.outs[-1], table.ins[-1]))
     return lambda sizes: scale * (table.at(sizes) - full)
 
 
-def _measured(
+def _measure_table(
     shape: LayerShape,
     outs: tuple[int, ...],
     ins: tuple[int, ...],
@@ -207,10 +206,10 @@ def _measured(
 ) -> LatencyTable:
     sessions: list[Session] = []
     feeds, links = [], []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with temporary_folder() as folder, ExitStack() as stack:
         for number, (n_out, n_in) in enumerate((o, i) for o in outs for i in ins):
             model, n_links = chain(shape, n_out, n_in)
-            path = Path(folder) / f"{number}.onnx"
+            path = folder / f"{number}.onnx"
             onnx.save(model, path)
             session = find_backend(backend).open(path, threads, {})
             stack.callback(session.close)
@@ -224,7 +223,7 @@ def _measured(
 
 
 def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, int]:
-    """A model of one input "x", and its number of links: twice as many layers of weights [n_out, n_in, *kernel].
+    """Return a model of one input "x", and its number of links: twice as many layers of weights [n_out, n_in, *kernel].
 
     `n_in`: inputs of one group.
     """
@@ -238,7 +237,7 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, in
         size = (out, into // groups, *shape.kernel) if shape.kernel else (into, out)
         value = rng.standard_normal(size).astype(np.float32) / np.float32(np.sqrt(np.prod(size) / out))
         weights.append(numpy_helper.from_array(value, f"w{number}"))
-        nodes.append(_node(shape, groups, current, number))
+        nodes.append(_make_node(shape, groups, current, number))
         nodes.append(helper.make_node("Relu", [f"y{number}"], [f"r{number}"]))
         current = f"r{number}"
     io = [1, width, *shape.places] if shape.kernel else [1, *shape.places, width]
@@ -254,8 +253,8 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, in
     return model, links
 
 
-def _node(shape: LayerShape, groups: int, current: str, number: int) -> onnx.NodeProto:
-    """One layer, padded so that it gives as many places as it takes."""
+def _make_node(shape: LayerShape, groups: int, current: str, number: int) -> onnx.NodeProto:
+    """Return the node of one layer, padded so that it gives as many places as it takes."""
     names = [current, f"w{number}"]
     if not shape.kernel:
         return helper.make_node("MatMul", names, [f"y{number}"])

@@ -39,7 +39,7 @@ class Fit:
 
 
 def fit(learned: Sums, held: Sums | None, free_bias: bool, ridges: Sequence[float] = RIDGES) -> Fit:
-    """The least squares change for targets y (what the output still lacks), from the rows of both sets.
+    """Return the least squares change for targets y (what the output still lacks), from the rows of both sets.
 
     The ridge is the one of `ridges` whose solution on `learned` is nearest on `held`, whose rows then join in; RIDGE
     without `held`. A solution that is no better than no change on `held` is not used.
@@ -57,8 +57,8 @@ def fit(learned: Sums, held: Sums | None, free_bias: bool, ridges: Sequence[floa
 
 
 def solve(sums: Sums, ridge: float, free_bias: bool) -> tuple[Tensor, Tensor]:
-    """(weight [groups, outputs, features], bias [groups, outputs]), float64."""
-    xx, xy, _ = sums.centered() if free_bias else sums.plain()
+    """Return (weight [groups, outputs, features], bias [groups, outputs]) of the ridge solution, float64."""
+    xx, xy, _ = sums.without_means() if free_bias else sums.plain()
     factors = torch.stack([factor_of(gram, ridge) for gram in xx])
     weight = torch.cholesky_solve(xy, factors).mT
     n = max(sums.n, 1)
@@ -67,7 +67,7 @@ def solve(sums: Sums, ridge: float, free_bias: bool) -> tuple[Tensor, Tensor]:
 
 
 def distance(sums: Sums, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
-    """The mean over rows of |y - weight x - bias|^2, from the sums alone; without weight that of |y|^2."""
+    """Return the mean over rows of |y - weight x - bias|^2, from the sums alone; without weight that of |y|^2."""
     n = max(sums.n, 1)
     total = sums.yy.sum()
     if weight is not None and bias is not None:

@@ -15,22 +15,24 @@ MAX_OUTPUTS = 16384
 """Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 
 
-def left_alone(module: nn.Module, called_once: Collection[str]) -> dict[str, str]:
-    """Layer -> why it stays as it is, of all but tables. `called_once`: those that one forward calls once."""
+def explain_left_alone(module: nn.Module, called_once: Collection[str]) -> dict[str, str]:
+    """Return layer -> why it stays as it is, of all but tables. `called_once`: those that one forward calls once."""
     holders: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(plain(name).rpartition(".")[0])
     layers = {plain(name): part for name, part in module.named_modules() if is_layer(part)}
     why = {
-        name: _why(layer, [other for other in holders[id(layer.weight)] if other != name], name in called_once)
+        name: _explain_exclusion(
+            layer, [other for other in holders[id(layer.weight)] if other != name], name in called_once
+        )
         for name, layer in layers.items()
         if is_matrix_layer(layer) or isinstance(layer, TRANSPOSED)
     }
     return {name: reason for name, reason in why.items() if reason}
 
 
-def _why(layer: nn.Module, sharing: list[str], called_once: bool) -> str:
-    """ "" for a layer that can be fitted."""
+def _explain_exclusion(layer: nn.Module, sharing: list[str], called_once: bool) -> str:
+    """Return why a layer cannot be fitted; "" for one that can."""
     if not is_matrix_layer(layer):
         return "it is a transposed convolution"
     if sharing:

@@ -17,14 +17,14 @@ Within = Literal["layer", "global"]
 
 
 def round_shares(sparsity: float, rounds: int) -> tuple[float, ...]:
-    """The share of zeros after each round: every round takes the same part of what is left, `sparsity` is the last."""
+    """Return the share of zeros after each round; each takes the same part of what is left, the last is `sparsity`."""
     return tuple(1 - (1 - sparsity) ** (number / rounds) for number in range(1, rounds + 1))
 
 
 def smallest(weights: Mapping[str, Tensor], share: float, within: Within) -> dict[str, Tensor]:
-    """Layer -> True at the weights of least magnitude, `share` of each layer's or of all; of equal ones the first.
+    """Return layer -> mask, True at the weights of least magnitude; of equal ones the first.
 
-    What is zero already is among them.
+    `share`: of each layer's weights or of all. What is zero already is among them.
     """
     sizes = {name: weight.numel() for name, weight in weights.items()}
     if within == "global":
@@ -38,7 +38,7 @@ def smallest(weights: Mapping[str, Tensor], share: float, within: Within) -> dic
 
 
 def set_to_zero(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-    """Where a mask is True, in place."""
+    """Set weights to zero where a mask is True, in place."""
     with torch.no_grad():
         for name, mask in masks.items():
             weights[name].masked_fill_(mask, 0.0)

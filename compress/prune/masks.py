@@ -20,7 +20,7 @@ LOW_BITS = 16
 
 
 def lowest(scores: Tensor, k: int) -> Tensor:
-    """True at the `k` lowest of each row [rows, n]; of equal ones the first."""
+    """Return a mask that is True at the `k` lowest of each row [rows, n]; of equal ones the first."""
     if k == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     edge = scores.kthvalue(k, dim=1, keepdim=True).values
@@ -29,8 +29,8 @@ def lowest(scores: Tensor, k: int) -> Tensor:
     return below | (equal & (equal.cumsum(1) <= missing))
 
 
-def pruned(scores: Tensor, sparsity: Sparsity, scope: Scope) -> Tensor:
-    """True where a weight becomes zero, for scores [groups, out, in]; M divides `in`."""
+def choose_zeros(scores: Tensor, sparsity: Sparsity, scope: Scope) -> Tensor:
+    """Return a mask that is True where a weight becomes zero, for scores [groups, out, in]; M divides `in`."""
     width = sparsity.group or (scores.shape[-1] if scope == "row" else scores.numel())
     rows = scores.reshape(-1, width)
     k = sparsity.group - sparsity.kept if sparsity.group else sparsity.count(width)
@@ -38,39 +38,39 @@ def pruned(scores: Tensor, sparsity: Sparsity, scope: Scope) -> Tensor:
 
 
 def wanda_scores(weight: Tensor, gram: Tensor) -> Tensor:
-    """|W_ij| |x_j|: `weight` [groups, out, in], `gram` [groups, in, in] is X^T X / n."""
+    """Return |W_ij| |x_j|: `weight` [groups, out, in], `gram` [groups, in, in] is X^T X / n."""
     return weight.abs() * gram.diagonal(dim1=1, dim2=2).sqrt()[:, None]
 
 
 def global_counts(read: Callable[[str], Tensor], sizes: Mapping[str, int], share: float) -> dict[str, int]:
-    """How many weights of each layer are among the `share` smallest of all layers'; of equal ones the first.
+    """Return how many weights of each layer are among the `share` smallest of all layers'; of equal ones the first.
 
     `read`: a layer's weight, float32; asked for three times each and not held. `sizes`: layer -> number of weights.
     """
     k = round(share * sum(sizes.values()))
-    high, left = _edge(read, sizes, k, lambda bits: bits >> LOW_BITS)
-    low, _ = _edge(read, sizes, left, lambda bits: (bits & 0xFFFF)[bits >> LOW_BITS == high])
+    high, left = _find_edge(read, sizes, k, lambda bits: bits >> LOW_BITS)
+    low, _ = _find_edge(read, sizes, left, lambda bits: (bits & 0xFFFF)[bits >> LOW_BITS == high])
     edge = high << LOW_BITS | low
-    below = {name: int((_bits(read(name)) < edge).sum()) for name in sizes}
+    below = {name: int((_to_ordered_bits(read(name)) < edge).sum()) for name in sizes}
     missing = k - sum(below.values())
     for name in sizes:
-        more = min(missing, int((_bits(read(name)) == edge).sum())) if missing else 0
+        more = min(missing, int((_to_ordered_bits(read(name)) == edge).sum())) if missing else 0
         below[name] += more
         missing -= more
     return below
 
 
-def _edge(
+def _find_edge(
     read: Callable[[str], Tensor], names: Mapping[str, int], k: int, digit: Callable[[Tensor], Tensor]
 ) -> tuple[int, int]:
-    """The digit of the k-th smallest value, and its rank (from 1) among those that share it."""
+    """Return the digit of the k-th smallest value, and its rank (from 1) among those that share it."""
     counts = torch.zeros(1 << LOW_BITS, dtype=torch.int64)
     for name in names:
-        counts += torch.bincount(digit(_bits(read(name))), minlength=len(counts))
+        counts += torch.bincount(digit(_to_ordered_bits(read(name))), minlength=len(counts))
     place = int((counts.cumsum(0) < k).sum())
     return place, k - int(counts[:place].sum())
 
 
-def _bits(weight: Tensor) -> Tensor:
-    """Magnitudes as integers of the same order: the bits of a float that is not negative."""
+def _to_ordered_bits(weight: Tensor) -> Tensor:
+    """Return magnitudes as integers of the same order: the bits of a float that is not negative."""
     return weight.float().abs().reshape(-1).view(torch.int32)

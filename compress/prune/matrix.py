@@ -20,23 +20,23 @@ CHUNK = 1 << 24
 
 
 def groups_of(layer: nn.Module) -> int:
-    """Of a convolution; 1 for others."""
+    """Return the number of groups of a convolution; 1 for other layers."""
     return int(getattr(layer, "groups", 1))
 
 
 def as_matrices(weight: Tensor, groups: int = 1) -> Tensor:
-    """[out, in, *kernel] as [groups, out / groups, kernel * in]."""
+    """Return a weight [out, in, *kernel] as [groups, out / groups, kernel * in]."""
     return weight.movedim(1, -1).reshape(groups, len(weight) // groups, -1)
 
 
 def as_weight(matrices: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `as_matrices`: [out, in, *kernel], which is `shape`."""
+    """Return matrices as the weight [out, in, *kernel], which is `shape`: the inverse of `as_matrices`."""
     out, inputs, *kernel = shape
     return matrices.reshape(out, *kernel, inputs).movedim(-1, 1).contiguous()
 
 
 def inputs_of(layer: nn.Module, x: Tensor, rows: Tensor | None = None) -> Iterator[Tensor]:
-    """What the weight multiplies for the input `x`, in parts [groups, n, in].
+    """Yield what the weight multiplies for the input `x`, in parts [groups, n, in].
 
     `rows` [B, T]: False where padding is, which is left out where `x` has that shape; not of a convolution.
     """
@@ -52,7 +52,10 @@ def inputs_of(layer: nn.Module, x: Tensor, rows: Tensor | None = None) -> Iterat
 
 
 def patches(layer: Any, x: Tensor) -> Tensor:
-    """[groups, n, kernel * in / groups]: what each output of a convolution is a product with; `x` [N, in, *size]."""
+    """Return [groups, n, kernel * in / groups]: what each output of a convolution is a product with.
+
+    `x` [N, in, *size].
+    """
     seen = windows(layer, x)  # [N, in, *places, *taps]
     n_space = len(layer.kernel_size)
     last = seen.permute(0, *range(2, 2 + 2 * n_space), 1)  # [N, *places, *taps, in]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from compress.blocks.trace import removed_after
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.prune.statistics import Batch
 
 
@@ -23,33 +23,33 @@ def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
     """
     sums: dict[_BatchNorm, Tensor] = {}
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and _can_follow(part)]
-    handles = [norm.register_forward_pre_hook(_adding(norm, sums), with_kwargs=True) for norm in norms]
-    with removed_after(handles):
+    handles = [norm.register_forward_pre_hook(_make_sum_hook(norm, sums), with_kwargs=True) for norm in norms]
+    with remove_hooks_on_exit(handles):
         for batch in batches:
             module(**batch)
     for norm, (n, x, xx) in sums.items():
-        _restate(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
+        _restate_norm(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
 
 
 def _can_follow(norm: _BatchNorm) -> bool:
     return norm.affine and norm.running_mean is not None
 
 
-def _adding(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
-    """Adds up, over all batches: values, their sum and that of their squares, float64 [3, C]."""
+def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook that sums over all batches: number of values, values, and their squares, float64 [3, C]."""
 
     def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
         x = next(iter((*args, *kwargs.values()))).double().movedim(1, 0).flatten(1)  # [C, values]
-        own = torch.stack([torch.full((len(x),), float(x.shape[1])).double(), x.sum(1), x.square().sum(1)])
-        sums[norm] = sums[norm] + own if norm in sums else own
+        batch_sums = torch.stack([torch.full((len(x),), float(x.shape[1])).double(), x.sum(1), x.square().sum(1)])
+        sums[norm] = sums[norm] + batch_sums if norm in sums else batch_sums
 
     return hook
 
 
-def _restate(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """The same map, by another mean and variance (float64 [C])."""
+def _restate_norm(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """Express the same map by another mean and variance (float64 [C]), in place."""
     assert norm.running_mean is not None and norm.running_var is not None
-    before, after = ((one.double() + norm.eps).sqrt() for one in (norm.running_var, variance))
+    before, after = ((values.double() + norm.eps).sqrt() for values in (norm.running_var, variance))
     weight = norm.weight.double()
     norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
     norm.weight.copy_((weight * after / before).float())

@@ -40,11 +40,11 @@ class Elimination:
     errors: np.ndarray
 
     def error_at(self, n_kept: int, n_units: int) -> float:
-        """With so many of the units left."""
+        """Return the error with `n_kept` of the units left."""
         return 0.0 if n_kept >= n_units else float(self.errors[n_units - n_kept - 1])
 
-    def kept(self, n_kept: int, n_units: int) -> np.ndarray:
-        """The units that remain, in rising order, int64."""
+    def choose_kept(self, n_kept: int, n_units: int) -> np.ndarray:
+        """Return the units that remain, in rising order, int64."""
         return np.setdiff1d(np.arange(n_units), self.order[: n_units - n_kept])
 
 
@@ -81,17 +81,17 @@ class _Work:
     def __init__(self, reading: Reading) -> None:
         self.features = torch.from_numpy(np.ascontiguousarray(reading.features))
         self.weight = reading.weight.double().clone()
-        self.inverse = inverted(reading.gram)
+        self.inverse = invert_damped(reading.gram)
 
     def scores(self, units: np.ndarray) -> Tensor:
-        """What removing each of the units alone would cost, [len(units)]."""
+        """Return what removing each of the units alone would cost, [len(units)]."""
         features = self.features[torch.from_numpy(units)]  # [u, k]
         blocks = self.inverse[features[:, :, None], features[:, None, :]]  # [u, k, k]
         columns = self.weight[:, features].permute(1, 2, 0)  # [u, k, out]
         return (columns * _solve(blocks, columns)).sum((1, 2))
 
     def remove(self, units: np.ndarray) -> float:
-        """Take units out together, the others making up for them; gives what that costs."""
+        """Remove units together, the others making up for them; return what that costs."""
         features = self.features[torch.from_numpy(units)].reshape(-1)
         columns = self.weight[:, features].T  # [k, out]
         rows = self.inverse[features]  # [k, features]
@@ -104,14 +104,14 @@ class _Work:
         return max(cost, 0.0)
 
 
-def inverted(gram: Tensor) -> Tensor:
-    """The inverse of the damped Gram matrix, float64."""
+def invert_damped(gram: Tensor) -> Tensor:
+    """Return the inverse of the damped Gram matrix, float64."""
     return torch.cholesky_inverse(factor_of(gram, DAMPING))
 
 
 def factor_of(gram: Tensor, damping: float) -> Tensor:
-    """The Cholesky factor of the damped Gram matrix, float64. PassError where rounding has made it indefinite."""
-    factor, failed = torch.linalg.cholesky_ex(damped(gram, damping))
+    """Return the damped Gram matrix's Cholesky factor, float64. PassError where rounding has made it indefinite."""
+    factor, failed = torch.linalg.cholesky_ex(damp_diagonal(gram, damping))
     if int(failed):
         raise PassError(
             f"least squares: inputs that hardly vary against their mean cannot be told from rounding (feature "
@@ -121,26 +121,26 @@ def factor_of(gram: Tensor, damping: float) -> Tensor:
     return factor
 
 
-def damped(gram: Tensor, damping: float = DAMPING) -> Tensor:
-    """A copy in float64 with `damping` times its mean diagonal added to the diagonal; the identity for zeros."""
-    found = gram.double().clone()
-    diagonal = found.diagonal()
+def damp_diagonal(gram: Tensor, damping: float = DAMPING) -> Tensor:
+    """Return a float64 copy with `damping` times its mean diagonal added to the diagonal; the identity for zeros."""
+    matrix = gram.double().clone()
+    diagonal = matrix.diagonal()
     mean = float(diagonal.mean())
     diagonal += damping * mean if mean > 0 else 1.0
-    return found
+    return matrix
 
 
 def _solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """matrix^-1 right for symmetric positive definite matrices."""
+    """Return matrix^-1 right for symmetric positive definite matrices."""
     return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
 
 
-def made_up(reading: Reading, units: np.ndarray) -> Tensor:
-    """The weight [out, features], float64, with zeros for `units`, and the others making up for them."""
+def compensate_weight(reading: Reading, units: np.ndarray) -> Tensor:
+    """Return the weight [out, features], float64, with zeros for `units`, and the others making up for them."""
     features = np.arange(reading.weight.shape[1])
     kept = torch.from_numpy(np.setdiff1d(features, reading.features[units].reshape(-1)))
-    gram = damped(reading.gram)
+    gram = damp_diagonal(reading.gram)
     weight = reading.weight.double()
-    found = torch.zeros_like(weight)
-    found[:, kept] = _solve(gram[kept][:, kept], gram[kept] @ weight.T).T
-    return found
+    compensated = torch.zeros_like(weight)
+    compensated[:, kept] = _solve(gram[kept][:, kept], gram[kept] @ weight.T).T
+    return compensated

@@ -41,7 +41,7 @@ class Place:
     norm: Any
 
     def scale(self) -> Tensor:
-        """What the batch norm multiplies each output with, float64 [out]; ones without."""
+        """Return what the batch norm multiplies each output with, float64 [out]; ones without."""
         n_out = read_weight(self.layer).flatten(0, 1).shape[0]
         if self.norm is None:
             return torch.ones(n_out, dtype=torch.float64)
@@ -49,11 +49,11 @@ class Place:
         return scale if self.norm.weight is None else scale * self.norm.weight.detach().double()
 
     def bias_holder(self) -> Tensor | None:
-        """The parameter or buffer that can take a shift of the outputs."""
-        found: Tensor | None = self.layer.bias
+        """Return the parameter or buffer that can take a shift of the outputs; None where there is none."""
+        holder: Tensor | None = self.layer.bias
         if self.norm is not None:
-            found = self.norm.running_mean if self.norm.bias is None else self.norm.bias
-        return None if found is None else found.detach()
+            holder = self.norm.running_mean if self.norm.bias is None else self.norm.bias
+        return None if holder is None else holder.detach()
 
     def shift(self, by: Tensor) -> None:
         """Move the outputs at the point by [out], in place, where there is what can take it."""
@@ -63,41 +63,41 @@ class Place:
 
 
 def place_of(module: nn.Module, point: Point) -> Place:
-    """The point in a model."""
+    """Return the point with its modules in a model."""
     parts = {plain(name): part for name, part in module.named_modules()}
     return Place(point, parts[point.layer], parts[point.norm] if point.norm else None)
 
 
 def find_points(module: nn.Module, feeds: Mapping[str, Tensor]) -> tuple[Point, ...]:
-    """One for every layer that is called once, in the order in which they are reached; the forward is run on `feeds`.
+    """Return a point for every layer that is called once, in the order in which a forward on `feeds` reaches them.
 
     Raises whatever the forward raises.
     """
     flow = record(module, feeds, compute=True)
     additions = {op.index: number for number, op in enumerate(op for op in flow.ops if op.name == "add")}
     layers = [name for name, calls in flow.calls.items() if len(calls) == 1 and is_matrix_layer(flow.modules[name])]
-    points = [_point(flow, name, additions) for name in layers]
+    points = [_find_point(flow, name, additions) for name in layers]
     return tuple(sorted((point for point in points if point is not None), key=lambda point: point.index))
 
 
-def _point(flow: Flow, layer: str, additions: Mapping[int, int]) -> Point | None:
+def _find_point(flow: Flow, layer: str, additions: Mapping[int, int]) -> Point | None:
     call = flow.calls[layer][0]
     if len(call.outputs) != 1:
         return None
     value, index = call.outputs[0], call.stop
-    norm = _norm_of(flow, value)
+    norm = _find_norm(flow, value)
     if norm:
         value, index = flow.calls[norm][0].outputs[0], flow.calls[norm][0].stop
-    sums = _only_reader(flow, value)
+    sums = _find_only_reader(flow, value)
     addition = None
     if sums is not None and sums.name == "add" and _adds_alike(flow, sums):
         value, index, addition = sums.outputs[0], sums.index + 1, additions[sums.index]
-    reader = _only_reader(flow, value)
+    reader = _find_only_reader(flow, value)
     return Point(layer, norm, addition, index, reader is not None and reader.name == "relu")
 
 
-def _norm_of(flow: Flow, value: int) -> str:
-    """The batch norm that alone reads the value; "" if there is none."""
+def _find_norm(flow: Flow, value: int) -> str:
+    """Return the name of the batch norm that alone reads the value; "" if there is none."""
     for name, module in flow.modules.items():
         calls = flow.calls.get(name, ())
         if isinstance(module, _BatchNorm) and len(calls) == 1 and calls[0].inputs[:1] == (value,):
@@ -106,13 +106,13 @@ def _norm_of(flow: Flow, value: int) -> str:
     return ""
 
 
-def _only_reader(flow: Flow, value: int) -> Op | None:
+def _find_only_reader(flow: Flow, value: int) -> Op | None:
     readers: Sequence[Op] = flow.consumers.get(value, [])
     return readers[0] if len(readers) == 1 and value not in flow.outputs else None
 
 
 def _adds_alike(flow: Flow, op: Op) -> bool:
-    """Two different tensors of one shape, neither of them multiplied."""
+    """Return whether an operator adds two different tensors of one shape, neither of them multiplied."""
     a, b = (*op.inputs, -1, -1)[:2]
     same = len(op.inputs) == 2 and a != b and flow.shapes[a] == flow.shapes[b] == flow.shapes[op.outputs[0]]
     return same and op.kwargs.get("alpha", 1) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compress.prune.labels import Axes, Book, Labels, aligned, joined, reshaped
+from compress.prune.labels import Axes, Book, Labels, align_labels, join_labels, reshape_labels
 from compress.structure.dataflow import Flow, Op, Ref
 
 Rule = Callable[["Walk", Op], None]
@@ -24,7 +24,7 @@ class Walk:
         self.sums: list[Labels] = []
 
     def of(self, argument: Any) -> Axes:
-        """The labels of an argument; of a constant or an input none."""
+        """Return the labels of an argument; of a constant or an input none."""
         if not isinstance(argument, Ref):
             return ()
         return self.axes.get(argument.value, (None,) * len(self.shape(argument)))
@@ -40,16 +40,16 @@ class Walk:
         self.axes.update(zip(op.outputs, outputs, strict=False))
 
     def join(self, one: Labels | None, other: Labels | None, op: Op) -> Labels | None:
-        return joined((one, other), self.book, f"{said(op)} meets a size that the code fixes")
+        return join_labels((one, other), self.book, f"{describe_operator(op)} meets a size that the code fixes")
 
     def keep(self, op: Op, why: str = "") -> None:
-        """Nothing that the operator reads may be removed."""
+        """Pin everything that the operator reads: nothing of it may be removed."""
         for value in op.inputs:
             for labels in self.axes.get(value, ()):
-                self.book.pin(labels, why or f"{said(op)} has no rule")
+                self.book.pin(labels, why or f"{describe_operator(op)} has no rule")
 
 
-def said(op: Op) -> str:
+def describe_operator(op: Op) -> str:
     return f"{op.name}{f' in {op.module}' if op.module else ''}"
 
 
@@ -78,38 +78,47 @@ def _is_pointwise(name: str) -> bool:
 
 
 def _pointwise(state: Walk, op: Op) -> None:
-    """Index by index; what is added to a labelled activation ends up in it."""
-    tensors = [argument for argument in _flat((*op.args, *op.kwargs.values())) if isinstance(argument, Ref)]
+    """Join the tensors index by index; what is added to a labelled activation ends up in it."""
+    tensors = [
+        argument for argument in _flatten_arguments((*op.args, *op.kwargs.values())) if isinstance(argument, Ref)
+    ]
     shape = state.out_shape(op)
-    options = aligned([state.of(one) for one in tensors], [state.shape(one) for one in tensors], shape)
-    found = tuple(joined(some, state.book, f"{said(op)} meets a size that the code fixes") for some in options)
-    parameters = [one for one in tensors if one.value in state.flow.parameters]
+    options = align_labels([state.of(tensor) for tensor in tensors], [state.shape(tensor) for tensor in tensors], shape)
+    axes = tuple(
+        join_labels(some, state.book, f"{describe_operator(op)} meets a size that the code fixes") for some in options
+    )
+    parameters = [tensor for tensor in tensors if tensor.value in state.flow.parameters]
     if op.name in ("add", "sub") and len(tensors) == 2 and not parameters:
-        state.sums += [labels for labels in map(_met, options) if labels is not None]
-    state.give(op, found)
+        state.sums += [labels for labels in map(_find_met_labels, options) if labels is not None]
+    state.give(op, axes)
 
 
-def _met(options: Sequence[Labels | None]) -> Labels | None:
-    """The labels of one of two tensors whose indices were not the same units before."""
+def _find_met_labels(options: Sequence[Labels | None]) -> Labels | None:
+    """Return the labels of one of two tensors whose indices were not the same units before."""
     if len(options) != 2:
         return None
     one, other = options
     return None if one is None or other is None or np.array_equal(one, other) else one
 
 
-def _flat(arguments: Sequence[Any]) -> list[Any]:
+def _flatten_arguments(arguments: Sequence[Any]) -> list[Any]:
     return [
-        one for argument in arguments for one in (_flat(argument) if isinstance(argument, list | tuple) else [argument])
+        leaf
+        for argument in arguments
+        for leaf in (_flatten_arguments(argument) if isinstance(argument, list | tuple) else [argument])
     ]
 
 
-def _same(state: Walk, op: Op) -> None:
+def _keep_labels(state: Walk, op: Op) -> None:
     state.give(op, state.of(op.args[0]))
 
 
 def _view(state: Walk, op: Op) -> None:
     source = op.args[0]
-    state.give(op, reshaped(state.of(source), state.shape(source), state.out_shape(op), state.book, said(op)))
+    state.give(
+        op,
+        reshape_labels(state.of(source), state.shape(source), state.out_shape(op), state.book, describe_operator(op)),
+    )
 
 
 def _permute(state: Walk, op: Op) -> None:
@@ -131,105 +140,112 @@ def _expand(state: Walk, op: Op) -> None:
     state.give(op, ((None,) * lead) + tuple(kept))
 
 
-def _argument(op: Op, place: int, name: str, default: Any) -> Any:
+def _get_argument(op: Op, place: int, name: str, default: Any) -> Any:
     return op.args[place] if len(op.args) > place else op.kwargs.get(name, default)
 
 
-def _replaced(axes: Axes, axis: int, labels: Labels | None) -> Axes:
+def _replace_axis(axes: Axes, axis: int, labels: Labels | None) -> Axes:
     return (*axes[:axis], labels, *axes[axis + 1 :])
 
 
 def _slice(state: Walk, op: Op) -> None:
     axes = state.of(op.args[0])
-    axis = _argument(op, 1, "dim", 0) % len(axes)
+    axis = _get_argument(op, 1, "dim", 0) % len(axes)
     labels = axes[axis]
     if labels is not None:
-        labels = labels[_argument(op, 2, "start", None) : _argument(op, 3, "end", None) : _argument(op, 4, "step", 1)]
-    state.give(op, _replaced(axes, axis, labels))
+        labels = labels[
+            _get_argument(op, 2, "start", None) : _get_argument(op, 3, "end", None) : _get_argument(op, 4, "step", 1)
+        ]
+    state.give(op, _replace_axis(axes, axis, labels))
 
 
 def _split(state: Walk, op: Op) -> None:
     axes = state.of(op.args[0])
-    axis = _argument(op, 2, "dim", 0) % len(axes)
+    axis = _get_argument(op, 2, "dim", 0) % len(axes)
     sizes = [state.flow.shapes[value][axis] for value in op.outputs]
     labels = axes[axis]
     parts = [None] * len(sizes) if labels is None else np.split(labels, np.cumsum(sizes)[:-1])
-    state.give(op, *(_replaced(axes, axis, part) for part in parts))
+    state.give(op, *(_replace_axis(axes, axis, part) for part in parts))
 
 
 def _pick(state: Walk, op: Op) -> None:
-    """select, unbind: an axis goes; one that is labelled stays whole."""
+    """Drop the axis of a select or unbind; one that is labelled stays whole."""
     axes = state.of(op.args[0])
-    axis = _argument(op, 1, "dim", 0) % len(axes)
-    state.book.pin(axes[axis], f"{said(op)} takes single indices of it")
+    axis = _get_argument(op, 1, "dim", 0) % len(axes)
+    state.book.pin(axes[axis], f"{describe_operator(op)} takes single indices of it")
     state.give(op, *[(*axes[:axis], *axes[axis + 1 :])] * len(op.outputs))
 
 
 def _concatenate(state: Walk, op: Op) -> None:
     parts = [part for part in op.args[0] if math.prod(state.shape(part))]
     n = len(state.out_shape(op))
-    axis = _argument(op, 1, "dim", 0) % n
-    why = f"{said(op)} meets a size that the code fixes"
-    found: list[Labels | None] = [
-        joined([state.of(part)[i] for part in parts], state.book, why) if i != axis else None for i in range(n)
+    axis = _get_argument(op, 1, "dim", 0) % n
+    why = f"{describe_operator(op)} meets a size that the code fixes"
+    axes: list[Labels | None] = [
+        join_labels([state.of(part)[i] for part in parts], state.book, why) if i != axis else None for i in range(n)
     ]
     if any(state.of(part)[axis] is not None for part in parts):
-        found[axis] = np.concatenate([_or_pinned(state, state.of(p)[axis], state.shape(p)[axis], op) for p in parts])
-    state.give(op, tuple(found))
+        axes[axis] = np.concatenate(
+            [_pin_if_unlabelled(state, state.of(p)[axis], state.shape(p)[axis], op) for p in parts]
+        )
+    state.give(op, tuple(axes))
 
 
-def _or_pinned(state: Walk, labels: Labels | None, size: int, op: Op) -> Labels:
-    """Labels for a piece that has none: it stays as it is."""
+def _pin_if_unlabelled(state: Walk, labels: Labels | None, size: int, op: Op) -> Labels:
+    """Return the labels of a piece, or new ones that are pinned for a piece that has none: it stays as it is."""
     if labels is None:
         labels = state.book.fresh(size)
-        state.book.pin(labels, f"{said(op)} adds a fixed number of them")
+        state.book.pin(labels, f"{describe_operator(op)} adds a fixed number of them")
     return labels
 
 
 def _pad(state: Walk, op: Op) -> None:
-    """Constant padding; of a labelled axis the new indices are fixed in number, those between may go."""
+    """Carry labels through constant padding: new indices are fixed in number, those between may go."""
     axes, amounts = list(state.of(op.args[0])), op.args[1]
     for i in range(len(amounts) // 2):
         axis, (before, after) = len(axes) - 1 - i, amounts[2 * i : 2 * i + 2]
         labels = axes[axis]
         if labels is not None and (before or after):
             kept = labels[max(-before, 0) : len(labels) - max(-after, 0)]
-            ends = (_or_pinned(state, None, max(amount, 0), op) for amount in (before, after))
+            ends = (_pin_if_unlabelled(state, None, max(amount, 0), op) for amount in (before, after))
             axes[axis] = np.concatenate([next(ends), kept, next(ends)])
     state.give(op, tuple(axes))
 
 
 def _reduce(state: Walk, op: Op) -> None:
-    """Sums, means, extremes: what they run over is gone."""
+    """Drop the axes that a sum, mean or extreme runs over."""
     axes = state.of(op.args[0])
-    asked = _argument(op, 2 if op.name == "linalg_vector_norm" else 1, "dim", None)
+    asked = _get_argument(op, 2 if op.name == "linalg_vector_norm" else 1, "dim", None)
     if isinstance(asked, bool):  # var and std may have `unbiased` there, and then run over all
         asked = None
-    gone = range(len(axes)) if asked is None or asked == [] else [asked] if isinstance(asked, int) else asked
-    dims = {axis % len(axes) for axis in gone} if axes else set()
+    dropped = range(len(axes)) if asked is None or asked == [] else [asked] if isinstance(asked, int) else asked
+    dims = {axis % len(axes) for axis in dropped} if axes else set()
     keeps = len(state.out_shape(op)) == len(axes)
     kept = tuple(None if i in dims else labels for i, labels in enumerate(axes) if keeps or i not in dims)
     state.give(op, *[kept] * len(op.outputs))
 
 
-def _along(state: Walk, op: Op) -> None:
-    """softmax and running sums: their axis stays whole."""
+def _keep_axis_whole(state: Walk, op: Op) -> None:
+    """Pin the axis along which a softmax or a running sum goes: it stays whole."""
     axes = state.of(op.args[0])
     if axes:
-        state.book.pin(axes[_argument(op, 1, "dim", -1) % len(axes)], f"{said(op)} runs over it")
+        state.book.pin(axes[_get_argument(op, 1, "dim", -1) % len(axes)], f"{describe_operator(op)} runs over it")
     state.give(op, axes)
 
 
 def _matmul(state: Walk, op: Op) -> None:
-    """mm, bmm, addmm, baddbmm, linear: what is summed over is one; what is not goes on."""
+    """Join what is summed over, and carry the other axes on.
+
+    For mm, bmm, addmm, baddbmm and linear.
+    """
     bias = (
         op.args[0]
         if op.name in ("addmm", "baddbmm")
-        else _argument(op, 2, "bias", None)
+        else _get_argument(op, 2, "bias", None)
         if op.name == "linear"
         else None
     )
-    a, b = (state.of(one) for one in (op.args[1:3] if op.name in ("addmm", "baddbmm") else op.args[:2]))
+    a, b = (state.of(argument) for argument in (op.args[1:3] if op.name in ("addmm", "baddbmm") else op.args[:2]))
     if op.name == "linear":
         b = b[::-1]
     state.join(a[-1], b[-2], op)
@@ -241,7 +257,10 @@ def _matmul(state: Walk, op: Op) -> None:
 
 
 def _convolution(state: Walk, op: Op) -> None:
-    """Grouped: each group loses the same ones. Depthwise: an output channel goes with its input channel."""
+    """Join a convolution's channels with those of its weight and bias.
+
+    Grouped: each group loses the same ones. Depthwise: an output channel goes with its input channel.
+    """
     x, w = state.of(op.args[0]), state.of(op.args[1])
     transposed, groups = op.args[6], op.args[8]
     into, out = (w[0], w[1]) if transposed else (w[1], w[0])
@@ -253,13 +272,13 @@ def _convolution(state: Walk, op: Op) -> None:
         n_per_channel = len(out) // groups
         state.book.join(out.reshape(groups, n_per_channel), x[1][:, None])
     else:
-        out = _in_groups(state, x[1], into, out, groups, transposed)
+        out = _join_groups(state, x[1], into, out, groups, transposed)
     if isinstance(op.args[2], Ref):
         out = state.join(out, state.of(op.args[2])[0], op)
     state.give(op, (x[0], out, *(None,) * (len(state.out_shape(op)) - 2)))
 
 
-def _in_groups(
+def _join_groups(
     state: Walk, x: Labels | None, into: Labels | None, out: Labels | None, groups: int, transposed: bool
 ) -> Labels | None:
     why = "a grouped convolution reads something of fixed size"
@@ -289,18 +308,18 @@ def _embedding(state: Walk, op: Op) -> None:
 def _batch_norm(state: Walk, op: Op) -> None:
     axes = state.of(op.args[0])
     channels = axes[1]
-    for other in op.args[1:5]:
-        if isinstance(other, Ref):
-            channels = state.join(channels, state.of(other)[0], op)
-    state.give(op, _replaced(axes, 1, channels))
+    for parameter in op.args[1:5]:
+        if isinstance(parameter, Ref):
+            channels = state.join(channels, state.of(parameter)[0], op)
+    state.give(op, _replace_axis(axes, 1, channels))
 
 
 def _layer_norm(state: Walk, op: Op) -> None:
     axes = list(state.of(op.args[0]))
     n = len(op.args[1])
-    for other in op.args[2:4]:
-        if isinstance(other, Ref):
-            for i, labels in enumerate(state.of(other)):
+    for parameter in op.args[2:4]:
+        if isinstance(parameter, Ref):
+            for i, labels in enumerate(state.of(parameter)):
                 axes[len(axes) - n + i] = state.join(axes[len(axes) - n + i], labels, op)
     state.give(op, tuple(axes))
 
@@ -308,26 +327,28 @@ def _layer_norm(state: Walk, op: Op) -> None:
 def _group_norm(state: Walk, op: Op) -> None:
     axes = state.of(op.args[0])
     channels, groups = axes[1], op.args[6]
-    for other in op.args[1:3]:
-        if isinstance(other, Ref):
-            channels = state.join(channels, state.of(other)[0], op)
+    for parameter in op.args[1:3]:
+        if isinstance(parameter, Ref):
+            channels = state.join(channels, state.of(parameter)[0], op)
     if channels is not None:
         by_group = channels.reshape(groups, -1)
         state.book.join(by_group, by_group[:1])
-    state.give(op, _replaced(axes, 1, channels))
+    state.give(op, _replace_axis(axes, 1, channels))
 
 
-def _spatial(state: Walk, op: Op) -> None:
-    """Pooling and resizing: batch and channels stay, pixels change."""
+def _keep_channels(state: Walk, op: Op) -> None:
+    """Keep batch and channels through pooling and resizing; pixels change."""
     axes = state.of(op.args[0])
     n_kept = len(axes) - (1 if "1d" in op.name else 3 if "3d" in op.name else 2)
     state.give(op, *[(*axes[:n_kept], *(None,) * (len(axes) - n_kept))] * len(op.outputs))
 
 
 def _attention(state: Walk, op: Op) -> None:
-    """Fused attention: query, key, value [B, heads, T, size]; a key-value head goes with the queries that share it, and
-    with its row of a mask that has one for each."""
-    q, k, v = (state.of(one) for one in op.args[:3])
+    """Join the heads of fused attention: query, key, value [B, heads, T, size].
+
+    A key-value head goes with the queries that share it, and with its row of a mask that has one for each.
+    """
+    q, k, v = (state.of(argument) for argument in op.args[:3])
     state.join(q[3], k[3], op)
     keys = state.join(k[1], v[1], op)
     if keys is not None and len(keys) != state.shape(op.args[0])[1]:
@@ -339,23 +360,31 @@ def _attention(state: Walk, op: Op) -> None:
     state.give(op, (q[0], heads, q[2], v[3]))
 
 
-def _nothing(state: Walk, op: Op) -> None:
-    """Outputs of which no size follows from a parameter's."""
+def _drop_labels(state: Walk, op: Op) -> None:
+    """Leave the outputs without labels: none of their sizes follows from a parameter's."""
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "unflatten"), _view),
-    **dict.fromkeys(("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "native_dropout"), _same),
+    **dict.fromkeys(
+        ("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "native_dropout"), _keep_labels
+    ),
     **dict.fromkeys(("t", "transpose", "permute", "numpy_T"), _permute),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     **dict.fromkeys(("select", "unbind"), _pick),
     **dict.fromkeys(("mean", "sum", "amax", "amin", "var", "std", "var_mean", "linalg_vector_norm"), _reduce),
-    **dict.fromkeys(("_softmax", "softmax", "_log_softmax", "cumsum"), _along),
+    **dict.fromkeys(("_softmax", "softmax", "_log_softmax", "cumsum"), _keep_axis_whole),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "linear"), _matmul),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"), _batch_norm),
-    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), _spatial),
-    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "max_pool3d_with_indices", "avg_pool3d"), _spatial),
-    **dict.fromkeys(("arange", "empty", "zeros", "ones", "full", "scalar_tensor", "zeros_like", "ones_like"), _nothing),
+    **dict.fromkeys(
+        ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), _keep_channels
+    ),
+    **dict.fromkeys(
+        ("upsample_nearest2d", "upsample_bilinear2d", "max_pool3d_with_indices", "avg_pool3d"), _keep_channels
+    ),
+    **dict.fromkeys(
+        ("arange", "empty", "zeros", "ones", "full", "scalar_tensor", "zeros_like", "ones_like"), _drop_labels
+    ),
     "expand": _expand,
     "slice": _slice,
     "cat": _concatenate,

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from compress.blocks.depth import numbers_of, remove_blocks
 from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import empty_weights, plain
-from compress.blocks.sizes import transformers_config
-from compress.blocks.trace import named_outputs
+from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_config
+from compress.blocks.trace import name_outputs
 from compress.errors import PassError
-from compress.prune.configuration import UNFIT_NUMBERS
 from compress.prune.depth import Skipping
 
 CLOSE = 1e-4
@@ -27,33 +25,33 @@ Outputs = Sequence[Tensor]
 
 
 def shorten(skipping: Skipping, names: Sequence[str], sample: Mapping[str, Tensor]) -> bool:
-    """Take blocks out of the module, in place; False if it is a transformers model whose configuration cannot say it.
+    """Remove blocks from the module, in place, and return False if its transformers configuration cannot say so.
 
     Numbers and lists of `config` that tell how many blocks there are, and of what kind, change with it. PassError where
     the smaller module does not give what the whole one gives when these blocks hand on what they read.
     """
     module = skipping.module
     with skipping.without(names):
-        wanted = _outputs(module, sample)
-    before = _lists(module)
+        wanted = _compute_outputs(module, sample)
+    before = _find_block_lists(module)
     remove_blocks(module, names)
     config = transformers_config(module)
     if config is None:
-        _require(module, sample, wanted)
+        _require_agreement(module, sample, wanted)
         return True
-    tries = _candidates(before, _lists(module), config.to_dict())
+    tries = _list_candidates(before, _find_block_lists(module), config.to_dict())
     for changes in tries:
-        with_them = _changed(config, changes)
-        if with_them is not None and _agrees(_rebuilt(module, with_them), sample, wanted):
-            _apply(config, changes)
-            _require(module, sample, wanted)
+        with_them = _copy_with(config, changes)
+        if with_them is not None and _agrees(_rebuild_model(module, with_them), sample, wanted):
+            _apply_changes(config, changes)
+            _require_agreement(module, sample, wanted)
             return True
-    _apply(config, {key: value for key, value in tries[0].items() if isinstance(value, list)})
-    _require(module, sample, wanted)
+    _apply_changes(config, {key: value for key, value in tries[0].items() if isinstance(value, list)})
+    _require_agreement(module, sample, wanted)
     return False
 
 
-def _require(module: nn.Module, sample: Mapping[str, Tensor], wanted: Outputs) -> None:
+def _require_agreement(module: nn.Module, sample: Mapping[str, Tensor], wanted: Outputs) -> None:
     if not _agrees(module, sample, wanted):
         raise PassError(
             "the model's code fixes how many blocks there are, or computes by a block's number, so that it does not "
@@ -62,41 +60,41 @@ def _require(module: nn.Module, sample: Mapping[str, Tensor], wanted: Outputs) -
 
 
 def _agrees(module: nn.Module | None, sample: Mapping[str, Tensor], wanted: Outputs) -> bool:
-    """True if it gives these outputs, to rounding."""
+    """Return whether a module gives these outputs, to rounding."""
     if module is None:
         return False
     try:
-        found = _outputs(module, sample)
+        outputs = _compute_outputs(module, sample)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # it does not run: the answer
         return False
-    if [one.shape for one in found] != [one.shape for one in wanted]:
+    if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in wanted]:
         return False
     return all(
         float((a - b).abs().max()) <= CLOSE * float(b.abs().max().clamp_min(1e-30))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(outputs, wanted, strict=True)
     )
 
 
-def _outputs(module: nn.Module, sample: Mapping[str, Tensor]) -> Outputs:
+def _compute_outputs(module: nn.Module, sample: Mapping[str, Tensor]) -> Outputs:
     with torch.no_grad():
-        return list(named_outputs(module(**sample)).values())
+        return list(name_outputs(module(**sample)).values())
 
 
-def _lists(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """List of blocks -> their numbers."""
+def _find_block_lists(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return list of blocks -> their numbers."""
     return {plain(path): numbers_of(part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
 
 
-def _candidates(before: Lists, after: Lists, config: Settings) -> list[dict[str, Any]]:
-    """Changes to try, the likeliest first: lists with an entry for each block, and one or two numbers of blocks."""
-    found: list[dict[str, Any]] = []
+def _list_candidates(before: Lists, after: Lists, config: Settings) -> list[dict[str, Any]]:
+    """Return changes to try, the likeliest first: lists with one entry a block, and one or two numbers of blocks."""
+    candidates: list[dict[str, Any]] = []
     for path, numbers in after.items():
         if len(numbers) < len(before[path]):
-            found += _settings(config, len(before[path]), [before[path].index(number) for number in numbers])
-    return found or [{}]
+            candidates += _list_settings(config, len(before[path]), [before[path].index(number) for number in numbers])
+    return candidates or [{}]
 
 
-def _settings(config: Settings, n_before: int, kept: Sequence[int]) -> list[dict[str, Any]]:
+def _list_settings(config: Settings, n_before: int, kept: Sequence[int]) -> list[dict[str, Any]]:
     lists = {
         key: [value[place] for place in kept]
         for key, value in config.items()
@@ -106,60 +104,61 @@ def _settings(config: Settings, n_before: int, kept: Sequence[int]) -> list[dict
     counts.sort(key=lambda key: "layer" not in key)
     singles = [{key: len(kept)} for key in counts]
     pairs = [{a: len(kept), b: len(kept)} for i, a in enumerate(counts) for b in counts[i + 1 :]]
-    return [lists | one for one in (*singles, *pairs)] or [lists]
+    return [lists | change for change in (*singles, *pairs)] or [lists]
 
 
-def _apply(config: Any, changes: Settings) -> None:
-    """Lists first: a number of layers is checked against them."""
-    for key, value in sorted(changes.items(), key=lambda one: not isinstance(one[1], list)):
+def _apply_changes(config: Any, changes: Settings) -> None:
+    """Set the changed fields, lists first: a number of layers is checked against them."""
+    for key, value in sorted(changes.items(), key=lambda item: not isinstance(item[1], list)):
         setattr(config, key, value)
 
 
-def _changed(config: Any, changes: Settings) -> Any:
-    """A changed copy; None where a field does not take such a value."""
-    made = copy.deepcopy(config)
+def _copy_with(config: Any, changes: Settings) -> Any:
+    """Return a changed copy; None where a field does not take such a value, or its class refuses them together."""
+    changed = copy.deepcopy(config)
     try:
-        _apply(made, changes)
-    except (StrictDataclassError, TypeError, ValueError, AttributeError):
+        _apply_changes(changed, changes)
+        rebuild_config(changed, {})
+    except UNFIT_NUMBERS:
         return None
-    return made
+    return changed
 
 
-def _rebuilt(module: nn.Module, config: Any) -> nn.Module | None:
-    """What the configuration builds, with the module's values; None where it builds none, or other tensors.
+def _rebuild_model(module: nn.Module, config: Any) -> nn.Module | None:
+    """Return what the configuration builds, with the module's values; None where it builds none, or other tensors.
 
     Parts that the module was loaded without (a pooler that nothing reads) hold zeros.
     """
     model = getattr(module, "wrapped", module)
     try:
         with empty_weights(), torch.random.fork_rng(devices=[]):
-            made: nn.Module = type(model)(config).eval()
-            unstack_experts(made)
+            rebuilt: nn.Module = type(model)(config).eval()
+            unstack_experts(rebuilt)
     except UNFIT_NUMBERS:
         return None
-    own, new = dict(model.named_parameters()), dict(made.named_parameters())
-    lengths = [{path: len(numbers) for path, numbers in _lists(one).items()} for one in (model, made)]
-    if lengths[0] != lengths[1] or any(name not in new or new[name].shape != one.shape for name, one in own.items()):
+    old, new = dict(model.named_parameters()), dict(rebuilt.named_parameters())
+    lengths = [{path: len(numbers) for path, numbers in _find_block_lists(one).items()} for one in (model, rebuilt)]
+    if lengths[0] != lengths[1] or any(name not in new or new[name].shape != one.shape for name, one in old.items()):
         return None
-    _take_values(made, model)
+    _share_values(rebuilt, model)
     if model is module:
-        return made
+        return rebuilt
     wrapper = copy.copy(module)
-    wrapper._modules = {**module._modules, "wrapped": made}
+    wrapper._modules = {**module._modules, "wrapped": rebuilt}
     return wrapper
 
 
-def _take_values(made: nn.Module, model: nn.Module) -> None:
-    """Parameters and stored buffers of one name become one tensor; others are filled with zeros."""
-    own = model.state_dict(keep_vars=True)
-    for path, part in made.named_modules():
+def _share_values(rebuilt: nn.Module, model: nn.Module) -> None:
+    """Share parameters and stored buffers of one name between the two models; fill other parameters with zeros."""
+    state = model.state_dict(keep_vars=True)
+    for path, part in rebuilt.named_modules():
         for key, old in [*part._parameters.items(), *part._buffers.items()]:
-            values = own.get(f"{path}.{key}" if path else key)
+            values = state.get(f"{path}.{key}" if path else key)
             if old is not None and key in part._parameters:
-                part._parameters[key] = _parameter(torch.zeros(old.shape) if values is None else values)
+                part._parameters[key] = _to_parameter(torch.zeros(old.shape) if values is None else values)
             elif values is not None:
                 part._buffers[key] = values
 
 
-def _parameter(values: Tensor) -> nn.Parameter:
+def _to_parameter(values: Tensor) -> nn.Parameter:
     return values if isinstance(values, nn.Parameter) else nn.Parameter(values, requires_grad=False)

@@ -17,7 +17,7 @@ from compress.prune.coupling import in_axis
 from compress.prune.dimension import Axis, Dimension, DimensionKind
 from compress.prune.importance import first_output
 from compress.prune.layers import layers_of, weight_names
-from compress.prune.left_alone import left_alone
+from compress.prune.left_alone import explain_left_alone
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch
@@ -64,77 +64,87 @@ def shrink(
     seed: int = 0,
     progress: Progress = lambda items, text: items,
 ) -> Record:
-    """Leave `widths[d]` units of each dimension, those that its curve removes last, in place.
+    """Leave `widths[d]` units of each dimension, those that its curve removes last, in place; return the record.
 
     With `compensation` every layer is fitted anew to what it gave before. A copy of the whole model is held meanwhile.
     PassError where a width is below 1 or above the units there are.
     """
-    for one, width in zip(dimensions, widths, strict=True):
-        if not 1 <= width <= one.n_units:
-            raise PassError(f"{one.name}: {width} of {one.n_units} units cannot be left; give 1 to {one.n_units}")
+    for dimension, width in zip(dimensions, widths, strict=True):
+        if not 1 <= width <= dimension.n_units:
+            raise PassError(
+                f"{dimension.name}: {width} of {dimension.n_units} units cannot be left; give 1 to {dimension.n_units}"
+            )
     teacher = copy.deepcopy(module)
-    kept = [curve.kept(width, one.n_units) for one, curve, width in zip(dimensions, curves, widths, strict=True)]
+    kept = [
+        curve.choose_kept(width, dimension.n_units)
+        for dimension, curve, width in zip(dimensions, curves, widths, strict=True)
+    ]
     shrunk = tuple(
-        Shrunk(one.name, one.kind, one.n_units, own, curve.error_at(len(own), one.n_units))
-        for one, own, curve in zip(dimensions, kept, curves, strict=True)
+        Shrunk(dimension.name, dimension.kind, dimension.n_units, units, curve.error_at(len(units), dimension.n_units))
+        for dimension, units, curve in zip(dimensions, kept, curves, strict=True)
     )
     remove_all(module, dimensions, kept, remove)
     held = batches[-HELD_BATCHES:]
     without = output_error(module, teacher, held)
-    if not compensation or all(len(own) == one.n_units for own, one in zip(kept, dimensions, strict=True)):
+    if not compensation or all(
+        len(units) == dimension.n_units for units, dimension in zip(kept, dimensions, strict=True)
+    ):
         return Record(shrunk, (), without, without)
-    outputs = kept_outputs(teacher, dimensions, kept)
+    outputs = find_kept_outputs(teacher, dimensions, kept)
     layers = compensate(module, teacher, batches, outputs, seed=seed, progress=progress)
-    called_once = {one.layer for one in find_points(module, {name: tensor[:2] for name, tensor in batches[0].items()})}
-    left = left_alone(module, called_once)
+    called_once = {
+        point.layer for point in find_points(module, {name: tensor[:2] for name, tensor in batches[0].items()})
+    }
+    left = explain_left_alone(module, called_once)
     return Record(shrunk, tuple(layers), without, output_error(module, teacher, held), left)
 
 
 def remove_all(module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray], remove: Remove) -> None:
-    """Take out of each dimension what is not kept; those that share an axis are renumbered on the way."""
+    """Remove from each dimension what is not kept; those that share an axis are renumbered on the way."""
     left = [*dimensions]
-    for number, own in enumerate(kept):
-        one = left[number]
-        units = np.setdiff1d(np.arange(one.n_units), own)
+    for number, stays in enumerate(kept):
+        dimension = left[number]
+        units = np.setdiff1d(np.arange(dimension.n_units), stays)
         if len(units):
-            gone = {axis: one.indices(axis, units) for axis in one.members}
-            remove(module, one, units)
-            left[number + 1 :] = [renumbered(other, gone) for other in left[number + 1 :]]
+            removed = {axis: dimension.indices(axis, units) for axis in dimension.members}
+            remove(module, dimension, units)
+            left[number + 1 :] = [renumber_dimension(other, removed) for other in left[number + 1 :]]
 
 
-def renumbered(dimension: Dimension, gone: Mapping[Axis, np.ndarray]) -> Dimension:
-    """The dimension after other indices (int64, rising) of some axes are gone."""
+def renumber_dimension(dimension: Dimension, gone: Mapping[Axis, np.ndarray]) -> Dimension:
+    """Return the dimension after other indices (int64, rising) of some axes are gone."""
     members = {
-        axis: own - np.searchsorted(gone[axis], own) if axis in gone else own for axis, own in dimension.members.items()
+        axis: indices - np.searchsorted(gone[axis], indices) if axis in gone else indices
+        for axis, indices in dimension.members.items()
     }
     return replace(dimension, members=members)
 
 
-def kept_outputs(
+def find_kept_outputs(
     module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Layer of the whole model -> those of its outputs that stay, int64; layers that lose none are not in it."""
-    found, weights = {}, weight_names(module)
+    """Return layer of the whole model -> those of its outputs that stay, int64; layers that lose none are not in it."""
+    outputs, weights = {}, weight_names(module)
     for name, layer in layers_of(module).items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         axis = (weights[name], 1 - in_axis(layer))
         stays = np.ones(weight.shape[axis[1]], bool)
-        for one, own in zip(dimensions, kept, strict=True):
-            if axis in one.members:
-                stays[one.indices(axis, np.setdiff1d(np.arange(one.n_units), own))] = False
+        for dimension, units in zip(dimensions, kept, strict=True):
+            if axis in dimension.members:
+                stays[dimension.indices(axis, np.setdiff1d(np.arange(dimension.n_units), units))] = False
         if not stays.all():
-            found[name] = np.flatnonzero(stays)
-    return found
+            outputs[name] = np.flatnonzero(stays)
+    return outputs
 
 
 def output_error(module: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> float:
-    """The squared difference of two models' outputs, over the squared distance of the teacher's from their mean."""
+    """Return the squared error of a model's outputs over the squared distance of the teacher's from their mean."""
     n, apart, total, squares = 0, 0.0, torch.zeros(()), 0.0
     with torch.no_grad():
         for batch in batches:
-            own, whole = (first_output(one(**batch)).flatten(0, -2).double() for one in (module, teacher))
+            outputs, whole = (first_output(model(**batch)).flatten(0, -2).double() for model in (module, teacher))
             n += len(whole)
-            apart += float((own - whole).square().sum())
+            apart += float((outputs - whole).square().sum())
             total, squares = total + whole.sum(0), squares + float(whole.square().sum())
     spread = squares - float(total.square().sum()) / max(n, 1)
     return apart / max(spread, 1e-300)

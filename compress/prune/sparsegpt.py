@@ -23,15 +23,15 @@ BLOCK = 128
 def sparsegpt(
     weight: Tensor, hessians: Sequence[Hessian], sparsity: Sparsity, scope: Scope = "layer", block: int = BLOCK
 ) -> Tensor:
-    """`weight` [groups, out, in] with zeros, float32; the others changed so that the outputs change little.
+    """Return `weight` [groups, out, in] with zeros, float32; the others changed so that the outputs change little.
 
     `hessians`: one for each group, of `invert_hessian` without `act_order`. The zeros of a share are the lowest scores
     of each `block` inputs (of each row, or of all rows); those of a pattern, of each M inputs.
     """
     left = weight.float().transpose(1, 2).clone(memory_format=torch.contiguous_format)  # [groups, in, out]
-    factor = torch.stack([one.factor for one in hessians])  # [groups, in, in]
+    factor = torch.stack([hessian.factor for hessian in hessians])  # [groups, in, in]
     pivots = factor.diagonal(dim1=1, dim2=2)
-    scoring = torch.stack([_scoring(one) for one in hessians])[:, :, None]
+    scoring = torch.stack([_find_divisors(hessian) for hessian in hessians])[:, :, None]
     n, group = left.shape[1], sparsity.group
     size = max(block // group, 1) * group if group else block
     for start in range(0, n, size):
@@ -41,19 +41,19 @@ def sparsegpt(
             last = min(first + (group or size), stop)
             done = first - start
             now = left[:, first:last] - factor[:, start:first, first:last].mT @ errors[:, :done]
-            drop = _dropped((now / scoring[:, first:last]).square(), first, sparsity, scope)
+            drop = _choose_zeros((now / scoring[:, first:last]).square(), first, sparsity, scope)
             for column in range(first, last):
                 k = column - start
                 value = left[:, column] - (factor[:, start:column, column, None].mT @ errors[:, :k])[:, 0]
-                gone = drop[:, column - first]
-                errors[:, k] = torch.where(gone, value, 0.0) / pivots[:, column, None]
-                left[:, column] = value.masked_fill_(gone, 0.0)
+                zero_mask = drop[:, column - first]
+                errors[:, k] = torch.where(zero_mask, value, 0.0) / pivots[:, column, None]
+                left[:, column] = value.masked_fill_(zero_mask, 0.0)
         left[:, stop:] -= factor[:, start:stop, stop:].mT @ errors
     return left.transpose(1, 2).contiguous()
 
 
-def _dropped(scores: Tensor, first: int, sparsity: Sparsity, scope: Scope) -> Tensor:
-    """True where a weight goes, of the inputs from `first` on; `scores` [groups, in, out]."""
+def _choose_zeros(scores: Tensor, first: int, sparsity: Sparsity, scope: Scope) -> Tensor:
+    """Return a mask that is True where a weight goes, of the inputs from `first` on; `scores` [groups, in, out]."""
     groups, width, out = scores.shape
     if sparsity.group or scope == "row":
         rows = scores.transpose(1, 2).reshape(-1, width)
@@ -64,8 +64,8 @@ def _dropped(scores: Tensor, first: int, sparsity: Sparsity, scope: Scope) -> Te
     return lowest(scores.reshape(1, -1), k).reshape(scores.shape)
 
 
-def _scoring(hessian: Hessian) -> Tensor:
-    """Of each input [in], what a weight is divided by for its score: the factor's diagonal."""
+def _find_divisors(hessian: Hessian) -> Tensor:
+    """Return for each input [in] what a weight is divided by for its score: the factor's diagonal."""
     live = hessian.added[~hessian.dead]
     unknown = live.amin().rsqrt() if len(live) else torch.ones(())
     return torch.where(hessian.dead, unknown.float(), hessian.factor.diagonal())

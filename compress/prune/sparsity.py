@@ -16,9 +16,9 @@ class Sparsity:
 
     @classmethod
     def of(cls, pattern: str) -> Sparsity:
-        """From "N:M", N of each M stay. ValueError unless 1 <= N < M."""
-        found = re.fullmatch(r"(\d+):(\d+)", pattern)
-        kept, group = (int(found[1]), int(found[2])) if found else (0, 0)
+        """Parse "N:M", where N of each M stay. ValueError unless 1 <= N < M."""
+        match = re.fullmatch(r"(\d+):(\d+)", pattern)
+        kept, group = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= kept < group:
             raise ValueError(f"{pattern!r} is no pattern: N:M keeps N of each M inputs, 1 <= N < M, such as '2:4'")
         return cls(1 - kept / group, kept, group)
@@ -27,5 +27,5 @@ class Sparsity:
         return f"{self.kept}:{self.group}" if self.group else f"{self.share:.4g}"
 
     def count(self, n: int) -> int:
-        """How many of `n` weights become zero."""
+        """Return how many of `n` weights become zero."""
         return round(self.share * n)

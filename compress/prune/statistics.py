@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.lockstep import layer_input
-from compress.blocks.trace import removed_after
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.layers import input_rows, layers_of, n_features, n_groups, n_rows
 
@@ -53,7 +53,7 @@ class Sums:
         )
 
     def add(self, x: Tensor, y: Tensor | None = None) -> None:
-        """`x` [groups, n, features], `y` [groups, n, outputs]; without y the sums that hold it stay."""
+        """Add rows `x` [groups, n, features] and `y` [groups, n, outputs]; without y the sums that hold it stay."""
         self.n += x.shape[1]
         for start in range(0, x.shape[1], ROWS_AT_ONCE):
             some = x[:, start : start + ROWS_AT_ONCE].float()
@@ -62,12 +62,12 @@ class Sums:
         if y is not None:
             self.aim(x, y)
 
-    def retargeted(self) -> Sums:
-        """The same rows, as yet without their targets, which `aim` gives again."""
-        return Sums(self.n, self.xx, self.x, *(torch.zeros_like(one) for one in (self.xy, self.y, self.yy)))
+    def without_targets(self) -> Sums:
+        """Return the same rows, as yet without their targets, which `aim` gives again."""
+        return Sums(self.n, self.xx, self.x, *(torch.zeros_like(total) for total in (self.xy, self.y, self.yy)))
 
     def aim(self, x: Tensor, y: Tensor) -> None:
-        """New targets for rows that were added before."""
+        """Add new targets for rows that were added before."""
         for start in range(0, x.shape[1], ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             self.xy += x[:, part].float().mT @ y[:, part].float()
@@ -84,8 +84,8 @@ class Sums:
             self.yy + other.yy,
         )
 
-    def centered(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row and without the means, which a free bias takes up: xx, xy and yy.
+    def without_means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return per row and without the means, which a free bias takes up: xx, xy and yy.
 
         A feature whose variance is within the rounding of its square is constant: it has none, nor anything in common.
         """
@@ -98,13 +98,13 @@ class Sums:
         return xx, xy, self.yy / n - target.square()
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row, means left in: for a layer that can have no bias."""
+        """Return xx, xy and yy per row, means left in: for a layer that can have no bias."""
         n = max(self.n, 1)
         return self.xx / n, self.xy / n, self.yy / n
 
 
-def chosen_rows(layer: nn.Module, x: Tensor, out: Tensor, batch: Batch, limit: int, seed: int) -> Tensor:
-    """The rows of one call to learn from, int64: without padding (`attention_mask` 0), at most `limit`, by chance.
+def choose_rows(layer: nn.Module, x: Tensor, out: Tensor, batch: Batch, limit: int, seed: int) -> Tensor:
+    """Choose at random at most `limit` rows of one call to learn from, int64: without padding (`attention_mask` 0).
 
     The same for two models whose outputs have the same shape but for the channels.
     """
@@ -120,12 +120,15 @@ def chosen_rows(layer: nn.Module, x: Tensor, out: Tensor, batch: Batch, limit: i
 
 
 def rows_per_batch(layer: nn.Module, n_batches: int, rows_per_feature: int) -> int:
-    """So that all batches together give `rows_per_feature` rows for each feature, and never fewer than 65536."""
+    """Return how many rows to take of each batch.
+
+    All batches together give `rows_per_feature` rows for each feature, and never fewer than 65536.
+    """
     return -(-max(rows_per_feature * n_features(layer), 65536) // max(n_batches, 1))
 
 
 def check_width(name: str, layer: nn.Module) -> None:
-    """PassError for a layer that sees too much for a Gram matrix of it all."""
+    """Raise PassError for a layer that sees too much for a Gram matrix of it all."""
     if n_features(layer) > MAX_FEATURES:
         raise PassError(
             f"{name}: one output sees {n_features(layer)} features, and their Gram matrix takes "
@@ -135,49 +138,49 @@ def check_width(name: str, layer: nn.Module) -> None:
 
 
 def gram_bytes(layer: nn.Module) -> int:
-    """What the Gram matrix of a layer's inputs takes."""
+    """Return the bytes that the Gram matrix of a layer's inputs takes."""
     return 8 * n_groups(layer) * n_features(layer) ** 2
 
 
 def gather_inputs(
     module: nn.Module, names: Sequence[str], batches: Sequence[Batch], rows_per_feature: int = 128, seed: int = 0
 ) -> dict[str, Sums]:
-    """Sums of what the named layers read (without targets), over all calls and batches, in one forward pass of each.
+    """Sum what the named layers read (without targets), over all calls and batches, in one forward pass of each.
 
     All Gram matrices are held at once (`gram_bytes`). PassError: a layer too wide, or one never called.
     """
     layers = layers_of(module)
     for name in names:
         check_width(name, layers[name])
-    found = {name: Sums.empty(n_groups(layers[name]), n_features(layers[name]), 0) for name in names}
+    gathered = {name: Sums.empty(n_groups(layers[name]), n_features(layers[name]), 0) for name in names}
     for number, batch in enumerate(batches):
-        with _listening(layers, found, batch, len(batches), rows_per_feature, seed + number), torch.no_grad():
+        with _collect_inputs(layers, gathered, batch, len(batches), rows_per_feature, seed + number), torch.no_grad():
             module(**batch)
-    silent = [name for name, sums in found.items() if sums.n == 0]
+    silent = [name for name, sums in gathered.items() if sums.n == 0]
     if silent:
         raise PassError(f"{silent[0]}: the calibration data never reaches this layer; it cannot be measured")
-    return found
+    return gathered
 
 
 @contextmanager
-def _listening(
+def _collect_inputs(
     layers: Mapping[str, nn.Module], sums: Mapping[str, Sums], batch: Batch, n_batches: int, per_feature: int, seed: int
 ) -> Iterator[None]:
-    """While inside, calls of the layers add to their sums."""
+    """Add what the layers read to their sums while the context is open."""
     calls = itertools.count()
 
-    def hook(own: Sums, limit: int) -> Any:
-        def heard(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
+    def hook(layer_sums: Sums, limit: int) -> Any:
+        def add_rows(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
             x = layer_input(args, kwargs)
-            own.add(input_rows(layer, x, chosen_rows(layer, x, out, batch, limit, seed + 1009 * next(calls))))
+            layer_sums.add(input_rows(layer, x, choose_rows(layer, x, out, batch, limit, seed + 1009 * next(calls))))
 
-        return heard
+        return add_rows
 
     handles = [
         layers[name].register_forward_hook(
-            hook(own, rows_per_batch(layers[name], n_batches, per_feature)), with_kwargs=True
+            hook(layer_sums, rows_per_batch(layers[name], n_batches, per_feature)), with_kwargs=True
         )
-        for name, own in sums.items()
+        for name, layer_sums in sums.items()
     ]
-    with removed_after(handles):
+    with remove_hooks_on_exit(handles):
         yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, put_tensor, shapes_of, tensor_at, tensor_holders
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, named_outputs
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, name_outputs
 from compress.errors import PassError
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
@@ -29,7 +29,7 @@ LENGTHS = re.compile(r".*(size|dim|inner|embed|width|hidden|features)")
 
 
 def remove(module: nn.Module, dimension: Dimension, units: np.ndarray) -> None:
-    """Take units (int64, numbers in `dimension`) out of `module`, in place.
+    """Remove units (int64, numbers in `dimension`) from `module`, in place.
 
     Parameters keep their names and stay shared where they were; new ones ask for no gradient. PassError if nothing
     would be left.
@@ -40,21 +40,21 @@ def remove(module: nn.Module, dimension: Dimension, units: np.ndarray) -> None:
     outputs: dict[int, np.ndarray] = {}
     for (name, axis), members in dimension.members.items():
         old = tensor_at(*held[name][0])
-        gone = np.zeros(old.shape[axis], bool)
-        gone[members[units].reshape(-1)] = True
-        kept = np.flatnonzero(~gone)
+        removed = np.zeros(old.shape[axis], bool)
+        removed[members[units].reshape(-1)] = True
+        kept = np.flatnonzero(~removed)
         put_tensor(held[name], old.index_select(axis, torch.from_numpy(kept)))
         outputs |= {id(part): kept for part, _ in held[name]} if axis == 0 else {}
     for part in {id(part): part for name, _ in dimension.members for part, _ in held[name]}.values():
-        _fit_layer(part, outputs.get(id(part)))
+        _update_layer_sizes(part, outputs.get(id(part)))
     if dimension.kind == "heads":
-        _fit_heads(module, dimension, dimension.n_units - len(units), before)
+        _update_head_counts(module, dimension, dimension.n_units - len(units), before)
 
 
 def differs_from_masked(
     module: nn.Module, dimension: Dimension, units: np.ndarray, feeds: Mapping[str, Tensor]
 ) -> float:
-    """How far removing units is from not reading them: the largest difference of an output, relative to the largest.
+    """Return the largest output difference between removing units and not reading them, over the largest output.
 
     `module` is left without the units. About 0 unless a norm sees the dimension; inf where the smaller module does not
     run, or its outputs have other shapes: its code then holds a size that only its author can change.
@@ -67,27 +67,30 @@ def differs_from_masked(
         if weights.get(id(values)) == axis:
             values.data.index_fill_(axis, torch.from_numpy(members[units].reshape(-1)), 0.0)
     with torch.no_grad():
-        expected = list(named_outputs(module(**feeds)).values())
+        expected = list(name_outputs(module(**feeds)).values())
         remove(module, dimension, units)
         try:
-            found = list(named_outputs(module(**feeds)).values())
+            outputs = list(name_outputs(module(**feeds)).values())
         except (RuntimeError, ValueError, IndexError):  # shapes that do not fit: the answer, not a failure
             return math.inf
-    if [one.shape for one in found] != [one.shape for one in expected]:
+    if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in expected]:
         return math.inf
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(outputs, expected, strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
-def _fit_layer(part: nn.Module, kept: np.ndarray | None) -> None:
-    """What torch's own layers know of their sizes. `kept`: which indices of their first axis stay, if some go."""
-    own, weight = vars(part), part._parameters.get("weight")
+def _update_layer_sizes(part: nn.Module, kept: np.ndarray | None) -> None:
+    """Update what torch's own layers know of their sizes.
+
+    `kept`: which indices of their first axis stay, if some go.
+    """
+    attributes, weight = vars(part), part._parameters.get("weight")
     if weight is None:
         return
     if isinstance(part, nn.Linear):
         part.out_features, part.in_features = weight.shape
     elif is_hf_conv1d(part):
-        own["nx"], own["nf"] = weight.shape
+        attributes["nx"], attributes["nf"] = weight.shape
     elif isinstance(part, nn.Embedding):
         part.embedding_dim = weight.shape[1]
     elif isinstance(part, TRANSPOSED):
@@ -99,17 +102,17 @@ def _fit_layer(part: nn.Module, kept: np.ndarray | None) -> None:
     elif isinstance(part, nn.LayerNorm):
         part.normalized_shape = tuple(weight.shape)
     else:
-        own.update({key: len(weight) for key in ("num_features", "num_channels") if key in own})
+        attributes.update({key: len(weight) for key in ("num_features", "num_channels") if key in attributes})
 
 
-def _fit_heads(module: nn.Module, dimension: Dimension, n_left: int, before: Shapes) -> None:
-    """Counts of heads, and lengths of all heads together, in the attention module and what is inside it."""
+def _update_head_counts(module: nn.Module, dimension: Dimension, n_left: int, before: Shapes) -> None:
+    """Update counts of heads, and lengths of all heads together, in the attention module and what is inside it."""
     n = dimension.n_units
     size = min(members.shape[1] for members in dimension.members.values())  # of one head
     factors = {members.shape[1] // size for members in dimension.members.values()}
     counts = {n * factor: n_left * factor for factor in factors}
     lengths = {old * size: new * size for old, new in counts.items()}
-    inside = _common([*dimension.writers, *dimension.readers])
+    inside = _find_common_module([*dimension.writers, *dimension.readers])
     for path, part in module.named_modules():
         if within(plain(path), inside) and "weight" not in part._parameters:
             for key, value in before.attributes.get(plain(path), {}).items():
@@ -118,8 +121,8 @@ def _fit_heads(module: nn.Module, dimension: Dimension, n_left: int, before: Sha
                     setattr(part, key, known[value])
 
 
-def _common(names: list[str]) -> str:
-    """The module that holds them all."""
+def _find_common_module(names: list[str]) -> str:
+    """Return the name of the innermost module that holds all the named layers."""
     paths = [name.split(".")[:-1] for name in names]
     n = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
     return ".".join(paths[0][:n])

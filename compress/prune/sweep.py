@@ -28,7 +28,7 @@ Stop = tuple[Point, ...]
 
 
 def stops_of(points: Sequence[Point]) -> tuple[Stop, ...]:
-    """Points put together where they are one place: layers whose outputs are added to each other."""
+    """Group points that are one place: layers whose outputs are added to each other."""
     return tuple(tuple(group) for _, group in itertools.groupby(points, lambda point: point.index))
 
 
@@ -62,14 +62,14 @@ class Forward:
             raise self._error
 
     def end(self) -> None:
-        """Let go of it where it stands."""
+        """End the forward where it stands."""
         self._dropped = True
         while self._thread.ident is not None and not self._over:
             self._go.release()
             self._stopped.acquire()
 
     def stop(self, number: int, value: Tensor) -> None:
-        """Called from inside: stand still until told to go on."""
+        """Stand still until told to go on; called from inside the forward."""
         self.at, self.value = number, value
         self._stopped.release()
         self._go.acquire()
@@ -113,7 +113,10 @@ class _Additions(TorchDispatchMode):
 
 @contextmanager
 def stopping(module: nn.Module, stops: Sequence[Stop], inputs: bool) -> Iterator[None]:
-    """While inside, forwards that a `Forward` runs stop at the stops; `inputs`: and keep what layers read."""
+    """Stop forwards that a `Forward` runs at the stops while the context is open.
+
+    `inputs`: and keep what layers read.
+    """
     parts = {plain(name): part for name, part in module.named_modules()}
 
     def keep(name: str) -> Callable[..., None]:

@@ -35,4 +35,4 @@ def autoround_block(
     values = floats or {}
     student = Student(layers, {name: ShiftedWeight(weight, values.get(name)) for name, weight in start.items()})
     log = learn(student, lessons, kept_aside, course, progress, reduce)
-    return student.frozen()[0], log
+    return student.freeze()[0], log

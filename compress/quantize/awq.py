@@ -8,24 +8,25 @@ them: no forward pass is needed for a candidate. Torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compress.formats.schemes import WeightScheme
 from compress.quantize.gptq import output_error
-from compress.quantize.grid import fit_grid
-from compress.schemes import WeightScheme
+from compress.quantize.grid import finite, fit_grid
 
 STEPS = 20
 """Exponents tried, of each form."""
 JUDGED_ROWS = 256
-"""Of the weights together, evenly spaced: those on which a candidate's error is measured."""
+"""Rows of the weights together, evenly spaced, on which a candidate's error is measured."""
 ROUGH = 3
-"""Of the grid's candidates, one in so many is tried for each candidate here."""
+"""One in so many of the grid's candidates is tried for each candidate here."""
 GAIN = 0.995
-"""Of the error without scales; what gains less is not worth changing the weights for."""
+"""Part of the error without scales; what gains less is not worth changing the weights for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ def search_scales(
     signed: bool = True,
     steps: int = STEPS,
 ) -> Scaling:
-    """The scales under which rounding `weights` [out, in], each to its scheme, changes their outputs least.
+    """Find the scales under which rounding `weights` [out, in], each to its scheme, changes their outputs least.
 
     `gram` X^T X / n [in, in] and `magnitude` mean|X| [in] of what they read. `tied` brings scales into the form that
     can be folded. `signed`: as in `fit_grid`.
@@ -55,36 +56,42 @@ def search_scales(
     step = -(-sum(map(len, weights)) // JUDGED_ROWS)
     some = [weight[::step].float() for weight in weights]
     plain = torch.ones_like(magnitude)
-    before = _error(some, schemes, gram, plain, signed)
+    before = _measure_error(some, schemes, gram, plain, signed)
     best = Scaling(None, 0.0, before, before)
-    for scales, alpha in _candidates(weights, magnitude, steps):
+    for scales, alpha in _list_candidates(weights, magnitude, steps):
         scales = tied(scales)
-        error = _error(some, schemes, gram, scales, signed)
+        error = _measure_error(some, schemes, gram, scales, signed)
         if error < min(best.error_after, GAIN * before):
             best = Scaling(scales, alpha, before, error)
     return best
 
 
-def _candidates(weights: Sequence[Tensor], magnitude: Tensor, steps: int) -> list[tuple[Tensor, float]]:
-    """(scales, exponent), each of geometric middle 1 (that of the largest and the smallest)."""
-    mean = torch.cat([weight.abs().float() for weight in weights]).mean(0)
-    x, w = (
-        magnitude.float().clamp_min(1e-4 * float(magnitude.max()) + 1e-30),
-        mean.clamp_min(1e-4 * float(mean.max()) + 1e-30),
-    )
+def _list_candidates(weights: Sequence[Tensor], magnitude: Tensor, steps: int) -> list[tuple[Tensor, float]]:
+    """Return candidates (scales, exponent), each of geometric middle 1 (that of the largest and the smallest)."""
+    mean = torch.cat([weight.abs().double() for weight in weights]).mean(0)
+    x, w = (_log_sizes(sizes) for sizes in (magnitude.double(), mean))
     alphas = [k / steps for k in range(1, steps + 1)]
-    found = [(x**a, a) for a in alphas] + [(x**a / w ** (1 - a), a) for a in alphas]
-    return [(scales / (scales.max() * scales.min()).sqrt(), alpha) for scales, alpha in found]
+    candidates = [(x * a, a) for a in alphas] + [(x * a - w * (1 - a), a) for a in alphas]
+    # Powers of what is tiny, and their products, leave the numbers that float32 has; their logarithms do not.
+    return [((logs - (logs.max() + logs.min()) / 2).exp().float(), alpha) for logs, alpha in candidates]
 
 
-def _error(
+def _log_sizes(sizes: Tensor) -> Tensor:
+    """Return the logarithms of sizes, none below a ten-thousandth of the largest; zeros where all are zero."""
+    largest = sizes.max()
+    return (sizes / largest).clamp_min(1e-4).log() if largest > 0 else torch.zeros_like(sizes)
+
+
+def _measure_error(
     weights: Sequence[Tensor], schemes: Sequence[WeightScheme], gram: Tensor, scales: Tensor, signed: bool
 ) -> float:
-    """E|(W - Q(W s) / s) x|^2 / E|W x|^2, all weights together."""
+    """Return E|(W - Q(W s) / s) x|^2 / E|W x|^2 under the scales s, all weights together."""
     importance = gram.diagonal() / scales**2
     rounded = []
     for weight, scheme in zip(weights, schemes, strict=True):
         scaled = weight * scales
+        if not finite(scaled):  # of a weight near the largest number
+            return math.inf
         grid = fit_grid(scaled, scheme, importance, signed, ROUGH)
         rounded.append(grid.values(grid.levels(scaled)) / scales)
     return output_error(torch.cat(list(weights)), torch.cat(rounded), gram)

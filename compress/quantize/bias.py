@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mean_shift(weight: np.ndarray, rounded: np.ndarray, input_mean: np.ndarray, groups: int = 1) -> np.ndarray:
-    """What rounding adds to each output's mean: (rounded - weight) applied to the input means.
+    """Return what rounding adds to each output's mean: (rounded - weight) applied to the input means.
 
     `weight`, `rounded`: [out, in / groups, *kernel]; `input_mean`: [in], the mean over samples and positions (positions
     that padding reaches are taken as if they were inside). Returns float64 [out].

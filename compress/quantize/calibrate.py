@@ -42,7 +42,7 @@ def observe(
 def collect_rows(
     model: ir.Model, names: Iterable[str], batches: Iterable[Feeds], n_rows: int, seed: int, threads: int = 0
 ) -> dict[str, np.ndarray]:
-    """A random sample of at most `n_rows` rows [n, channels] of each tensor, channels last, spread over all batches."""
+    """Return at most `n_rows` random rows [n, channels] of each tensor, channels last, spread over all batches."""
     rng = np.random.default_rng(seed)
     kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
     batches = list(batches)

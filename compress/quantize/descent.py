@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.quantize.gram import Compute
-from compress.quantize.grid import Grid
+from compress.quantize.grid import Grid, power_of_two
 from compress.quantize.sparse import keep_zeros
 
 BLOCK = 128
@@ -32,20 +32,20 @@ def descend(
     compute: Compute = "float32",
     gone: Tensor | None = None,
 ) -> tuple[Tensor, Grid]:
-    """Better levels [out, in] and scales for `weight` [out, in] than those given, for inputs of a damped Gram matrix.
+    """Return better levels [out, in] and scales for `weight` [out, in] than those given, under a damped Gram matrix.
 
     That is `gram`, float32 [in, in], with `added` [in] on its diagonal, which makes that positive. Nothing given is
     changed. `compute`: the type of the large products; in bfloat16 a level may come out one beside the best.
     `gone` [out, in]: True where the level stays that of zero, which it is in `levels`.
     """
-    work = _Work(weight, gram, added, levels, grid, getattr(torch, compute), gone)
+    work = _Descent(weight, gram, added, levels, grid, getattr(torch, compute), gone)
     for _ in range(sweeps):
         work.sweep()
     return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
 
 
-class _Work:
-    """All transposed, [in, out], so that a column is contiguous. `left` = W - Q."""
+class _Descent:
+    """The state of a descent, all transposed, [in, out], so that a column is contiguous. `left` = W - Q."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class _Work:
         dtype: torch.dtype,
         gone: Tensor | None,
     ) -> None:
-        self.gram, self.added, self.low, self.high = gram.float(), added.float(), grid.low, grid.high
-        self.pivots = (gram.diagonal() + added).tolist()
+        power = power_of_two(gram.diagonal().amax())  # 1 over the pivots of tiny inputs is no float32
+        self.gram, self.added, self.low, self.high = gram.float() / power, added.float() / power, grid.low, grid.high
+        self.pivots = (self.gram.diagonal() + self.added).tolist()
         self.levels = levels.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
         self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
@@ -68,12 +69,12 @@ class _Work:
         self.rough_left = self.left.to(dtype)
 
     def sweep(self) -> None:
-        """Every level once, and every scale."""
+        """Update every level once, and every scale."""
         n = len(self.left)
         width = max(1, BLOCK // self.size) * self.size if self.size <= BLOCK else BLOCK
         for start in range(0, n, width):
             stop = min(start + width, n)
-            residual = self._relevel(start, stop, self._residual(start, stop))
+            residual = self._relevel(start, stop, self._compute_residual(start, stop))
             if self.size <= BLOCK:
                 for first in range(start, stop, self.size):
                     self._rescale(first, start, stop, residual)
@@ -81,24 +82,24 @@ class _Work:
         if self.size > BLOCK:
             for first in range(0, n, self.size):
                 stop = first + self.size
-                self._rescale(first, first, stop, self._residual(first, stop))
+                self._rescale(first, first, stop, self._compute_residual(first, stop))
                 self.rough_left[first:stop] = self.left[first:stop]
 
-    def _damped(self, start: int, stop: int) -> Tensor:
-        """The Gram matrix of some columns among themselves."""
+    def _compute_damped_gram(self, start: int, stop: int) -> Tensor:
+        """Return the damped Gram matrix of the columns [start, stop) among themselves."""
         block = self.gram[start:stop, start:stop].clone()
         block.diagonal().add_(self.added[start:stop])
         return block
 
-    def _residual(self, start: int, stop: int) -> Tensor:
-        """Of some columns, as they are now; float32 [block, out]."""
+    def _compute_residual(self, start: int, stop: int) -> Tensor:
+        """Return the residual of the columns [start, stop) as they are now, float32 [block, out]."""
         rows = self.gram[start:stop].to(self.rough_left.dtype, copy=True)
         rows[:, start:stop].diagonal().add_(self.added[start:stop])
         return (rows @ self.rough_left).float()
 
     def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
-        """The best levels of some columns, one after the other; the residual afterwards."""
-        block = self._damped(start, stop)
+        """Set the best levels of the columns [start, stop), one after the other; return the residual afterwards."""
+        block = self._compute_damped_gram(start, stop)
         changes = torch.empty_like(residual)
         near = 0
         for k in range(stop - start):
@@ -109,22 +110,22 @@ class _Work:
             pull = torch.addmv(residual[k], changes[near:k].T, block[near:k, k], alpha=-1)
             level = self.levels[column]
             # Q + pull / G_jj, in levels, is the level itself plus what the residual asks for.
-            found = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
-            found.round_().clamp_(self.low, self.high)
+            best = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
+            best.round_().clamp_(self.low, self.high)
             if self.gone is not None:
-                keep_zeros(found, self.gone[column], None if self.zeros is None else self.zeros[g])
-            torch.mul(found - level, self.scales[g], out=changes[k])
-            self.levels[column] = found
+                keep_zeros(best, self.gone[column], None if self.zeros is None else self.zeros[g])
+            torch.mul(best - level, self.scales[g], out=changes[k])
+            self.levels[column] = best
         self.left[start:stop] -= changes
         return residual.addmm_(block[:, near:], changes[near:], alpha=-1)
 
     def _rescale(self, first: int, start: int, stop: int, residual: Tensor) -> None:
-        """The best scale of the group that begins at `first`; `residual` of [start, stop) is kept up to date."""
+        """Set the best scale of the group that begins at `first`; keep `residual` of [start, stop) up to date."""
         g, end = first // self.size, first + self.size
         levels = self.levels[first:end]
         values = (levels if self.zeros is None else levels - self.zeros[g]) * self.scales[g]  # [group, out]
         gain = (values * residual[first - start : end - start]).sum(0)
-        energy = (values * (self._damped(first, end) @ values)).sum(0)
+        energy = (values * (self._compute_damped_gram(first, end) @ values)).sum(0)
         factor = torch.where(energy > 0, gain / energy.clamp_min(1e-30), 0.0).clamp_min(-0.9)
         changes = values * factor
         self.scales[g] *= 1 + factor

@@ -28,18 +28,18 @@ class Pair:
 
 
 def find_pairs(layers: Sequence[GraphLayer]) -> list[Pair]:
-    """Every pair of ungrouped convolutions or matrix products that can be equalized, in graph order."""
+    """Return every pair of ungrouped convolutions or matrix products that can be equalized, in graph order."""
     by_output = {layer.output: layer for layer in layers if layer.op != "Gather"}
     pairs = []
     for second in by_output.values():
         value = second.data_input
-        source = _before_relu(value)
+        source = _skip_relu(value)
         first = by_output.get(source) if source is not None else None
         if first is None or second.groups != 1 or value.name is None or not alone_reads(second.node, value):
             continue
         if (first.op == "Conv") != (second.op == "Conv"):  # their channels stand along different axes
             continue
-        if _own_weight(first) and _own_weight(second) and first.matrix().shape[0] == second.matrix().shape[1]:
+        if _has_own_weight(first) and _has_own_weight(second) and first.matrix().shape[0] == second.matrix().shape[1]:
             pairs.append(Pair(first, second, value.name))
     return pairs
 
@@ -54,14 +54,14 @@ def equalize_pair(model: ir.Model, pair: Pair, scales: np.ndarray) -> None:
 
 
 def input_channel_peak(layer: GraphLayer) -> np.ndarray:
-    """Largest magnitude of a layer's weights for each input channel, float [in]."""
+    """Return the largest magnitude of a layer's weights for each input channel, float [in]."""
     matrix = np.abs(layer.matrix())
     peak: np.ndarray = matrix.max(axis=tuple(i for i in range(matrix.ndim) if i != 1))
     return peak
 
 
-def _before_relu(value: ir.Value) -> ir.Value | None:
-    """What a ReLU that alone reads it turned into `value`; `value` itself if no ReLU made it."""
+def _skip_relu(value: ir.Value) -> ir.Value | None:
+    """Return the input of the ReLU that made `value`, None if others read it too; `value` itself if no ReLU did."""
     node = value.producer()
     if node is None or node.op_type != "Relu":
         return value
@@ -77,8 +77,8 @@ def _rescale(model: ir.Model, layer: GraphLayer, factors: np.ndarray, along_outp
     initializer(model, layer.weight.name or layer.name, (weight * factors.reshape(shape)).astype(np.float32))
 
 
-def _own_weight(layer: GraphLayer) -> bool:
-    """True if no other node reads the layer's weight or bias, and its bias is a constant vector."""
+def _has_own_weight(layer: GraphLayer) -> bool:
+    """Return whether no other node reads the layer's weight or bias, and its bias is a constant vector."""
     if layer.bias is None and len(layer.node.inputs) > 2 and layer.node.inputs[2] is not None:
         return False
     constants = [layer.weight, *([layer.bias] if layer.bias is not None else [])]

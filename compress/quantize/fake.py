@@ -42,25 +42,25 @@ class FakeWeight(nn.Module):
                 f"{start.values.dtype} weights are not on an integer grid, so their rounding is not learned"
             )
         self.start = start
-        self._hold("scales", torch.from_numpy(np.ascontiguousarray(start.scales, dtype=np.float32)))
+        self._register_fixed("scales", torch.from_numpy(np.ascontiguousarray(start.scales, dtype=np.float32)))
         zeros = start.zero_points
-        self._hold("zeros", None if zeros is None else torch.from_numpy(zeros.astype(np.float32)))
+        self._register_fixed("zeros", None if zeros is None else torch.from_numpy(zeros.astype(np.float32)))
         values = torch.from_numpy(start.values.astype(np.float32))
-        self._hold("levels", values.reshape(len(values), self.scales.shape[1], -1))  # [out, groups, group]
+        self._register_fixed("levels", values.reshape(len(values), self.scales.shape[1], -1))  # [out, groups, group]
         self.low, self.high = level_range(start)
         gone = None if weight is None else zeros_to_keep(weight.detach())
-        self._hold("gone", None if gone is None else gone.reshape(self.levels.shape))
+        self._register_fixed("gone", None if gone is None else gone.reshape(self.levels.shape))
 
-    def _hold(self, name: str, value: Tensor | None) -> None:
-        """As an attribute that goes with the module to its device, and that its state lacks: the start decides it."""
+    def _register_fixed(self, name: str, value: Tensor | None) -> None:
+        """Register an attribute that moves with the module but is not in its saved state: the start decides it."""
         self.register_buffer(name, value, persistent=False)
 
     def rounding(self) -> list[nn.Parameter]:
-        """What decides the integers."""
+        """Return the parameters that decide the integers."""
         raise NotImplementedError
 
     def scaling(self) -> list[nn.Parameter]:
-        """What decides the scales."""
+        """Return the parameters that decide the scales."""
         raise NotImplementedError
 
     def confine(self) -> None:
@@ -68,7 +68,7 @@ class FakeWeight(nn.Module):
         raise NotImplementedError
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(levels [out, groups, group], scales [out, groups], zero points) as they are now, with gradients."""
+        """Return (levels [out, groups, group], scales [out, groups], zero points) as they are now, with gradients."""
         raise NotImplementedError
 
     def forward(self) -> Tensor:
@@ -78,8 +78,8 @@ class FakeWeight(nn.Module):
         return (levels * scales[:, :, None]).reshape(self.start.values.shape)
 
     @torch.no_grad()
-    def frozen(self) -> QuantizedWeight:
-        """What was learned; its `dequantize()` equals `forward()` exactly."""
+    def freeze(self) -> QuantizedWeight:
+        """Return what was learned as a record, whose `dequantize()` equals `forward()` exactly."""
         levels, scales, zeros = self.grid()
         values = levels.reshape(self.start.values.shape).numpy().astype(self.start.values.dtype)
         points = self.start.zero_points
@@ -87,14 +87,14 @@ class FakeWeight(nn.Module):
             points = zeros.numpy().astype(points.dtype)
         return QuantizedWeight(values, scales.numpy().copy(), points, self.start.bits, self.start.group_size)
 
-    def kept(self, levels: Tensor, zeros: Tensor | None) -> Tensor:
-        """The same levels, but where a weight is to stay zero the one that stands for it; no gradient reaches that."""
+    def keep_zeros(self, levels: Tensor, zeros: Tensor | None) -> Tensor:
+        """Return `levels`, but where a weight is to stay zero the one that stands for it; no gradient reaches that."""
         if self.gone is None:
             return levels
         return torch.where(self.gone, torch.zeros(()) if zeros is None else zeros[:, :, None], levels)
 
     def places(self, weight: Tensor | None) -> Tensor:
-        """Positions in levels [out, groups, group], each rounded to the start's integer.
+        """Return positions in levels [out, groups, group], each of which rounds to the start's integer.
 
         Where `weight` ([out, in, ...], the values before rounding) lies in its integer's cell, its own position; beyond
         that REACH from the integer; without it the integer itself.
@@ -129,13 +129,13 @@ class LearnedWeight(FakeWeight):
 
     @torch.no_grad()
     def confine(self) -> None:
-        """Positions at most half a level beyond the range, scales between half and one and a half of the start's."""
+        """Keep positions within half a level of the range, scales between half and one and a half of the start's."""
         self.position.clamp_(self.low - MOST_SHIFT, self.high + MOST_SHIFT)
         self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
         levels = to_level(self.position, self.low, self.high)
-        return self.kept(levels, self.zeros), self.scales * (1 + self.growth), self.zeros
+        return self.keep_zeros(levels, self.zeros), self.scales * (1 + self.growth), self.zeros
 
 
 class ScaledWeight(FakeWeight):
@@ -160,7 +160,7 @@ class ScaledWeight(FakeWeight):
 
     @torch.no_grad()
     def confine(self) -> None:
-        """Scales between half and one and a half of the start's."""
+        """Keep scales between half and one and a half of the start's."""
         self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -169,7 +169,7 @@ class ScaledWeight(FakeWeight):
         if self.zeros is not None:
             position = position + self.zeros[:, :, None]
         levels = straight_round(position).clamp(self.low, self.high)
-        return self.kept(levels, self.zeros), self.scales * factor, self.zeros
+        return self.keep_zeros(levels, self.zeros), self.scales * factor, self.zeros
 
 
 class ShiftedWeight(FakeWeight):
@@ -184,7 +184,7 @@ class ShiftedWeight(FakeWeight):
     def __init__(self, start: QuantizedWeight, weight: Tensor | None = None) -> None:
         super().__init__(start, weight)
         offset = 0.0 if self.zeros is None else self.zeros[:, :, None]
-        self._hold("weight", (self.places(weight) - offset) * self.scales[:, :, None])
+        self._register_fixed("weight", (self.places(weight) - offset) * self.scales[:, :, None])
         self.shift = nn.Parameter(torch.zeros_like(self.levels))
         self.upper = nn.Parameter(torch.zeros_like(self.scales))
         self.lower = None if self.zeros is None else nn.Parameter(torch.zeros_like(self.scales))
@@ -202,14 +202,14 @@ class ShiftedWeight(FakeWeight):
             end.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        scales, zeros = self._ends()
+        scales, zeros = self._compute_scales()
         position = self.weight / scales[:, :, None] + self.shift
         if zeros is not None:
             position = position + zeros[:, :, None]
-        return self.kept(straight_round(position).clamp(self.low, self.high), zeros), scales, zeros
+        return self.keep_zeros(straight_round(position).clamp(self.low, self.high), zeros), scales, zeros
 
-    def _ends(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points of the range between the learned ends; exactly the start's where nothing changed."""
+    def _compute_scales(self) -> tuple[Tensor, Tensor | None]:
+        """Return scales and zero points of the range between the learned ends; exactly the start's where unchanged."""
         if self.zeros is None or self.lower is None:
             return self.scales * (1 + self.upper), None
         above, below = self.high - self.zeros, self.zeros - self.low
@@ -220,7 +220,7 @@ class ShiftedWeight(FakeWeight):
 
 
 def level_range(weight: QuantizedWeight) -> tuple[int, int]:
-    """The least and the greatest integer that `weight` may take, as `FakeWeight` says."""
+    """Return the least and the greatest integer that `weight` may take, as `FakeWeight` says."""
     half = 2 ** (weight.bits - 1)
     if weight.zero_points is not None:
         return 0, 2 * half - 1
@@ -229,12 +229,12 @@ def level_range(weight: QuantizedWeight) -> tuple[int, int]:
 
 
 def straight_round(x: Tensor) -> Tensor:
-    """The nearest integers, with the gradient of `x`."""
+    """Round to the nearest integers, with the gradient of `x`."""
     return _Straight.apply(x, None, None)
 
 
 def to_level(x: Tensor, low: int, high: int) -> Tensor:
-    """The nearest of the integers from `low` to `high`, with the gradient of `x` also beyond them."""
+    """Round to the nearest of the integers from `low` to `high`, with the gradient of `x` also beyond them."""
     return _Straight.apply(x, low, high)
 
 

@@ -12,18 +12,18 @@ arXiv:2309.01885) lower the same error further.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from compress.formats.schemes import WeightScheme
 from compress.quantize.descent import descend
 from compress.quantize.gram import Compute
-from compress.quantize.grid import Grid, finite, fit_grid
+from compress.quantize.grid import Grid, finite, fit_grid, multiply_scales, power_of_two
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.sparse import keep_zeros, zeros_to_keep
-from compress.schemes import WeightScheme
 
 BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""
@@ -32,7 +32,7 @@ NEAR = 32
 MOST_DAMPING = 1.0
 SMALL = 1e-3
 JUDGED_ROWS = 128
-"""Of a weight, evenly spaced: those on which its output error is measured."""
+"""Rows of a weight, evenly spaced, on which its output error is measured."""
 
 
 class Rounded(NamedTuple):
@@ -61,7 +61,7 @@ class Hessian:
 
     @property
     def importance(self) -> Tensor:
-        """Of each input [in]: the Hessian's diagonal; inputs that were always zero still count a little."""
+        """Return the Hessian's diagonal [in]; inputs that were always zero still count a little."""
         diagonal = self.gram.diagonal()
         return diagonal + SMALL * diagonal.mean().clamp_min(1e-30)
 
@@ -77,12 +77,13 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
     diagonal = gram.diagonal()
     dead = diagonal == 0
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(gram))
+    unit = power_of_two(diagonal.amax()).to(gram.dtype)  # what an input that was never seen weighs: about the largest
     damp = damp_percent
     while damp <= MOST_DAMPING:
-        added = torch.where(dead, 1.0, damp * diagonal.sum() / max(int((~dead).sum()), 1))
-        factor = _damped_factor(gram, order, added, gram.dtype)
+        added = torch.where(dead, unit, damp * diagonal.sum() / max(int((~dead).sum()), 1))
+        factor = _factor_damped(gram, order, added, gram.dtype)
         if factor is None and gram.dtype != torch.float64:
-            factor = _damped_factor(gram, order, added, torch.float64)
+            factor = _factor_damped(gram, order, added, torch.float64)
         if factor is not None:
             return Hessian(gram, order, factor.float(), dead, added, damp)
         damp *= 10
@@ -111,7 +112,7 @@ PUBLISHED = Rules(sweeps=0)
 
 
 def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()) -> Rounded:
-    """`gptq_round_together` of one weight."""
+    """Quantize one weight [out, in], as `gptq_round_together` does several."""
     return gptq_round_together([weight], hessian, scheme, rules)[0]
 
 
@@ -124,58 +125,67 @@ def gptq_round_together(
     than the nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError
     as `fit_grid` does.
     """
-    weight = torch.cat([one.float() for one in weights])
+    weight = torch.cat([part.float() for part in weights])
+    power = power_of_two(weight.abs().amax(1, keepdim=True))  # [out, 1]
+    weight /= power
     plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
-    gone = _zeros_together(weights)
+    gone = _concat_zero_masks(weights)
     levels, grid = round_columns(weight, hessian, plain, rules, gone), plain
     if sweeps := rules.sweeps_at(scheme.bits):
         levels, grid = descend(weight, hessian.gram, hessian.added, levels, grid, sweeps, rules.compute, gone)
-    sizes = [len(one) for one in weights]
-    parts = zip(weights, levels.split(sizes), _split(grid, sizes), _split(plain, sizes), strict=True)
-    return [_judged(one.float(), lv, new, old, hessian.gram, scheme) for one, lv, new, old in parts]
+    grid, plain = (replace(fitted, scales=multiply_scales(fitted.scales, power)) for fitted in (grid, plain))
+    sizes = [len(part) for part in weights]
+    parts = zip(weights, levels.split(sizes), _split_grid(grid, sizes), _split_grid(plain, sizes), strict=True)
+    return [_choose_better(part.float(), lv, new, old, hessian.gram, scheme) for part, lv, new, old in parts]
 
 
-def _zeros_together(weights: Sequence[Tensor]) -> Tensor | None:
-    """True where a weight of the rows of all is to stay zero; None if all are dense."""
-    found = [zeros_to_keep(one) for one in weights]
-    if all(one is None for one in found):
+def _concat_zero_masks(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return a mask over the rows of all weights, True where one is to stay zero; None if all are dense."""
+    masks = [zeros_to_keep(weight) for weight in weights]
+    if all(mask is None for mask in masks):
         return None
     return torch.cat(
         [
-            torch.zeros_like(weight, dtype=torch.bool) if one is None else one
-            for weight, one in zip(weights, found, strict=True)
+            torch.zeros_like(weight, dtype=torch.bool) if mask is None else mask
+            for weight, mask in zip(weights, masks, strict=True)
         ]
     )
 
 
-def _judged(weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme) -> Rounded:
-    """What was found, or the nearest where that is better."""
+def _choose_better(
+    weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme
+) -> Rounded:
+    """Return the record of the levels found, or of the nearest ones where their output error is less."""
     step = -(-len(weight) // JUDGED_ROWS)
     rows, sample = weight[::step], plain.sampled(step)
     nearest = sample.values(sample.levels(rows))
-    own, error, other = _energies([rows, rows - grid.sampled(step).values(levels[::step]), rows - nearest], gram)
-    own = max(own, 1e-30)
+    total, error, other = _measure_energies(
+        [rows, rows - grid.sampled(step).values(levels[::step]), rows - nearest], gram
+    )
+    total = max(total, 1e-30)  # a unit's smallest part: only rows that read nothing have less
     if error <= other:
-        return Rounded(grid.packed(levels, scheme), error / own, other / own)
-    return Rounded(plain.packed(plain.levels(weight), scheme), other / own, other / own)
+        return Rounded(grid.pack(levels, scheme), error / total, other / total)
+    return Rounded(plain.pack(plain.levels(weight), scheme), other / total, other / total)
 
 
 def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
-    """E|(W - Q) x|^2 / E|W x|^2 for inputs with this Gram matrix."""
-    own, error = _energies([weight, weight - rounded], gram)
-    return error / max(own, 1e-30)
+    """Return E|(W - Q) x|^2 / E|W x|^2 for inputs with this Gram matrix."""
+    total, error = _measure_energies([weight, weight - rounded], gram)
+    return error / max(total, 1e-30)
 
 
-def _energies(matrices: Sequence[Tensor], gram: Tensor) -> list[float]:
-    """E|M x|^2 of each."""
-    matrices = [one.to(gram.dtype) for one in matrices]
-    return [float(((one @ gram) * one).sum(dtype=torch.float64)) for one in matrices]
+def _measure_energies(matrices: Sequence[Tensor], gram: Tensor) -> list[float]:
+    """Return E|M x|^2 of each matrix in one unit that is left open: only their ratios mean anything."""
+    power = power_of_two(torch.stack([matrix.abs().amax() for matrix in matrices]).amax())
+    gram = gram / power_of_two(gram.diagonal().amax())
+    matrices = [(matrix / power).to(gram.dtype) for matrix in matrices]
+    return [float(((matrix @ gram) * matrix).sum(dtype=torch.float64)) for matrix in matrices]
 
 
 def round_columns(
     weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = PUBLISHED, gone: Tensor | None = None
 ) -> Tensor:
-    """Algorithm 1: levels [out, in] of `weight` [out, in] on `grid`, each column's error spread over the later ones.
+    """Return levels [out, in] of `weight` [out, in] on `grid` by algorithm 1: later columns make up for earlier errors.
 
     `gone` [out, in]: True where the level stays that of zero, whatever came to the weight from earlier columns.
     """
@@ -214,13 +224,13 @@ def round_columns(
     return placed.T.contiguous()
 
 
-def _split(grid: Grid, sizes: list[int]) -> list[Grid]:
+def _split_grid(grid: Grid, sizes: list[int]) -> list[Grid]:
     zeros = [None] * len(sizes) if grid.zeros is None else list(grid.zeros.split(sizes))
     return [Grid(s.contiguous(), z, grid.low, grid.high) for s, z in zip(grid.scales.split(sizes), zeros, strict=True)]
 
 
-def _damped_factor(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """U, upper triangular, with U^T U = the inverse of `gram` damped, in `order`; None unless that has one."""
+def _factor_damped(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return U, upper triangular, with U^T U = the inverse of `gram` damped, in `order`; None unless that has one."""
     backward = order.flip(0)
     matrix = gram[backward[:, None], backward].to(dtype)
     matrix.diagonal().add_(added[backward])
@@ -230,17 +240,20 @@ def _damped_factor(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtyp
         return None
     upper = lower.flip(0, 1)  # R with R R^T = the damped matrix in `order`
     del lower
-    found = _inverse(upper)
-    return found if finite(found) else None
+    factor = _invert_triangular(upper)
+    return factor if finite(factor) else None
 
 
-def _inverse(upper: Tensor) -> Tensor:
-    """Of an upper triangular matrix: by halves, so that nearly all of it is products."""
+def _invert_triangular(upper: Tensor) -> Tensor:
+    """Invert an upper triangular matrix [n, n] by halves, so that nearly all of the work is products."""
     n = len(upper)
     if n <= BLOCK:
         return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype), upper=True)
     half = n // 2
-    found = torch.zeros_like(upper)
-    found[:half, :half], found[half:, half:] = _inverse(upper[:half, :half]), _inverse(upper[half:, half:])
-    found[:half, half:] = -(found[:half, :half] @ upper[:half, half:] @ found[half:, half:])
-    return found
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half], inverse[half:, half:] = (
+        _invert_triangular(upper[:half, :half]),
+        _invert_triangular(upper[half:, half:]),
+    )
+    inverse[:half, half:] = -(inverse[:half, :half] @ upper[:half, half:] @ inverse[half:, half:])
+    return inverse

@@ -31,14 +31,14 @@ class Gram:
         self.n_rows = 0
 
     def add(self, rows: Tensor) -> None:
-        """`rows` [n, in]."""
+        """Add x x^T of each of `rows` [n, in] to the sum."""
         self.n_rows += len(rows)
         rows = rows.to(self.dtype)
         for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
-            self._add(part)
+            self._add_stripes(part)
 
-    def _add(self, rows: Tensor) -> None:
-        """The upper triangle, stripe by stripe."""
+    def _add_stripes(self, rows: Tensor) -> None:
+        """Add the upper triangle of the product, stripe by stripe."""
         width = rows.shape[1]
         step = width if width < NARROW else -(-width // STRIPES)
         for start in range(0, width, step):
@@ -46,20 +46,20 @@ class Gram:
             self.total[: start + step, start : start + step] += rows[:, : start + step].T @ stripe
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
-        """(X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row.
+        """Return (X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row.
 
         The sum itself is let go of: nothing can be added afterwards.
         """
         n_rows = int(summed(torch.tensor(self.n_rows)))
         total = summed(self.total)
         del self.total
-        found = total.float().div_(max(n_rows, 1))
-        _mirror(found)
-        return found, n_rows
+        mean = total.float().div_(max(n_rows, 1))
+        _mirror(mean)
+        return mean, n_rows
 
 
 def _mirror(upper: Tensor) -> None:
-    """The upper triangle into the lower one, in place."""
+    """Copy the upper triangle into the lower one, in place."""
     n = len(upper)
     for start in range(0, n, ROWS):
         stop = min(start + ROWS, n)

@@ -13,7 +13,7 @@ from compress.quantize.gram import Gram
 
 
 def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds]) -> Tensor:
-    """X^T X / n over the rows of a tensor [..., in], all batches together; float32 [in, in].
+    """Return X^T X / n over the rows of a tensor [..., in], all batches together; float32 [in, in].
 
     Raises ValueError when there is no batch or a value is not finite.
     """

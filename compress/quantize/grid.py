@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.formats.schemes import WeightScheme
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
-from compress.schemes import WeightScheme
 
 CHUNK = 1 << 18
 """Weights worked on at once: few enough for a cache, so many that what an operation costs to begin is not seen."""
+MOST_EXPONENT = 126
+"""The largest exponent of a power of two that is a float32, and 1 over which is."""
 FITS = 2
 """Least-squares fits of a scale to its levels after the search."""
 
@@ -29,27 +31,27 @@ class Grid:
     high: int
 
     def sampled(self, step: int) -> Grid:
-        """That of each `step`-th output."""
+        """Return the grid of each `step`-th output."""
         zeros = None if self.zeros is None else self.zeros[::step]
         return Grid(self.scales[::step], zeros, self.low, self.high)
 
     def levels(self, weight: Tensor) -> Tensor:
-        """The nearest levels, whole numbers in float32 [out, in]."""
-        found = weight.reshape(*self.scales.shape, -1) / self.scales[:, :, None]  # [out, groups, group]
-        found.round_()
+        """Return the nearest levels of a weight, whole numbers in float32 [out, in]."""
+        nearest = weight.reshape(*self.scales.shape, -1) / self.scales[:, :, None]  # [out, groups, group]
+        nearest.round_()
         if self.zeros is not None:
-            found += self.zeros[:, :, None]
-        return found.clamp_(self.low, self.high).reshape(weight.shape)
+            nearest += self.zeros[:, :, None]
+        return nearest.clamp_(self.low, self.high).reshape(weight.shape)
 
     def values(self, levels: Tensor) -> Tensor:
-        """What levels stand for, float32 [out, in]."""
+        """Return the numbers that levels stand for, float32 [out, in]."""
         grouped = levels.reshape(*self.scales.shape, -1)
         if self.zeros is not None:
             grouped = grouped - self.zeros[:, :, None]
         return (grouped * self.scales[:, :, None]).reshape(levels.shape)
 
-    def packed(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
-        """The record of levels [out, in] on this grid."""
+    def pack(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
+        """Return the record of levels [out, in] on this grid."""
         stored = torch.int8 if self.zeros is None else torch.uint8
         zeros = None if self.zeros is None else self.zeros.to(torch.uint8).numpy()
         return QuantizedWeight(levels.to(stored).numpy(), self.scales.numpy(), zeros, scheme.bits, scheme.group_size)
@@ -58,7 +60,7 @@ class Grid:
 def fit_grid(
     weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None, signed: bool = True, every: int = 1
 ) -> Grid:
-    """The scales (and zero points) that leave `weight` [out, in] the least squared error, each input's weighted.
+    """Find the scales (and zero points) that leave `weight` [out, in] the least squared error, each input's weighted.
 
     `importance` [in], 1 where it is not given. `signed`: scales may be negative and symmetric levels go down to
     -2^(b-1); otherwise they keep to -(2^(b-1) - 1), so that every kernel may negate them. `every`: of the candidates
@@ -77,16 +79,34 @@ def fit_grid(
     step = max(1, CHUNK // inputs)
     tried = shrinkages(scheme.bits)[::every] if every else [1.0]
     fits = FITS if every == 1 else 0
-    parts = [fit(part, scheme.bits, weighting, signed, tried, fits) for part in grouped.split(step)]
+    parts = []
+    for part in grouped.split(step):
+        power = power_of_two(part.abs().amax(2))  # [out, groups]
+        scales, zeros = fit(part / power[:, :, None], scheme.bits, weighting, signed, tried, fits)
+        parts.append((multiply_scales(scales, power), zeros))
     half = 2 ** (scheme.bits - 1)
     low, high = (-half if signed else 1 - half, half - 1) if scheme.symmetric else (0, 2 * half - 1)
     scales = torch.cat([scales for scales, _ in parts])
     return Grid(scales, None if scheme.symmetric else torch.cat([zeros for _, zeros in parts]), low, high)
 
 
+def power_of_two(peak: Tensor) -> Tensor:
+    """Return the power of two above each magnitude, float32, 1 for 0: dividing by it is exact and brings it near 1.
+
+    Errors are squares, and those of weights below 1e-19 or above 1e19 are none in float32.
+    """
+    return torch.exp2(torch.frexp(peak.float()).exponent.clamp(-MOST_EXPONENT, MOST_EXPONENT).float())
+
+
+def multiply_scales(scales: Tensor, factors: Tensor) -> Tensor:
+    """Return scales times powers of two, of each sign at least SMALLEST_SCALE: a smaller one would divide to Inf."""
+    product = scales * factors
+    return torch.where(product.abs() < SMALLEST_SCALE, torch.copysign(torch.tensor(SMALLEST_SCALE), product), product)
+
+
 def finite(tensor: Tensor) -> bool:
-    """True unless it holds NaN or Inf, which its extremes then are: no copy, ten times faster than `torch.isfinite`."""
-    return not tensor.numel() or all(bool(torch.isfinite(one)) for one in torch.aminmax(tensor))
+    """Return whether no value is NaN or Inf, as the extremes would be: no copy, 10x faster than `torch.isfinite`."""
+    return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
 def round_to_grid(
@@ -95,13 +115,13 @@ def round_to_grid(
     importance: Tensor | None = None,
     signed: bool = True,
 ) -> QuantizedWeight:
-    """`weight` [out, in] rounded to the nearest on the grid that `fit_grid` finds."""
+    """Round `weight` [out, in] to the nearest on the grid that `fit_grid` finds."""
     grid = fit_grid(weight, scheme, importance, signed)
-    return grid.packed(grid.levels(weight.float()), scheme)
+    return grid.pack(grid.levels(weight.float()), scheme)
 
 
 def shrinkages(bits: int) -> list[float]:
-    """Fractions of the range that are tried: fewer bits gain by cutting off more of it."""
+    """Return the fractions of the range that are tried: fewer bits gain by cutting off more of it."""
     least, count = {2: (0.35, 24), 3: (0.4, 20), 4: (0.5, 12)}.get(bits, (0.7, 8))
     return torch.linspace(1.0, least, count).tolist()
 
@@ -116,19 +136,19 @@ class _Best:
         self.zeros = torch.zeros(grouped.shape[:2])
 
     def levels(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        found = (self.grouped * (1 / scales)[:, :, None]).round_()
+        nearest = (self.grouped * (1 / scales)[:, :, None]).round_()
         if zeros is None:
-            return found.clamp_(self.low, self.high)
-        return found.add_(zeros[:, :, None]).clamp_(self.low, self.high).sub_(zeros[:, :, None])
+            return nearest.clamp_(self.low, self.high)
+        return nearest.add_(zeros[:, :, None]).clamp_(self.low, self.high).sub_(zeros[:, :, None])
 
     def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
-        """`scales`, `zeros` [out, groups]: taken for the groups in which they leave less error."""
+        """Take `scales`, `zeros` [out, groups] for the groups in which they leave less error."""
         error = torch.addcmul(self.grouped, self.levels(scales, zeros), scales[:, :, None], value=-1).square_()
         if self.weighting is not None:
             error *= self.weighting
-        found = error.sum(2)
-        better = found < self.error
-        self.error = torch.where(better, found, self.error)
+        total = error.sum(2)
+        better = total < self.error
+        self.error = torch.where(better, total, self.error)
         self.scales = torch.where(better, scales, self.scales)
         if zeros is not None:
             self.zeros = torch.where(better, zeros, self.zeros)
@@ -149,7 +169,7 @@ def _fit_symmetric(
     peak = grouped.abs().amax(2)
     widest = torch.where(peak > 0, peak, 1.0) / (half - 1)
     best = _Best(grouped, weighting, -half if signed else 1 - half, half - 1)
-    sides = _sides(grouped, bits) if signed and len(tried) > 1 else [torch.ones_like(peak)]
+    sides = _list_signs(grouped, bits) if signed and len(tried) > 1 else [torch.ones_like(peak)]
     for shrinkage in tried:
         scales = (widest * shrinkage).clamp_min(SMALLEST_SCALE)
         for side in sides:
@@ -159,8 +179,8 @@ def _fit_symmetric(
     return best.scales, best.zeros
 
 
-def _sides(grouped: Tensor, bits: int) -> list[Tensor]:
-    """Signs [out, groups] that are tried: with few bits both, else the one that gives the larger side a level more."""
+def _list_signs(grouped: Tensor, bits: int) -> list[Tensor]:
+    """Return signs [out, groups] to try: with few bits both, else the one that gives the larger side a level more."""
     if bits < 4:
         return [torch.ones(grouped.shape[:2]), -torch.ones(grouped.shape[:2])]
     return [torch.where(grouped.amax(2) > -grouped.amin(2), -1.0, 1.0)]
@@ -173,7 +193,7 @@ def _fit_asymmetric(
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     high = torch.where(high > low, high, low + 1)
     best = _Best(grouped, weighting, 0, top)
-    for below, above in _corners(tried):
+    for below, above in _list_corners(tried):
         scales = ((high * above - low * below) / top).clamp_min(SMALLEST_SCALE)
         best.offer(scales, (-low * below / scales).round_().clamp_(0, top))
     for _ in range(fits):
@@ -181,7 +201,7 @@ def _fit_asymmetric(
     return best.scales, best.zeros
 
 
-def _corners(alike: list[float]) -> list[tuple[float, float]]:
-    """Fractions of the range's lower and upper part that are tried: both alike, and each of a few with each."""
+def _list_corners(alike: list[float]) -> list[tuple[float, float]]:
+    """Return fractions of the range's lower and upper part to try: both alike, and each of a few with each."""
     few = alike[:: max(1, len(alike) // 5)]
-    return [(one, one) for one in alike] + [(a, b) for a in few for b in few if a != b]
+    return [(both, both) for both in alike] + [(a, b) for a in few for b in few if a != b]

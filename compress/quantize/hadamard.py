@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LARGEST_CORE = 1024
-"""Of Paley's matrices: the product with it is dense."""
+"""Largest size of Paley's matrices: the product with one is dense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +32,21 @@ class Orthogonal:
     def size(self) -> int:
         return len(self.signs)
 
-    def turned(self, x: Tensor) -> Tensor:
-        """x Q along the last dimension, [..., n] -> [..., n], computed in float64 and given in x's type."""
+    def turn(self, x: Tensor) -> Tensor:
+        """Return x Q along the last dimension, [..., n] -> [..., n], computed in float64 and given in x's type."""
         shape = x.shape
         y = (x.to(torch.float64) * self.signs).reshape(-1, len(self.core), 1 << self.power)
         if len(self.core) > 1:
             y = torch.einsum("bmp,mk->bkp", y, self.core)
-        return (_sylvester(y) / self.size**0.5).reshape(shape).to(x.dtype)
+        return (_multiply_sylvester(y) / self.size**0.5).reshape(shape).to(x.dtype)
 
     def matrix(self) -> Tensor:
-        """Q itself, float64."""
-        return self.turned(torch.eye(self.size, dtype=torch.float64))
+        """Return Q itself, float64 [n, n]."""
+        return self.turn(torch.eye(self.size, dtype=torch.float64))
 
 
 def orthogonal(size: int, seed: int = 0, randomize: bool = True) -> Orthogonal:
-    """The rotation of `size` channels, the same for the same arguments.
+    """Return the rotation of `size` channels, the same for the same arguments.
 
     `randomize` puts random signs before the Hadamard matrix. Where none of these constructions gives one of that size,
     the odd part of it is a random orthogonal matrix (`.hadamard` is False).
@@ -55,47 +55,47 @@ def orthogonal(size: int, seed: int = 0, randomize: bool = True) -> Orthogonal:
     signs = torch.ones(size, dtype=torch.float64)
     if randomize:
         signs = torch.randint(0, 2, (size,), generator=generator).to(torch.float64) * 2 - 1
-    odd, power = _odd_part(size)
-    core, left = _core(odd, power)
+    odd, power = _split_odd_part(size)
+    core, left = _find_core(odd, power)
     if core is not None:
         return Orthogonal(signs, core, left, True)
-    return Orthogonal(signs, _random(odd, generator) * odd**0.5, power, False)
+    return Orthogonal(signs, _draw_orthogonal(odd, generator) * odd**0.5, power, False)
 
 
-def _odd_part(size: int) -> tuple[int, int]:
-    """size = odd * 2^power."""
+def _split_odd_part(size: int) -> tuple[int, int]:
+    """Return (odd, power) with size = odd * 2^power."""
     power = (size & -size).bit_length() - 1
     return size >> power, power
 
 
-def _core(odd: int, power: int) -> tuple[Tensor | None, int]:
-    """The smallest Hadamard matrix of size odd * 2^j, and how many factors of two are left."""
+def _find_core(odd: int, power: int) -> tuple[Tensor | None, int]:
+    """Return the smallest Hadamard matrix of size odd * 2^j or None, and how many factors of two are left."""
     if odd == 1:
         return torch.ones((1, 1), dtype=torch.float64), power
     for j in range(2, power + 1):
-        if (found := paley(odd << j)) is not None:
-            return found, power - j
+        if (matrix := paley(odd << j)) is not None:
+            return matrix, power - j
     return None, power
 
 
 def paley(size: int) -> Tensor | None:
-    """A Hadamard matrix [size, size] of +-1 (float64) by Paley's constructions; None if neither gives one."""
+    """Return a Hadamard matrix [size, size] of +-1 (float64) by Paley's constructions; None if neither gives one."""
     if size > LARGEST_CORE:
         return None
     q = size - 1
     if q % 4 == 3 and _is_prime(q):
-        skew = _bordered(q, -1.0)
+        skew = _build_bordered(q, -1.0)
         return skew + torch.eye(size, dtype=torch.float64)
     q = size // 2 - 1
     if size % 2 == 0 and q % 4 == 1 and _is_prime(q):
         one = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
         other = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
-        return torch.kron(_bordered(q, 1.0), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64), other)
+        return torch.kron(_build_bordered(q, 1.0), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64), other)
     return None
 
 
-def _bordered(q: int, sign: float) -> Tensor:
-    """[[0, 1], [sign, X]] with X[i, j] = 1, -1 or 0 as i - j is a square modulo q, is none, or is zero."""
+def _build_bordered(q: int, sign: float) -> Tensor:
+    """Return [[0, 1], [sign, X]] with X[i, j] = 1, -1 or 0 as i - j is a square modulo q, is none, or is zero."""
     character = torch.full((q,), -1.0, dtype=torch.float64)
     character[torch.arange(1, q) ** 2 % q] = 1.0
     character[0] = 0.0
@@ -110,14 +110,14 @@ def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
 
 
-def _random(size: int, generator: torch.Generator) -> Tensor:
-    """A random orthogonal matrix, uniform over all of them (F. Mezzadri, How to generate random matrices, 2007)."""
+def _draw_orthogonal(size: int, generator: torch.Generator) -> Tensor:
+    """Return a random orthogonal matrix, uniform over all (F. Mezzadri, How to generate random matrices, 2007)."""
     q, r = torch.linalg.qr(torch.randn((size, size), generator=generator, dtype=torch.float64))
     return q * r.diagonal().sign()
 
 
-def _sylvester(x: Tensor) -> Tensor:
-    """The unnormalised Walsh-Hadamard transform of the last dimension, whose length is a power of two."""
+def _multiply_sylvester(x: Tensor) -> Tensor:
+    """Return the unnormalised Walsh-Hadamard transform of the last dimension, whose length is a power of two."""
     length, half = x.shape[-1], 1
     while half < length:
         pairs = x.reshape(*x.shape[:-1], -1, 2, half)

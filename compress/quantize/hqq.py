@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compress.quantize.grid import CHUNK, Grid, fit_grid
+from compress.formats.schemes import WeightScheme
+from compress.quantize.grid import CHUNK, Grid, fit_grid, multiply_scales, power_of_two
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
-from compress.schemes import WeightScheme
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 """As in the authors' code."""
@@ -24,7 +24,7 @@ POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 
 @dataclass
 class _State:
-    """Of some rows: weights and levels [out, groups, group], scales and zero points [out, groups, 1]."""
+    """Weights and levels [out, groups, group] of some rows, their scales and zero points [out, groups, 1]."""
 
     weight: Tensor
     scales: Tensor
@@ -36,7 +36,7 @@ class _State:
         return (self.weight / self.scales).round_().add_(self.zeros).clamp_(self.low, self.high)
 
     def error(self) -> Tensor:
-        """[out, groups, 1]."""
+        """Return sum |W - Q|^0.7 of each group, [out, groups, 1]."""
         difference = self.weight - (self.levels() - self.zeros) * self.scales
         return difference.abs_().pow_(POWER).sum(2, keepdim=True)
 
@@ -47,22 +47,25 @@ def hqq_round(weight: Tensor, scheme: WeightScheme, signed: bool = True, steps: 
     Raises ValueError as `fit_grid` does.
     """
     weight = weight.float()
+    power = power_of_two(weight.abs().amax(1, keepdim=True))  # [out, 1]
+    weight = weight / power
     grid = fit_grid(weight, scheme, signed=signed)
     rows = max(1, CHUNK // weight.shape[1])
-    parts = [_improved(weight[i : i + rows], grid, i, scheme.symmetric, steps) for i in range(0, len(weight), rows)]
+    parts = [_improve_rows(weight[i : i + rows], grid, i, scheme.symmetric, steps) for i in range(0, len(weight), rows)]
     scales, zeros = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-    found = replace(grid, scales=scales, zeros=None if grid.zeros is None else zeros)
-    return found.packed(found.levels(weight), scheme)
+    grid = replace(grid, scales=scales, zeros=None if grid.zeros is None else zeros)
+    levels = grid.levels(weight)
+    return replace(grid, scales=multiply_scales(grid.scales, power)).pack(levels, scheme)
 
 
-def _improved(rows: Tensor, grid: Grid, first: int, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
-    """(scales, zero points) [out, groups] for `rows`, which begin at row `first` of the grid."""
+def _improve_rows(rows: Tensor, grid: Grid, first: int, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
+    """Return better (scales, zero points) [out, groups] for `rows`, which begin at row `first` of the grid."""
     scales = grid.scales[first : first + len(rows), :, None]  # [out, groups, 1]
     zeros = torch.zeros_like(scales) if grid.zeros is None else grid.zeros[first : first + len(rows), :, None]
     state = _State(rows.reshape(len(rows), scales.shape[1], -1), scales, zeros, grid.low, grid.high)
     best, least, beta = (state.scales, state.zeros), state.error(), BETA
     for _ in range(steps):
-        _step(state, beta, symmetric)
+        _update_grid(state, beta, symmetric)
         beta *= GROWTH
         error = state.error()
         better = error < least
@@ -71,7 +74,7 @@ def _improved(rows: Tensor, grid: Grid, first: int, symmetric: bool, steps: int)
     return best[0][:, :, 0], best[1][:, :, 0]
 
 
-def _step(state: _State, beta: float, symmetric: bool) -> None:
+def _update_grid(state: _State, beta: float, symmetric: bool) -> None:
     """Shrink the errors, then fit the grid to the weights without them."""
     levels = state.levels()
     error = (state.weight - (levels - state.zeros) * state.scales) / state.scales

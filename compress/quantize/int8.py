@@ -30,7 +30,7 @@ def with_integer_layers(
     dynamic: bool,
     rounded: Callable[[GraphLayer], QuantizedWeight] | None = None,
 ) -> GraphState:
-    """The state with these layers' weights `rounded` to eight bits: by default to int8, as `round_layer` does.
+    """Return the state with these layers' weights `rounded` to eight bits: by default to int8, as `round_layer` does.
 
     Raises ValueError when a weight is not finite, or when the state holds such layers with other settings: they are one
     for the whole graph.
@@ -55,7 +55,7 @@ def with_integer_layers(
 
 
 def round_layer(layer: GraphLayer) -> QuantizedWeight:
-    """int8, symmetric, per output channel (embeddings: per column), range searched for the least squared error.
+    """Round to int8, symmetric, per output channel (embeddings: per column), by the range of least squared error.
 
     Raises ValueError naming the layer on NaN or Inf.
     """
@@ -78,7 +78,7 @@ def observe_state(state: GraphState, batches: Iterable[Feeds]) -> dict[str, Obse
 
 
 def choose_ranges(seen: Mapping[str, Observer], setting: Callable[[str], Setting]) -> dict[str, Range]:
-    """A range for each observed tensor; `setting` gives its method and percentile."""
+    """Choose a range for each observed tensor; `setting` gives its method and percentile."""
     ranges = {}
     for name, observer in seen.items():
         method, percentile = setting(name)
@@ -88,8 +88,8 @@ def choose_ranges(seen: Mapping[str, Observer], setting: Callable[[str], Setting
     return ranges
 
 
-def corrected_biases(state: GraphState, seen: Mapping[str, Observer]) -> dict[str, np.ndarray]:
-    """Each integer layer's bias less the mean shift of its rounding; layers without a bias are left as they are."""
+def correct_biases(state: GraphState, seen: Mapping[str, Observer]) -> dict[str, np.ndarray]:
+    """Return each integer layer's bias less the mean shift of its rounding; layers without a bias are left out."""
     biases = {}
     for layer in integer_layers(state):
         if layer.bias is None:
@@ -102,10 +102,10 @@ def corrected_biases(state: GraphState, seen: Mapping[str, Observer]) -> dict[st
 
 
 def tensors_of(model: ir.Model, layers: Iterable[str]) -> set[str]:
-    """The tensors that are quantized before and after these layers: what a per-layer override applies to."""
+    """Return the tensors that are quantized before and after these layers: what a per-layer override applies to."""
     chosen = set(layers)
-    found: set[str] = set()
+    tensors: set[str] = set()
     for layer in find_layers(model):
         if layer.name in chosen:
-            found |= {layer.data_input.name or "", after_activation(layer.output).name or ""}
-    return found
+            tensors |= {layer.data_input.name or "", after_activation(layer.output).name or ""}
+    return tensors

@@ -30,16 +30,16 @@ class Lesson(Protocol):
 
     @property
     def n_rows(self) -> int:
-        """What its loss counts in a mean over lessons."""
+        """Return the weight of its loss in a mean over lessons."""
         ...
 
     @property
     def part(self) -> float:
-        """Of the step's rows, which several processes may share."""
+        """Return its share of the step's rows, which several processes may split."""
         ...
 
     def loss(self) -> Tensor:
-        """Mean over the rows of how far the student is from the teacher; >= 0, with gradients."""
+        """Return the mean over the rows of how far the student is from the teacher; >= 0, with gradients."""
         ...
 
 
@@ -90,15 +90,15 @@ class Student:
         places: Mapping[str, Sequence[tuple[nn.Module, str]]] | None = None,
     ) -> None:
         self.layers, self.weights, self.places = layers, weights, places or {}
-        self.floats = {name: _copy(held[0]) for name, held in self.places.items()}
+        self.floats = {name: _copy_parameter(held[0]) for name, held in self.places.items()}
         self.sizes = {name: max(float(value.detach().abs().mean()), 1e-3) for name, value in self.floats.items()}
 
     def parameters(self) -> list[nn.Parameter]:
-        fakes = [one for fake in self.weights.values() for one in (*fake.rounding(), *fake.scaling())]
+        fakes = [p for fake in self.weights.values() for p in (*fake.rounding(), *fake.scaling())]
         return fakes + list(self.floats.values())
 
     def groups(self, course: Course) -> list[dict[str, Any]]:
-        """Parameters with their rates, as an optimizer takes them."""
+        """Return the parameters with their rates, as an optimizer takes them."""
         fakes = self.weights.values()
         groups = [{"params": [p for fake in fakes for p in fake.rounding()], "lr": course.rounding_rate}]
         groups.append({"params": [p for fake in fakes for p in fake.scaling()], "lr": course.scale_rate})
@@ -107,9 +107,9 @@ class Student:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """The module computes with what is learned, its values as they are now; gradients flow where they are on."""
+        """Let the module compute with what is learned while the context is open; gradients flow where they are on."""
         standing: list[tuple[nn.Module, str, Any]] = [
-            (self.layers[name], "weight", self._weight(name)) for name in self.weights
+            (self.layers[name], "weight", self._compute_weight(name)) for name in self.weights
         ]
         standing += [(*place, self.floats[name]) for name, places in self.places.items() for place in places]
         held = [module._parameters[key] for module, key, _ in standing]
@@ -121,22 +121,22 @@ class Student:
             for (module, key, _), value in zip(standing, held, strict=True):
                 module._parameters[key] = value
 
-    def frozen(self) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
-        """What was learned: integers by layer, float parameters by name."""
+    def freeze(self) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
+        """Return what was learned: integers by layer, float parameters by name."""
         floats = {name: value.detach().clone() for name, value in self.floats.items()}
-        return {name: fake.frozen() for name, fake in self.weights.items()}, floats
+        return {name: fake.freeze() for name, fake in self.weights.items()}, floats
 
     def confine(self) -> None:
         for fake in self.weights.values():
             fake.confine()
 
-    def _weight(self, name: str) -> Tensor:
+    def _compute_weight(self, name: str) -> Tensor:
         value = self.weights[name]()
         return value.t() if is_transposed(self.layers[name]) else value
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """True for transformers' Conv1D, whose weight is [in, out]."""
+    """Return whether `layer` is transformers' Conv1D, whose weight is [in, out]."""
     return type(layer).__name__ == "Conv1D"
 
 
@@ -160,16 +160,16 @@ def learn(
     clock = time.monotonic()
     if course.steps == 0 or not student.parameters():
         return log
-    optimizer = _optimizer(student, course)
+    optimizer = _make_optimizer(student, course)
     check_at = {max(1, round(course.steps * (i + 1) / course.checks)) for i in range(course.checks)}
-    order = _orders(len(lessons), course.seed)
+    order = _draw_numbers(len(lessons), course.seed)
     for step in progress(range(course.steps), "learning"):
-        done = _done(step, clock, course, reduce)
+        done = _measure_done(step, clock, course, reduce)
         if done >= 1:
             break
         optimizer.at(done, step)
         with torch.enable_grad(), student.learning():
-            loss = _one(lessons[next(order)]) if lessons else _nothing(student)
+            loss = _weigh_loss(lessons[next(order)]) if lessons else _make_empty_loss(student)
             loss.backward()
         _share_gradients(student, reduce)
         optimizer.step()
@@ -242,14 +242,14 @@ class _Sign:
                 parameter.grad = None
 
 
-def _optimizer(student: Student, course: Course) -> _Adam | _Sign:
+def _make_optimizer(student: Student, course: Course) -> _Adam | _Sign:
     groups = student.groups(course)
     return _Adam(groups, course.steps) if course.method == "adam" else _Sign(groups)
 
 
 @torch.no_grad()
 def _judge(student: Student, lessons: Sequence[Lesson], reduce: Reduce) -> float:
-    """Mean loss over lessons, each counted by its rows."""
+    """Return the mean loss over lessons, each counted by its rows."""
     total = torch.zeros(2, dtype=torch.float64)
     with student.learning():
         for lesson in lessons:
@@ -258,8 +258,8 @@ def _judge(student: Student, lessons: Sequence[Lesson], reduce: Reduce) -> float
     return loss / rows if rows and math.isfinite(loss) else math.inf
 
 
-def _done(step: int, clock: float, course: Course, reduce: Reduce) -> float:
-    """The part of the course that is over, by steps or by time, the same for all processes."""
+def _measure_done(step: int, clock: float, course: Course, reduce: Reduce) -> float:
+    """Return the part of the course that is over, by steps or by time, the same for all processes."""
     done = step / course.steps
     if course.max_seconds is None:
         return done
@@ -267,33 +267,33 @@ def _done(step: int, clock: float, course: Course, reduce: Reduce) -> float:
     return max(done, float(spent[0] / spent[1]) / course.max_seconds)
 
 
-def _orders(n: int, seed: int) -> Iterator[int]:
-    """Numbers below `n` without end, each pass in an order of its own."""
+def _draw_numbers(n: int, seed: int) -> Iterator[int]:
+    """Yield numbers below `n` without end, each pass in an order of its own."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(n).tolist()
 
 
-def _one(lesson: Lesson) -> Tensor:
-    """What a process adds to the step's loss."""
+def _weigh_loss(lesson: Lesson) -> Tensor:
+    """Return what a process adds to the step's loss: that of its lesson, times its part of the rows."""
     loss = lesson.loss()
     return loss if lesson.part == 1 else loss * lesson.part
 
 
 def _share_gradients(student: Student, reduce: Reduce) -> None:
-    """The sum over processes."""
+    """Replace each parameter's gradient by its sum over processes."""
     for parameter in student.parameters():
         if parameter.requires_grad:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce(own)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(gradient)
 
 
-def _nothing(student: Student) -> Tensor:
-    """The loss of a process that has no lesson, while others have."""
+def _make_empty_loss(student: Student) -> Tensor:
+    """Return the loss of a process that has no lesson, while others have: 0, with gradients of 0."""
     return torch.stack([parameter.sum() for parameter in student.parameters() if parameter.requires_grad]).sum() * 0
 
 
-def _copy(place: tuple[nn.Module, str]) -> nn.Parameter:
+def _copy_parameter(place: tuple[nn.Module, str]) -> nn.Parameter:
     module, key = place
     value = module._parameters[key]
     assert value is not None

@@ -9,11 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from compress.quantize.grid import power_of_two
+
 MASK = "attention_mask"
 Feeds = Mapping[str, Tensor]
 Loss = Literal["kl", "hidden"]
 CACHE_BYTES = 1 << 30
-"""Of a teacher's outputs that are kept; those beyond are computed again each time."""
+"""Bytes of a teacher's outputs that are kept; those beyond are computed again each time."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class BlockLesson:
     n_rows: int
 
     def loss(self) -> Tensor:
-        return relative_error(_rows(self.forward(), self.rows), _rows(self.target(), self.rows))
+        return relative_error(_select_rows(self.forward(), self.rows), _select_rows(self.target(), self.rows))
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Together:
 
 
 def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0) -> list[Together]:
-    """In their order, as many as have no more than `rows` rows, but one at least."""
+    """Bundle lessons in their order, as many as have no more than `rows` rows, but one at least."""
     bundles: list[list[BlockLesson]] = []
     for lesson in lessons:
-        if not bundles or sum(one.n_rows for one in bundles[-1]) + lesson.n_rows > rows:
+        if not bundles or sum(bundled.n_rows for bundled in bundles[-1]) + lesson.n_rows > rows:
             bundles.append([])
         bundles[-1].append(lesson)
     return [Together(bundle, part) for bundle in bundles]
@@ -67,16 +69,16 @@ class Teacher:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def target(self, number: int, feeds: Feeds, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of the batch of that number: (states [n, width], nothing), or (probabilities, each row's entropy [n])."""
+        """Return the target of a batch: (states [n, width], nothing), or (probabilities, each row's entropy [n])."""
         if number in self.kept:
             return self.kept[number]
         with torch.no_grad():
-            out = _rows(first_output(self.module(**feeds)), rows).float()
-            found = softened(out) if self.kind == "kl" else (out, torch.zeros(0))
-        if (n_bytes := found[0].numel() * found[0].element_size()) <= self.left:
+            out = _select_rows(first_output(self.module(**feeds)), rows).float()
+            target = soften_logits(out) if self.kind == "kl" else (out, torch.zeros(0))
+        if (n_bytes := target[0].numel() * target[0].element_size()) <= self.left:
             self.left -= n_bytes
-            self.kept[number] = found
-        return found
+            self.kept[number] = target
+        return target
 
 
 @dataclass(frozen=True)
@@ -91,66 +93,70 @@ class OutputLesson:
     part: float = 1.0
 
     def loss(self) -> Tensor:
-        """KL divergence from the teacher, nats for a row, or relative squared error."""
-        rows = _mask(self.feeds)
+        """Return the KL divergence from the teacher, nats for a row, or the relative squared error."""
+        rows = _get_mask(self.feeds)
         target, entropies = self.teacher.target(self.number, self.feeds, rows)
-        out = _rows(first_output(self.module(**self.feeds)), rows)
+        out = _select_rows(first_output(self.module(**self.feeds)), rows)
         return divergence(out, target, entropies) if self.teacher.kind == "kl" else relative_error(out, target)
 
 
 def output_lessons(
     module: nn.Module, teacher: Teacher, batches: Sequence[Feeds], first: int = 0, rank: int = 0, size: int = 1
 ) -> list[OutputLesson]:
-    """One for each batch, numbered from `first` on (the teacher knows them by number).
+    """Return one lesson for each batch, numbered from `first` on (the teacher knows them by number).
 
     Of `size` processes that of number `rank` gets every `size`-th sample of each batch.
     """
-    return [_lesson(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
+    return [_make_lesson(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
 
 
-def _lesson(module: nn.Module, teacher: Teacher, feeds: Feeds, number: int, rank: int, size: int) -> OutputLesson:
+def _make_lesson(module: nn.Module, teacher: Teacher, feeds: Feeds, number: int, rank: int, size: int) -> OutputLesson:
     if size == 1:
-        return OutputLesson(module, teacher, feeds, number, _count(feeds))
-    own = {name: one[rank::size] for name, one in feeds.items()}
-    if not len(next(iter(own.values()))):  # fewer samples than processes: one that counts nothing
-        return OutputLesson(module, teacher, {name: one[:1] for name, one in feeds.items()}, number, 0, 0.0)
-    return OutputLesson(module, teacher, own, number, _count(own), _count(own) / _count(feeds))
+        return OutputLesson(module, teacher, feeds, number, _count_rows(feeds))
+    share = {name: tensor[rank::size] for name, tensor in feeds.items()}
+    if not len(next(iter(share.values()))):  # fewer samples than processes: one that counts nothing
+        return OutputLesson(module, teacher, {name: tensor[:1] for name, tensor in feeds.items()}, number, 0, 0.0)
+    return OutputLesson(module, teacher, share, number, _count_rows(share), _count_rows(share) / _count_rows(feeds))
 
 
 def relative_error(out: Tensor, target: Tensor) -> Tensor:
-    """Sum of squared differences over the target's sum of squares."""
-    return (out.float() - target).square().sum() / target.square().sum().clamp_min(1e-30)
+    """Return the sum of squared differences over the target's sum of squares."""
+    if not target.numel():
+        return out.float().sum()
+    # Squares of outputs above 1e19 are none in float32. Tiny ones stay: beside them any step of a bias is infinite.
+    power = power_of_two(target.abs().amax()).clamp_min(1)
+    return ((out.float() - target) / power).square().sum() / (target / power).square().sum().clamp_min(1e-30)
 
 
-def softened(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(probabilities [n, classes], each row's entropy [n], nats) of logits, as `divergence` takes them."""
+def soften_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (probabilities [n, classes], each row's entropy [n], nats) of logits, as `divergence` takes them."""
     probabilities = logits.softmax(-1)
-    return probabilities, _cross_entropies(logits, probabilities)[0]
+    return probabilities, _compute_cross_entropies(logits, probabilities)[0]
 
 
 def divergence(logits: Tensor, probabilities: Tensor, entropies: Tensor) -> Tensor:
-    """Mean KL divergence, nats, of what logits [n, classes] stand for from `probabilities` that have `entropies`."""
+    """Return the mean KL divergence, nats, of logits [n, classes] from `probabilities` that have `entropies`."""
     return _Divergence.apply(logits.float(), probabilities, entropies)
 
 
-def arranged(samples: Sequence[Feeds], batch_size: int) -> list[dict[str, Tensor]]:
-    """Samples [1, ...] in batches with little padding: sorted by length, padded on the right with zeros.
+def arrange_batches(samples: Sequence[Feeds], batch_size: int) -> list[dict[str, Tensor]]:
+    """Arrange samples [1, ...] in batches with little padding: sorted by length, padded on the right with zeros.
 
     Only inputs of the attention mask's shape have their padding taken off and put on; samples without a mask share a
     batch where all their shapes are equal.
     """
-    stripped = sorted((_stripped(sample) for sample in samples), key=_length)
+    stripped = sorted((_strip_padding(sample) for sample in samples), key=_length)
     batches: list[list[dict[str, Tensor]]] = []
     for sample in stripped:
         last = batches[-1] if batches else None
-        if last is None or len(last) == batch_size or not _fits(sample, last[0]):
+        if last is None or len(last) == batch_size or not _can_share_batch(sample, last[0]):
             batches.append(last := [])
         last.append(sample)
-    return [_joined(batch) for batch in batches]
+    return [_join_samples(batch) for batch in batches]
 
 
 def first_output(out: Any) -> Tensor:
-    """The first tensor of what a module gives."""
+    """Return the first tensor of what a module gives."""
     if isinstance(out, Tensor):
         return out
     values = out.values() if hasattr(out, "values") else out
@@ -162,7 +168,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, probabilities: Tensor, entropies: Tensor) -> Tensor:
-        crosses, total = _cross_entropies(logits, probabilities)
+        crosses, total = _compute_cross_entropies(logits, probabilities)
         n = max(len(logits), 1)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward((logits - total[:, None]).exp_().sub_(probabilities).div_(n))
@@ -173,54 +179,54 @@ class _Divergence(torch.autograd.Function):
         return ctx.saved_tensors[0] * gradient, None, None
 
 
-def _cross_entropies(logits: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """(of each row [n], logarithm of the sum of exponentials [n])."""
+def _compute_cross_entropies(logits: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (each row's cross entropy [n], logarithm of its sum of exponentials [n])."""
     total = torch.logsumexp(logits, -1)
     return total - torch.linalg.vecdot(probabilities, logits), total
 
 
-def _mask(feeds: Feeds) -> Tensor | None:
+def _get_mask(feeds: Feeds) -> Tensor | None:
     mask = feeds.get(MASK)
     return mask.bool() if mask is not None and mask.dim() == 2 else None
 
 
-def _count(feeds: Feeds) -> int:
-    """Tokens, or samples where there is no mask."""
-    rows = _mask(feeds)
+def _count_rows(feeds: Feeds) -> int:
+    """Count the tokens, or the samples where there is no mask."""
+    rows = _get_mask(feeds)
     return len(next(iter(feeds.values()))) if rows is None else int(rows.sum())
 
 
-def _rows(out: Tensor, rows: Tensor | None) -> Tensor:
-    """[n, width]: rows of padding left out where `out` still has the samples' shape."""
+def _select_rows(out: Tensor, rows: Tensor | None) -> Tensor:
+    """Return `out` as [n, width], rows of padding left out where it still has the samples' shape."""
     if rows is not None and out.dim() > 2 and out.shape[: rows.dim()] == rows.shape:
         return out[rows]
     return out.reshape(-1, out.shape[-1])
 
 
-def _stripped(sample: Feeds) -> dict[str, Tensor]:
-    mask = _mask(sample)
+def _strip_padding(sample: Feeds) -> dict[str, Tensor]:
+    mask = _get_mask(sample)
     if mask is None:
         return dict(sample)
-    return {name: one[:, mask[0]] if one.shape == mask.shape else one for name, one in sample.items()}
+    return {name: value[:, mask[0]] if value.shape == mask.shape else value for name, value in sample.items()}
 
 
 def _length(sample: Feeds) -> int:
     return next(iter(sample.values())).numel() if MASK not in sample else sample[MASK].numel()
 
 
-def _fits(sample: Feeds, other: Feeds) -> bool:
-    """True if they can share a batch: shapes equal but for the length that a mask tells."""
-    return _mask(sample) is not None or all(sample[name].shape == other[name].shape for name in sample)
+def _can_share_batch(sample: Feeds, other: Feeds) -> bool:
+    """Return whether two samples can share a batch: shapes equal but for the length that a mask tells."""
+    return _get_mask(sample) is not None or all(sample[name].shape == other[name].shape for name in sample)
 
 
-def _joined(batch: Sequence[Feeds]) -> dict[str, Tensor]:
-    if _mask(batch[0]) is None:
-        return {name: torch.cat([one[name] for one in batch]) for name in batch[0]}
-    longest = max(one[MASK].shape[1] for one in batch)
+def _join_samples(batch: Sequence[Feeds]) -> dict[str, Tensor]:
+    if _get_mask(batch[0]) is None:
+        return {name: torch.cat([sample[name] for sample in batch]) for name in batch[0]}
+    longest = max(sample[MASK].shape[1] for sample in batch)
 
-    def padded(sample: Feeds, name: str) -> Tensor:
+    def pad_input(sample: Feeds, name: str) -> Tensor:
         if sample[name].shape != sample[MASK].shape:
             return sample[name]
         return nn.functional.pad(sample[name], (0, longest - sample[MASK].shape[1]))
 
-    return {name: torch.cat([padded(one, name) for one in batch]) for name in batch[0]}
+    return {name: torch.cat([pad_input(sample, name) for sample in batch]) for name in batch[0]}

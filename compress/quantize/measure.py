@@ -29,28 +29,28 @@ class Suspect:
 
 
 def output_cosine(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    """Mean over samples of the cosine between two sets of first outputs, flattened to [n, features].
+    """Return the mean over samples of the cosine between two sets of first outputs, flattened to [n, features].
 
     Equal samples count 1 (zeros too), samples that are not finite on one side only count -1: they are no likeness at
     all.
     """
-    cosines = [_cosines(left, right) for left, right in zip(a, b, strict=True)]
+    cosines = [_compute_cosines(left, right) for left, right in zip(a, b, strict=True)]
     return float(np.concatenate(cosines).mean()) if cosines else 0.0
 
 
-def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """One for each sample, float64 [n]."""
+def _compute_cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return one cosine for each sample, float64 [n]."""
     x, y = left.reshape(len(left), -1).astype(np.float64), right.reshape(len(right), -1).astype(np.float64)
     equal = np.array([np.array_equal(p, q, equal_nan=True) for p, q in zip(x, y, strict=True)], dtype=bool)
     finite = np.isfinite(np.concatenate([x, y], axis=1)).all(axis=1, keepdims=True)  # [n, 1]
     x, y = np.where(finite, x, 0.0), np.where(finite, y, 0.0)
     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
-    found: np.ndarray = np.sum(x * y, axis=1) / np.maximum(norms, 1e-30)
-    return np.where(equal, 1.0, np.where(finite[:, 0], found, -1.0))
+    cosines: np.ndarray = np.sum(x * y, axis=1) / np.maximum(norms, 1e-30)
+    return np.where(equal, 1.0, np.where(finite[:, 0], cosines, -1.0))
 
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
-    """The first output for each batch."""
+    """Return the first output for each batch."""
     session = open_session(model, threads)
     return [next(iter(outputs.values())) for outputs in run_batches(session, batches)]
 
@@ -58,8 +58,8 @@ def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> l
 def layer_sqnr_db(
     model: ir.Model, quantized: ir.Model, layers: Sequence[str], batches: Iterable[Feeds], threads: int = 0
 ) -> dict[str, float]:
-    """Signal to quantization noise at each layer's output, in dB, with the error of all layers before it in it."""
-    tensors = {la.name: la.output.name or "" for la in find_layers(model) if la.name in set(layers)}
+    """Return the signal-to-noise ratio at each layer's output, dB; the noise holds the error of all layers before."""
+    tensors = {layer.name: layer.output.name or "" for layer in find_layers(model) if layer.name in set(layers)}
     if not tensors:
         return {}
     plain = open_session(tap(model, list(tensors.values())), threads)
@@ -75,16 +75,16 @@ def layer_sqnr_db(
 
 
 def decibel(signal: float, noise: float) -> float:
-    """10 log10(signal / noise), capped at 200."""
+    """Return 10 log10(signal / noise), capped at 200."""
     return 200.0 if noise <= signal * 1e-20 else 10 * math.log10(max(signal, 1e-300) / noise)
 
 
 def sensitivities(
     state: GraphState, batches: Sequence[Feeds], flavour: Flavour, progress: Callable[[Sequence[str]], Iterable[str]]
 ) -> dict[str, float]:
-    """How much each layer alone hurts: 1 - mean output cosine with only it quantized. One run for each layer."""
+    """Return how much each layer alone hurts: 1 - mean output cosine with only it quantized; one run for each."""
     exact = outputs_of(state.model, batches)
-    found = {}
+    sensitivity = {}
     for name in progress([*state.integer, *state.weight_only]):
         alone = replace(
             state,
@@ -92,8 +92,8 @@ def sensitivities(
             weight_only=[name] if name in state.weight_only else [],
             attention=False,
         )
-        found[name] = 1 - output_cosine(exact, outputs_of(write_state(alone, flavour), batches))
-    return found
+        sensitivity[name] = 1 - output_cosine(exact, outputs_of(write_state(alone, flavour), batches))
+    return sensitivity
 
 
 def blame(
@@ -115,5 +115,5 @@ def blame(
 
 
 def spread(seen: Observer | None) -> float:
-    """Largest magnitude over median magnitude: what one scale has to span."""
+    """Return the largest magnitude over the median one: what one scale has to span."""
     return 0.0 if seen is None else max(-seen.low, seen.high) / max(seen.absolute_median(), 1e-9)

@@ -16,7 +16,7 @@ import numpy as np
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
 LOWEST_EXPONENT = -100
-"""Of the bound: the number of bins for each unit stays a float32."""
+"""Lowest exponent of the bound: the number of bins for each unit stays a float32."""
 Score = Callable[[np.ndarray, np.ndarray, float, float], float]
 """(centres, counts, low, high) -> the error of that interval."""
 
@@ -74,7 +74,7 @@ class Observer:
 
     @property
     def channel_mean(self) -> np.ndarray:
-        """Mean of each channel, float64 [channels]."""
+        """Return the mean of each channel, float64 [channels]."""
         assert self.channel_sum is not None
         return self.channel_sum / self.n_rows
 
@@ -83,12 +83,12 @@ class Observer:
         return (np.arange(2 * HALF_BINS) - HALF_BINS + 0.5) * (self.bound / HALF_BINS)
 
     def quantile(self, q: float) -> float:
-        """The value below which a fraction `q` of what was seen lies, to one bin."""
+        """Return the value below which a fraction `q` of what was seen lies, to one bin."""
         index = int(np.searchsorted(np.cumsum(self.counts), q * self.counts.sum()))
         return float(np.clip(self.centres[min(index, 2 * HALF_BINS - 1)], self.low, self.high))
 
     def absolute_median(self) -> float:
-        """Median magnitude, to one bin."""
+        """Return the median magnitude, to one bin."""
         folded = self.counts[HALF_BINS:] + self.counts[HALF_BINS - 1 :: -1]
         return float(self.centres[HALF_BINS:][np.searchsorted(np.cumsum(folded), folded.sum() / 2)])
 
@@ -96,7 +96,7 @@ class Observer:
 def choose_range(
     seen: Observer, method: Method, percentile: float = 99.99, symmetric: bool = False
 ) -> tuple[float, float]:
-    """The interval to quantize, always holding zero; symmetric ones are (-m, m).
+    """Choose the interval to quantize, always holding zero; symmetric ones are (-m, m).
 
     minmax: all that was seen. percentile: the central `percentile` percent. mse: the interval that minimises the
     expected squared rounding and clipping error at 256 levels (a grid of 96 shrinkages of each end). entropy: the one
@@ -114,12 +114,12 @@ def choose_range(
         return (-max(-low, high), max(-low, high)) if symmetric else (low, max(high, low + 1e-6))
     if method in ("mse", "entropy"):
         score = _squared_error if method == "mse" else _divergence
-        return _best_shrinkage(seen, low, high, score, symmetric)
+        return _search_shrinkage(seen, low, high, score, symmetric)
     return low, high
 
 
-def _best_shrinkage(seen: Observer, low: float, high: float, score: Score, symmetric: bool) -> tuple[float, float]:
-    """Both ends shrunk alike, then each alone: an outlier on one side must not cost the other (Gelu has a floor)."""
+def _search_shrinkage(seen: Observer, low: float, high: float, score: Score, symmetric: bool) -> tuple[float, float]:
+    """Shrink both ends alike, then each alone: an outlier on one side must not cost the other (Gelu has a floor)."""
     used = np.flatnonzero(seen.counts)
     centres, counts = seen.centres[used], seen.counts[used]
     grid = np.concatenate([np.linspace(1.0, 0.3, 64), np.geomspace(0.29, 0.01, 32)])
@@ -134,13 +134,13 @@ def _best_shrinkage(seen: Observer, low: float, high: float, score: Score, symme
     return best_of([best, *((low * g, best[1]) for g in grid)])
 
 
-def _levels(centres: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+def _round_to_levels(centres: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
     scale = (high - low) / 255
     return np.clip(np.round((centres - low) / scale), 0, 255), scale
 
 
 def _squared_error(centres: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-    levels, scale = _levels(centres, low, high)
+    levels, scale = _round_to_levels(centres, low, high)
     error = centres - (levels * scale + low)
     rounding = np.where((centres >= low) & (centres <= high), scale**2 / 12, 0.0)
     inside = np.where(rounding > 0, rounding, error**2)
@@ -148,14 +148,14 @@ def _squared_error(centres: np.ndarray, counts: np.ndarray, low: float, high: fl
 
 
 def _divergence(centres: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-    """KL(p || q): p, the histogram, clipped values in its edge bins; q, its counts evened out within each level."""
+    """Return KL(p || q): p, the histogram, clipped values in its edge bins; q, its counts evened out in each level."""
     inside = (centres >= low) & (centres <= high)
     if not inside.any():
         return np.inf
     p = counts[inside].copy()
     p[0] += counts[centres < low].sum()
     p[-1] += counts[centres > high].sum()
-    levels = _levels(centres[inside], low, high)[0].astype(np.int64)
+    levels = _round_to_levels(centres[inside], low, high)[0].astype(np.int64)
     occupied = np.maximum(np.bincount(levels, minlength=256), 1)
     q = (np.bincount(levels, counts[inside], minlength=256) / occupied)[levels]
     p, q = p / p.sum(), q / q.sum()

@@ -60,23 +60,23 @@ class Placement:
             self.shared[value.name] = self.shared.get(shares.name, shares.name)
 
     def source(self, name: str) -> str:
-        """The tensor whose range `name` is quantized with."""
+        """Return the tensor whose range `name` is quantized with."""
         return self.shared.get(name, name)
 
     def only_added(self, name: str) -> bool:
-        """True for a layer's output that nothing but Adds reads."""
+        """Return whether `name` is a layer's output that nothing but Adds reads."""
         uses = self.consumers[name]
         return name in self.writers and bool(uses) and all(node.op_type == "Add" for node, _ in uses)
 
 
 def after_activation(value: ir.Value) -> ir.Value:
-    """Where a layer's output is quantized: after the activation that alone reads it."""
+    """Return where a layer's output is quantized: after the activation that alone reads it."""
     uses = list(value.uses())
     return uses[0].node.outputs[0] if len(uses) == 1 and uses[0].node.op_type in ACTIVATIONS else value
 
 
 def decide_kind(layers: Collection[GraphLayer]) -> Kind:
-    """`all` for graphs whose layers are mostly convolutions, `inputs` for the rest."""
+    """Return `all` for graphs whose layers are mostly convolutions, `inputs` for the rest."""
     products = [layer for layer in layers if layer.op != "Gather"]
     return "all" if 2 * sum(layer.op == "Conv" for layer in products) > len(products) else "inputs"
 
@@ -88,7 +88,7 @@ def place(
     attention: bool = False,
     leave_out: Collection[str] = (),
 ) -> Placement:
-    """The placement for these layers; those that stay float are simply not among them.
+    """Return the placement for these layers; those that stay float are simply not among them.
 
     `attention` (for `inputs`): also quantize what products of two activations read. `leave_out`: operators whose
     outputs stay float, such as "Add".

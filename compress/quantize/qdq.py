@@ -28,7 +28,7 @@ KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16),
 
 
 def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
-    """A new graph in which the state's layers are quantized; `state` is left as it is."""
+    """Write a new graph in which the state's layers are quantized; `state` is left as it is."""
     model = clone(state.model)
     layers = {layer.name: layer for layer in find_layers(model)}
     integer = [layers[name] for name in state.integer]
@@ -45,7 +45,7 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
         else:
             _write_weight(model, layer, weight)
         if weight.group_size > 0:
-            _keep_from_gemm(model, layer)
+            _avoid_gemm(model, layer)
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)
@@ -53,14 +53,14 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
 
 
 def _needs_blocks(node: ir.Node) -> bool:
-    """True for a DequantizeLinear of blocks or of 4-bit integers."""
+    """Return whether `node` is a DequantizeLinear of blocks or of 4-bit integers."""
     values = node.inputs[0] if node.op_type == "DequantizeLinear" else None
     small = values is not None and values.dtype in (ir.DataType.INT4, ir.DataType.UINT4)
     return small or int_attribute(node, "block_size", 0) > 0
 
 
 def in_kernel_blocks(weight: QuantizedWeight, flavour: Flavour) -> QuantizedWeight:
-    """The same numbers with each scale repeated over blocks that kernels have, where groups are not such blocks.
+    """Return the same numbers with each scale repeated over blocks that kernels have, where groups are not such blocks.
 
     A channel (-1), a tensor (0) and any other group become the largest blocks that divide them. Groups that no block
     divides, and FP8 weights, for which no kernel is known, stay as they are.
@@ -70,20 +70,20 @@ def in_kernel_blocks(weight: QuantizedWeight, flavour: Flavour) -> QuantizedWeig
     block = next((size for size in KERNEL_BLOCKS[flavour] if group % size == 0), 0)
     if block in (0, weight.group_size) or weight.values.ndim != 2 or weight.values.dtype == FLOAT8:
         return weight
-    scales = _repeated(weight.scales, rows, n_inputs // block)
-    zeros = None if weight.zero_points is None else _repeated(weight.zero_points, rows, n_inputs // block)
+    scales = _repeat_over_blocks(weight.scales, rows, n_inputs // block)
+    zeros = None if weight.zero_points is None else _repeat_over_blocks(weight.zero_points, rows, n_inputs // block)
     return QuantizedWeight(weight.values, scales, zeros, weight.bits, block)
 
 
-def _repeated(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray:
-    """[out or 1, groups] -> [out, blocks], `groups` dividing `blocks`."""
+def _repeat_over_blocks(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray:
+    """Repeat [out or 1, groups] to [out, blocks], `groups` dividing `blocks`."""
     spread = np.broadcast_to(parts, (rows, parts.shape[1]))
     return np.repeat(spread, blocks // parts.shape[1], axis=1)
 
 
 def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour) -> None:
     scales: dict[ir.Node, np.ndarray] = {}
-    for value, source, uses in rounded_tensors(model, layers, state, flavour):
+    for value, source, uses in find_rounded_tensors(model, layers, state, flavour):
         scale, zero_point = state.ranges[source].parameters(flavour, state.in_float8)
         scales |= {node: scale for node, index in uses if index == 0}
         _insert_pair(model, value, uses, scale, zero_point)
@@ -93,10 +93,10 @@ def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, 
         _write_bias(model, layer, state, scales.get(layer.node) if whole else None)
 
 
-def rounded_tensors(
+def find_rounded_tensors(
     model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour
 ) -> Iterator[tuple[ir.Value, str, list[Use]]]:
-    """(tensor of `model`, the tensor whose range it is rounded with, who is to read it rounded), for each rounded one.
+    """Yield (tensor of `model`, tensor whose range it is rounded with, who is to read it rounded) for each rounded one.
 
     Readers are asked for as the iterator goes on, so `model` may be changed on the way.
     """
@@ -110,14 +110,14 @@ def rounded_tensors(
 
 
 def integer_bias(layer: GraphLayer, flavour: Flavour) -> bool:
-    """True if an integer kernel adds the layer's bias, which is then int32."""
+    """Return whether an integer kernel adds the layer's bias, which is then int32."""
     return flavour == "u8s8" and layer.bias is not None and layer.bias_add is None
 
 
 def _insert_pair(
     model: ir.Model, value: ir.Value, uses: list[tuple[ir.Node, int]], scale: np.ndarray, zero_point: np.ndarray
 ) -> None:
-    """value -> QuantizeLinear -> DequantizeLinear -> the given uses."""
+    """Insert value -> QuantizeLinear -> DequantizeLinear -> the given uses."""
     s = initializer(model, f"{value.name}/scale", scale)
     z = initializer(model, f"{value.name}/zero_point", ir.Tensor(zero_point))
     quantized = append(model, "QuantizeLinear", [value, s, z], f"{value.name}/quantized")
@@ -128,9 +128,9 @@ def _insert_pair(
 
 
 def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
-    axis, values, scales, zeros = layer.axis, weight.values, weight.scales, _zeros(weight)
+    axis, values, scales, zeros = layer.axis, weight.values, weight.scales, _get_zero_points(weight)
     if weight.group_size > 0 and layer.op == "Gemm":
-        axis = 1  # it becomes a MatMul, see `_keep_from_gemm`
+        axis = 1  # it becomes a MatMul, see `_avoid_gemm`
     if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
         values, scales, zeros = values.T, scales.T, zeros.T
     attributes: dict[str, int] = {}
@@ -141,19 +141,21 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     else:
         scales, zeros = (np.broadcast_to(v.ravel(), (weight.values.shape[0],)) for v in (scales, zeros))
         attributes = {"axis": axis}
-    q = _stored(model, layer, _stored_type(weight), _tensor(values, weight.bits))
-    inputs = [q, _stored(model, layer, "scale", _tensor(scales, 32))]
+    q = _add_constant(model, layer, _choose_type(weight), _to_tensor(values, weight.bits))
+    inputs = [q, _add_constant(model, layer, "scale", _to_tensor(scales, 32))]
     if weight.zero_points is not None or (weight.bits > 4 and weight.values.dtype != FLOAT8):
-        inputs.append(_stored(model, layer, "zero_point", _tensor(zeros, weight.bits)))
+        inputs.append(_add_constant(model, layer, "zero_point", _to_tensor(zeros, weight.bits)))
     dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/dequantized", attributes)
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
     layer.node.replace_input_with(layer.weight_input, dequantized)
     return
 
 
-def _keep_from_gemm(model: ir.Model, layer: GraphLayer) -> None:
-    """Gemm, or MatMul and Add -> MatMul and Sum. Of a Gemm ONNX Runtime unpacks the blocks on every call, ten times
-    slower than floats; and where x is a matrix, it makes a Gemm of a MatMul and an Add before it looks at blocks.
+def _avoid_gemm(model: ir.Model, layer: GraphLayer) -> None:
+    """Turn Gemm, or MatMul and Add, into MatMul and Sum.
+
+    Of a Gemm ONNX Runtime unpacks the blocks on every call, ten times slower than floats; and where x is a matrix, it
+    makes a Gemm of a MatMul and an Add before it looks at blocks.
     """
     if layer.op == "Gemm":
         x, weight, *bias = layer.node.inputs
@@ -171,29 +173,30 @@ def _is_matrix(value: ir.Value) -> bool:
     return value.shape is not None and len(value.shape) == 2
 
 
-def _stored(model: ir.Model, layer: GraphLayer, suffix: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """A constant named after the weight: layers that share the weight share it, unless they round it differently."""
+def _add_constant(model: ir.Model, layer: GraphLayer, suffix: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """Add a constant named after the weight: layers that share the weight share it, unless rounded differently."""
     base = f"{layer.weight.name}/{suffix}"
     names = (base if i == 1 else f"{base}#{i}" for i in count(1))
     held = model.graph.initializers
-    return initializer(model, next(n for n in names if n not in held or _same(held[n].const_value, tensor)), tensor)
+    name = next(n for n in names if n not in held or _are_equal(held[n].const_value, tensor))
+    return initializer(model, name, tensor)
 
 
-def _same(a: ir.TensorProtocol | None, b: ir.TensorProtocol) -> bool:
+def _are_equal(a: ir.TensorProtocol | None, b: ir.TensorProtocol) -> bool:
     return a is not None and a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())
 
 
-def _zeros(weight: QuantizedWeight) -> np.ndarray:
+def _get_zero_points(weight: QuantizedWeight) -> np.ndarray:
     return np.zeros(weight.scales.shape, np.int8) if weight.zero_points is None else weight.zero_points
 
 
-def _stored_type(weight: QuantizedWeight) -> str:
-    """int8, int4, or float8: what ONNX has for the weight's bits."""
+def _choose_type(weight: QuantizedWeight) -> str:
+    """Return int8, int4, or float8: what ONNX has for the weight's bits."""
     return "float8" if weight.values.dtype == FLOAT8 else f"int{4 if weight.bits <= 4 else 8}"
 
 
-def _tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
-    """As it is, or up to four bits as ONNX's INT4 / UINT4."""
+def _to_tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
+    """Return an array as a tensor: as it is, or up to four bits as ONNX's INT4 / UINT4."""
     if bits > 4:
         return ir.Tensor(np.asarray(values, order="C"))
     kind = ir.DataType.INT4 if values.dtype == np.int8 else ir.DataType.UINT4
@@ -206,26 +209,26 @@ def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight
     Not for TensorRT, which takes integers for nothing but what is dequantized at once, and does so when it compiles.
     `weight` is the table transposed, [width, rows]: one scale for each column.
     """
-    q, s, z = _columns(model, layer, weight)
+    q, s, z = _add_columns(model, layer, weight)
     if flavour == "s8s8":
         table = append(model, "DequantizeLinear", [q, s, z], f"{layer.name}/dequantized", {"axis": 1})
         layer.node.replace_input_with(layer.weight_input, table)
         return
     layer.node.replace_input_with(layer.weight_input, q)
-    found = layer.node.outputs[0]
-    dequantized = append(model, "DequantizeLinear", [found, s, z], f"{layer.name}/dequantized", {"axis": -1})
-    take_over(model, found, dequantized)
-    found.type = ir.TensorType(ir.DataType.INT8)
+    rows = layer.node.outputs[0]
+    dequantized = append(model, "DequantizeLinear", [rows, s, z], f"{layer.name}/dequantized", {"axis": -1})
+    take_over(model, rows, dequantized)
+    rows.type = ir.TensorType(ir.DataType.INT8)
 
 
-def _columns(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> list[ir.Value]:
-    """(integers [in, out], scales [out], zero points [out]) as constants."""
-    arrays = {"int8": weight.values.T, "scale": weight.scales[:, 0], "zero_point": _zeros(weight)[:, 0]}
-    return [_stored(model, layer, suffix, _tensor(array, 8)) for suffix, array in arrays.items()]
+def _add_columns(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> list[ir.Value]:
+    """Add (integers [in, out], scales [out], zero points [out]) as constants."""
+    arrays = {"int8": weight.values.T, "scale": weight.scales[:, 0], "zero_point": _get_zero_points(weight)[:, 0]}
+    return [_add_constant(model, layer, suffix, _to_tensor(array, 8)) for suffix, array in arrays.items()]
 
 
 def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, input_scale: np.ndarray | None) -> None:
-    """int32 with scale = input scale x weight scale where integer kernels add it; float otherwise."""
+    """Write a bias: int32 with scale = input scale x weight scale where integer kernels add it; float otherwise."""
     if layer.bias is None:
         return
     bias = state.biases.get(layer.name, constant(layer.bias)).astype(np.float32)
@@ -244,10 +247,10 @@ def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, input_sca
 
 
 def _write_dynamic(model: ir.Model, layer: GraphLayer, state: GraphState) -> None:
-    """x -> DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul(scales): ranges are measured on every run."""
+    """Write x -> DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul(scales): ranges are measured on every run."""
     name = layer.name
-    quantized, x_scale, x_zero = _dynamic_input(model, layer.data_input)
-    q, s, z = _columns(model, layer, state.weights[name])
+    quantized, x_scale, x_zero = _quantize_input(model, layer.data_input)
+    q, s, z = _add_columns(model, layer, state.weights[name])
     product = append(model, "MatMulInteger", [quantized, q, x_zero, z], f"{name}/product")
     as_float = append(model, "Cast", [product], f"{name}/product/float", {"to": ir.DataType.FLOAT})
     scale = append(model, "Mul", [x_scale, s], f"{name}/product/scale")
@@ -258,8 +261,8 @@ def _write_dynamic(model: ir.Model, layer: GraphLayer, state: GraphState) -> Non
     take_over(model, layer.node.outputs[0], result)
 
 
-def _dynamic_input(model: ir.Model, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """One DynamicQuantizeLinear for all layers that read `x`: (integers, scale, zero point)."""
+def _quantize_input(model: ir.Model, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return (integers, scale, zero point) of the one DynamicQuantizeLinear for all layers that read `x`."""
     for use in x.uses():
         if use.node.op_type == "DynamicQuantizeLinear":
             q, s, z = use.node.outputs
@@ -273,11 +276,11 @@ def _dynamic_input(model: ir.Model, x: ir.Value) -> tuple[ir.Value, ir.Value, ir
 
 
 def placement_of(state: GraphState) -> Placement:
-    """Where the pairs of a static state stand in its own float graph."""
+    """Return where the pairs of a static state stand in its own float graph."""
     return place(state.model, integer_layers(state), state.placement, state.attention, state.leave_out)
 
 
 def integer_layers(state: GraphState) -> list[GraphLayer]:
-    """The layers that compute in int8, in the state's own float graph and its order."""
+    """Return the layers that compute in int8, in the state's own float graph and its order."""
     chosen = set(state.integer)
     return [layer for layer in find_layers(state.model) if layer.name in chosen]

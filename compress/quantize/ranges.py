@@ -18,8 +18,8 @@ CARRIES = {"Add", "Mul", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "
 
 @dataclass
 class Seen:
-    """Of one tensor: its largest magnitude but for what hides that it is added to (as good as -infinity), and the
-    lowest value of all."""
+    """The extremes of one tensor: its largest magnitude but for what hides that it is added to (as good as -infinity),
+    and the lowest value of all."""
 
     peak: float = 0.0
     lowest: float = 0.0
@@ -35,14 +35,14 @@ class Seen:
 
 
 def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Iterable[Feeds]) -> dict[str, float]:
-    """Node name -> largest magnitude among its float inputs and outputs, where `dtype` has not the `headroom` for it.
+    """Return the nodes whose float inputs and outputs leave `dtype` no `headroom`: name -> largest magnitude of these.
 
     A constant that hides (masks such as -3.4e38, -infinity) is written as a number that the type holds; it counts only
     where it is read by anything but a softmax. Raises ValueError when there is no batch or a value is NaN.
     """
     limit = LARGEST[dtype] / headroom
-    seen = _observed(model, batches)
-    found = {}
+    seen = _observe_floats(model, batches)
+    overflowing = {}
     for node in model.graph:
         touched = [value for value in (*node.inputs, *node.outputs) if value is not None]
         peak = max((seen[value].peak for value in touched if value in seen), default=0.0)
@@ -50,12 +50,12 @@ def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Ite
         if hidden and not all(_only_hides(value, seen) for value in hidden):
             peak = max(peak, *(abs(seen[value].lowest) for value in hidden))
         if peak > limit:
-            found[node_name(node)] = peak
-    return found
+            overflowing[node_name(node)] = peak
+    return overflowing
 
 
-def _observed(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value, Seen]:
-    """Every float tensor of the graph, constants among them."""
+def _observe_floats(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value, Seen]:
+    """Watch every float tensor of the graph over the batches, constants among them."""
     values = {v.name: v for node in model.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v.name}
     seen = {value: Seen() for value in values.values()}
     session = open_session(tap(model, list(values)))
@@ -76,27 +76,27 @@ def _observed(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value, Seen]
 
 
 def _only_hides(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
-    """True if what hides in `value` comes from constants and is read, in the end, by softmaxes alone."""
-    return _from_constants(value, seen) and _to_softmax(value, seen)
+    """Return whether what hides in `value` comes from constants and is read, in the end, by softmaxes alone."""
+    return _comes_from_constants(value, seen) and _goes_to_softmax(value, seen)
 
 
-def _from_constants(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
+def _comes_from_constants(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
     if is_constant(value):
         return True
     node = value.producer()
     if node is None or node.op_type in STAYS or node.op_type not in CARRIES:
         return False
-    before = [one for one in node.inputs if one is not None and one in seen and seen[one].hides]
-    return bool(before) and all(_from_constants(one, seen) for one in before)
+    before = [source for source in node.inputs if source is not None and source in seen and seen[source].hides]
+    return bool(before) and all(_comes_from_constants(source, seen) for source in before)
 
 
-def _to_softmax(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
+def _goes_to_softmax(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
     if value.is_graph_output():
         return False
     for use in value.uses():
         if use.node.op_type == "Softmax":
             continue
         carried = [out for out in use.node.outputs if out in seen and seen[out].hides]
-        if use.node.op_type not in CARRIES or not all(_to_softmax(out, seen) for out in carried):
+        if use.node.op_type not in CARRIES or not all(_goes_to_softmax(out, seen) for out in carried):
             return False
     return True

@@ -28,7 +28,7 @@ class QuantizedWeight:
     group_size: int
 
     def dequantize(self) -> np.ndarray:
-        """float32, the weight's own shape."""
+        """Return the weight in float32, its own shape."""
         rows = self.values.shape[0]
         grouped = self.values.reshape(rows, self.scales.shape[1], -1).astype(np.float32)  # [out, groups, group]
         if self.zero_points is not None:
@@ -60,32 +60,36 @@ def round_to_nearest(
     if not np.isfinite(weight).all():
         raise ValueError("the weight holds NaN or Inf")
     grouped = weight.astype(np.float32).reshape(rows, -1, size)  # [out, groups, group]
+    # Errors are squares, and those of weights below 1e-19 or above 1e19 are none in float32: exact, near 1.
+    power = np.exp2(np.clip(np.frexp(np.abs(grouped).max(axis=2))[1], -126, 126)).astype(np.float32)  # [out, groups]
+    grouped = grouped / power[:, :, None]
     shrinkages = np.linspace(1.0, 0.5, 48) if search else np.ones(1)
     fit = _fit_symmetric if symmetric else _fit_asymmetric
     weighting = np.ones((1, 1)) if importance is None else importance.reshape(-1, size)  # [groups, group]
-    values, scales, zero_points = _best(grouped, bits, shrinkages, fit, weighting.astype(np.float32))
+    values, scales, zero_points = _fit_best(grouped, bits, shrinkages, fit, weighting.astype(np.float32))
+    scales = np.maximum(scales * power, np.float32(SMALLEST_SCALE))
     return QuantizedWeight(values.reshape(weight.shape), scales, zero_points, bits, group_size)
 
 
-def _best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit, weighting: np.ndarray) -> Fitted:
-    """For each group, the outcome of the shrinkage that leaves it the least weighted error (the first among equals)."""
+def _fit_best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit, weighting: np.ndarray) -> Fitted:
+    """Fit each group by the shrinkage that leaves it the least weighted error (the first among equals)."""
     best = fit(grouped, bits, np.float32(shrinkages[0]))
-    least = _group_errors(grouped, best, weighting)
+    least = _measure_group_errors(grouped, best, weighting)
     for shrinkage in shrinkages[1:]:
-        found = fit(grouped, bits, np.float32(shrinkage))
-        errors = _group_errors(grouped, found, weighting)
+        fitted = fit(grouped, bits, np.float32(shrinkage))
+        errors = _measure_group_errors(grouped, fitted, weighting)
         better = errors < least  # [out, groups]
         least = np.where(better, errors, least)
         best = (
-            np.where(better[:, :, None], found[0], best[0]),
-            np.where(better, found[1], best[1]),
-            np.where(better, found[2], best[2]) if found[2] is not None and best[2] is not None else None,
+            np.where(better[:, :, None], fitted[0], best[0]),
+            np.where(better, fitted[1], best[1]),
+            np.where(better, fitted[2], best[2]) if fitted[2] is not None and best[2] is not None else None,
         )
     return best
 
 
-def _group_errors(grouped: np.ndarray, fitted: Fitted, weighting: np.ndarray) -> np.ndarray:
-    """Squared error of each group [out, groups], its inputs weighted with [groups, group]."""
+def _measure_group_errors(grouped: np.ndarray, fitted: Fitted, weighting: np.ndarray) -> np.ndarray:
+    """Return the squared error of each group [out, groups], its inputs weighted with [groups, group]."""
     values, scales, zero_points = fitted
     offset = 0 if zero_points is None else zero_points[:, :, None].astype(np.float32)
     difference = (values.astype(np.float32) - offset) * scales[:, :, None] - grouped

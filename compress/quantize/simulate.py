@@ -56,7 +56,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int, count: int) -> Tensor:
-    """`x` float32 rounded to (q - zero) * scale, q whole numbers from `low` to `high`; scale and zero broadcast over x.
+    """Round `x` in float32 to (q - zero) * scale, q whole, from `low` to `high`; scale and zero broadcast over x.
 
     `count`: numbers that share a scale; its gradient is divided by sqrt(count * high), as in LSQ, section 2.2.
     """
@@ -88,12 +88,12 @@ class LearnedRange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observing and not self.learn and not self.frozen:
-            self._see(x.detach())
+            self._add_magnitudes(x.detach())
         scale, zero = self.numbers()
         return fake_quantize(x, scale, zero, *LEVELS[self.flavour], x[0].numel())
 
     def numbers(self) -> tuple[Tensor, Tensor]:
-        """(scale, zero point as float32), exactly those of `decided()`."""
+        """Return (scale, zero point as float32), exactly those of `decided()`."""
         growth = self.growth.detach() if self.frozen else self.growth
         ends = self.start * (1 + growth)
         if self.flavour == "s8s8":
@@ -103,29 +103,29 @@ class LearnedRange(nn.Module):
         scale = ((high.double() - low.double()).clamp_min(1e-12) / 255).float()
         return scale, straight_round(-low / scale).clamp(0, 255)
 
-    def _see(self, x: Tensor) -> None:
+    def _add_magnitudes(self, x: Tensor) -> None:
         self.seen += torch.tensor([float(x.abs().sum(dtype=torch.float64)), x.numel()], dtype=torch.float64)
 
     @torch.no_grad()
     def follow(self, seen: Tensor) -> None:
-        """After a step: `seen` is what all processes saw of it. Keeps learned ends in bounds, frozen ones in place."""
+        """Follow `seen`, what all processes saw of a step; keep learned ends in bounds, frozen ones in place."""
         if self.frozen:
             self.growth.copy_(self.held)  # an optimizer's momentum would go on
             return
         if not self.learn and float(seen[1]):
-            self._average(seen[0] / seen[1])
+            self._update_average(seen[0] / seen[1])
         self.growth.clamp_(LEAST_GROWTH, MOST_GROWTH)
         self.held.copy_(self.growth)
 
-    def _average(self, magnitude: Tensor) -> None:
+    def _update_average(self, magnitude: Tensor) -> None:
         first, mean = self.magnitude.tolist()
         now = float(magnitude)
         first, mean = (first, mean + FOLLOWED * (now - mean)) if first else (now, now)
         self.magnitude.copy_(torch.tensor([first, mean]))
         self.growth.fill_(mean / first - 1 if first else 0.0)
 
-    def decided(self) -> Range:
-        """The range as it is now. The other flavour's, which nothing was trained for, is stretched alike."""
+    def decide(self) -> Range:
+        """Return the range as it is now. The other flavour's, which nothing was trained for, is stretched alike."""
         ends = (self.start * (1 + self.growth.detach())).cpu().tolist()
         if self.flavour == "u8s8":
             stretch = max(-ends[0], ends[1]) / max(-self.range.low, self.range.high, 1e-30)
@@ -145,11 +145,11 @@ class LearnedScales(nn.Module):
         self.growth = nn.Parameter(torch.zeros(len(start.scales)), requires_grad=learn)
 
     def scales(self) -> Tensor:
-        """float32 [out]."""
+        """Return the scales as they are now, float32 [out]."""
         return (self.start * (1 + self.growth)).clamp_min(SMALLEST_SCALE)
 
     def forward(self, weight: Tensor, axis: int) -> Tensor:
-        """`weight` with its output channels along `axis`, or what a table gave of it, rounded."""
+        """Round `weight` with its output channels along `axis`, or what a table gave of it."""
         shape = [1] * weight.dim()
         shape[axis] = -1
         scales = self.scales()
@@ -162,8 +162,8 @@ class LearnedScales(nn.Module):
         self.growth.clamp_(LEAST_GROWTH, MOST_GROWTH)
 
     @torch.no_grad()
-    def decided(self, weight: Tensor) -> QuantizedWeight:
-        """The integers of `weight` [out, in, ...]; their `dequantize()` equals what `forward` gives, exactly."""
+    def decide(self, weight: Tensor) -> QuantizedWeight:
+        """Return the integers of `weight` [out, in, ...]; their `dequantize()` equals what `forward` gives, exactly."""
         scales = self.scales()
         shape = (-1, *[1] * (weight.dim() - 1))
         values = (weight / scales.view(shape)).round().clamp(-TOP, TOP).to(torch.int8)
@@ -171,7 +171,7 @@ class LearnedScales(nn.Module):
 
 
 def fake_bias(bias: Tensor, input_scale: Tensor, weight_scales: Tensor) -> Tensor:
-    """`bias` [out] rounded to int32 steps of input scale x weight scale, as integer kernels add it."""
+    """Round `bias` [out] to int32 steps of input scale x weight scale, as integer kernels add it."""
     step = input_scale.detach() * weight_scales.detach()
     levels = (bias.detach().double() / step.double()).round_().clamp_(-(2**31) + 1, 2**31 - 1)
     given: Tensor = _Instead.apply(bias, levels.float() * step)

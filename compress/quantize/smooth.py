@@ -18,7 +18,7 @@ from compress.quantize.rounding import round_to_nearest
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FREE, COSTLY = 0.9, 0.6
-"""Of what it was, the error must fall below this: for a smoothing that folds; for one that costs a multiplication."""
+"""Part of the old error that the new one must be below: if a smoothing folds, and if it costs a multiplication."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Smoothing:
 
 
 def smoothing_scales(input_peak: np.ndarray, weight_peak: np.ndarray, alpha: float) -> np.ndarray:
-    """Equation 4, float32 [in], normalised to a geometric mean of 1. Dead channels get 1."""
+    """Return the scales of equation 4, float32 [in], normalised to a geometric mean of 1. Dead channels get 1."""
     alive = (input_peak > 0) & (weight_peak > 0)
     x, w = np.where(alive, input_peak, 1.0), np.where(alive, weight_peak, 1.0)
     logs = np.where(alive, alpha * np.log(x) - (1 - alpha) * np.log(w), 0.0)
@@ -63,25 +63,27 @@ def search_smoothing(
     weight = np.concatenate([w.astype(np.float32) for w in weights])  # [sum of out, in]
     exact = rows @ weight.T
     energy = max(float(np.square(exact).sum()), 1e-30)
-    before = _product_error(rows, weight, exact, np.ones(rows.shape[1], np.float32), by_row) / energy
+    before = _measure_product_error(rows, weight, exact, np.ones(rows.shape[1], np.float32), by_row) / energy
     weight_peak = np.abs(weight).max(axis=0)
     best = Smoothing(None, None, before, before)
     for alpha in alphas:
         scales = tied(smoothing_scales(input_peak, weight_peak, alpha))
-        error = _product_error(rows, weight, exact, scales, by_row) / energy
+        error = _measure_product_error(rows, weight, exact, scales, by_row) / energy
         if error < gain * before and (best.scales is None or error < best.error_after):
             best = Smoothing(alpha, scales, before, error)
     return best
 
 
-def _product_error(rows: np.ndarray, weight: np.ndarray, exact: np.ndarray, scales: np.ndarray, by_row: bool) -> float:
-    """Squared error of the product in int8, inputs by row or per tensor, weights per output channel."""
-    x = _rounded_by_row(rows / scales) if by_row else _rounded(rows / scales)
+def _measure_product_error(
+    rows: np.ndarray, weight: np.ndarray, exact: np.ndarray, scales: np.ndarray, by_row: bool
+) -> float:
+    """Return the squared error of the product in int8, inputs by row or per tensor, weights per output channel."""
+    x = _round_by_row(rows / scales) if by_row else _round_by_tensor(rows / scales)
     w = round_to_nearest(weight * scales, 8, search=False).dequantize()
     return float(np.square(x @ w.T - exact).sum())
 
 
-def _rounded(rows: np.ndarray) -> np.ndarray:
+def _round_by_tensor(rows: np.ndarray) -> np.ndarray:
     seen = Observer()
     seen.update(rows)
     low, high = choose_range(seen, "mse")
@@ -90,7 +92,7 @@ def _rounded(rows: np.ndarray) -> np.ndarray:
     return rounded
 
 
-def _rounded_by_row(rows: np.ndarray) -> np.ndarray:
+def _round_by_row(rows: np.ndarray) -> np.ndarray:
     peak = np.abs(rows).max(axis=1, keepdims=True)
     step = np.where(peak > 0, peak, 1.0).astype(np.float32) / np.float32(127)
     rounded: np.ndarray = np.round(rows / step) * step

@@ -14,7 +14,7 @@ NORMS = {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization
 
 
 def input_groups(layers: Sequence[GraphLayer]) -> dict[str, list[GraphLayer]]:
-    """Matrix products by the tensor they read: those that must share smoothing scales."""
+    """Group matrix products by the tensor they read: those that must share smoothing scales."""
     groups: dict[str, list[GraphLayer]] = {}
     for layer in layers:
         if layer.op in ("MatMul", "Gemm") and layer.data_input.name:
@@ -50,13 +50,13 @@ def apply_smoothing(model: ir.Model, group: Sequence[GraphLayer], scales: np.nda
 
 
 def foldable_norm(group: Sequence[GraphLayer]) -> ir.Node | None:
-    """The normalisation that gives the group's input and can take the scales in, or None."""
+    """Return the normalisation that gives the group's input and can take the scales in, or None."""
     norm = group[0].data_input.producer()
     return norm if norm is not None and _can_fold(norm, {layer.node for layer in group}) else None
 
 
 def _can_fold(norm: ir.Node, readers: Collection[ir.Node]) -> bool:
-    """True if `norm` is a normalisation that only `readers` see, with constant parameters of its own."""
+    """Return whether `norm` is a normalisation that only `readers` see, with constant parameters of its own."""
     if norm.op_type not in NORMS or norm.outputs[0].is_graph_output():
         return False
     if not all(use.node in readers for use in norm.outputs[0].uses()):

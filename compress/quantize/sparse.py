@@ -12,7 +12,7 @@ LEAST = 0.05
 
 
 def zeros_to_keep(weight: Tensor) -> Tensor | None:
-    """True at the exact zeros of `weight`, where they are LEAST of it or more; else None: it is dense."""
+    """Return a mask of the exact zeros of `weight`, where they are LEAST of it or more; else None: it is dense."""
     zeros = weight == 0
     return zeros if int(zeros.sum()) >= LEAST * zeros.numel() else None
 

@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.facts import LayerFacts
+from compress.formats.schemes import KvScheme
 from compress.graph.layers import layer_facts
 from compress.quantize.placement import Kind
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import KvScheme
 
 Flavour = Literal["u8s8", "s8s8"]
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -32,7 +32,7 @@ class Range:
     peak: float
 
     def parameters(self, flavour: Flavour, float8: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(scale float32 [], zero point uint8, int8 or float8 [])."""
+        """Return (scale float32 [], zero point uint8, int8 or float8 [])."""
         if float8:
             return np.asarray(np.float32(max(self.peak, 1e-12) / LARGEST_FLOAT8)), np.zeros((), FLOAT8)
         if flavour == "s8s8":
@@ -69,12 +69,12 @@ class GraphState:
     kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def facts(self) -> tuple[LayerFacts, ...]:
-        """The graph's layers as the plan knows them, the decided ones in the bits they are stored in."""
+        """Return the graph's layers as the plan knows them, the decided ones in the bits they are stored in."""
         return layer_facts(self.model, {name: float(weight.bits) for name, weight in self.weights.items()})
 
     @property
     def in_float8(self) -> bool:
-        """True if the layers computed in eight bits are so in float8; a graph has one of the two."""
+        """Return whether the layers computed in eight bits are so in float8; a graph has one of the two."""
         return any(self.weights[name].values.dtype == FLOAT8 for name in self.integer)
 
     def to_float(self, layer: str) -> None:
@@ -85,7 +85,7 @@ class GraphState:
         self.biases.pop(layer, None)
 
     def record(self) -> dict[str, Any]:
-        """Everything but the graph and the arrays, as JSON values."""
+        """Return everything but the graph and the arrays, as JSON values."""
         return {
             "bits": {name: [w.bits, w.group_size] for name, w in self.weights.items()},
             "ranges": {name: [r.low, r.high, r.peak] for name, r in self.ranges.items()},
@@ -95,14 +95,14 @@ class GraphState:
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The integer weights, scales, zero points and biases by name."""
-        found = {f"{name}|bias": bias for name, bias in self.biases.items()}
+        """Return the integer weights, scales, zero points and biases by name."""
+        arrays = {f"{name}|bias": bias for name, bias in self.biases.items()}
         for name, weight in self.weights.items():
             values = weight.values.view(np.uint8) if weight.values.dtype == FLOAT8 else weight.values
-            found |= {f"{name}|values": values, f"{name}|scales": weight.scales}
+            arrays |= {f"{name}|values": values, f"{name}|scales": weight.scales}
             if weight.zero_points is not None:
-                found[f"{name}|zero_points"] = weight.zero_points
-        return found
+                arrays[f"{name}|zero_points"] = weight.zero_points
+        return arrays
 
 
 _JSON_FIELDS = (
@@ -120,7 +120,7 @@ _JSON_FIELDS = (
 
 
 def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.ndarray]) -> GraphState:
-    """The inverse of `record()` and `arrays()`."""
+    """Rebuild the state of `model` from its `record()` and `arrays()`."""
     weights = {}
     for name, (bits, group) in record["bits"].items():
         values = arrays[f"{name}|values"]

@@ -51,7 +51,7 @@ def tune_module(
     lessons = output_lessons(module, teaching, batches, 0, rank, size)
     judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size)
     log = learn(student, lessons, judged, course, progress, reduce)
-    return *student.frozen(), log
+    return *student.freeze(), log
 
 
 def student_of(
@@ -62,13 +62,13 @@ def student_of(
     places: Places | None = None,
     learn_rounding: bool = True,
 ) -> Student:
-    """The parts of a module that `tune_module` learns, and a block of a model the same way."""
+    """Return the parts of a module that `tune_module` learns; those of a model's block are learned the same way."""
     weights = {name: LearnedWeight(weight, floats.get(name), learn_rounding) for name, weight in start.items()}
     return Student(layers, weights, vectors(module) if places is None else places)
 
 
 def vectors(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Name -> (module, key) of its parameters of one dimension: norms and biases. Shared ones once, with all places."""
+    """Return the parameters of one dimension, norms and biases: name -> (module, key) of each place that shares it."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for path, part in module.named_modules():
         for key, value in part._parameters.items():

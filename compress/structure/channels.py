@@ -38,20 +38,20 @@ class Layout:
 
     @property
     def still(self) -> tuple[bool, ...]:
-        """For each dimension: does the channel not depend on it."""
+        """Return for each dimension whether the channel does not depend on it."""
         return tuple(all(step == 0 for _, step in atoms) for atoms in self.dims)
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The first and last channel."""
+        """Return the first and last channel."""
         return self.offset, self.offset + sum((n - 1) * step for atoms in self.dims for n, step in atoms)
 
     def channels(self) -> list[int]:
-        """The channels along the last dimension."""
-        found = [self.offset]
+        """Return the channels along the last dimension."""
+        channels = [self.offset]
         for n, step in self.dims[-1]:
-            found = [base + i * step for base in found for i in range(n)]
-        return found
+            channels = [base + i * step for base in channels for i in range(n)]
+        return channels
 
 
 class Stop(Exception):
@@ -79,12 +79,12 @@ class Step:
 
 
 def last_dim(shape: tuple[int, ...]) -> Layout:
-    """The layout of a source's own output [..., channels]."""
+    """Return the layout of a source's own output [..., channels]."""
     return Layout((*(((n, 0),) for n in shape[:-1]), ((shape[-1], 1),)))
 
 
 def pass_through(step: Step) -> list[Layout | None]:
-    """The layouts of the operator's outputs (None: not scaled). Raises Stop."""
+    """Return the layouts of the operator's outputs (None: not scaled). Raises Stop."""
     rule = RULES.get(step.op.name)
     if rule is None and "scaled_dot_product" in step.op.name:
         rule = _attention
@@ -93,9 +93,9 @@ def pass_through(step: Step) -> list[Layout | None]:
     return rule(step)
 
 
-def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """The same elements in the same order as another shape; None where a new dimension would cut across."""
-    atoms = _merged([atom for dim in layout.dims for atom in dim if atom[0] != 1])
+def reshape_factor(layout: Layout, shape: Sequence[int]) -> Layout | None:
+    """Return the same elements in the same order as another shape; None where a new dimension would cut across."""
+    atoms = _merge_atoms([atom for dim in layout.dims for atom in dim if atom[0] != 1])
     dims: list[tuple[Atom, ...]] = []
     for size in shape:
         taken, left = [], size
@@ -112,51 +112,51 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
                 left = 1
             else:
                 return None
-        dims.append(tuple(_merged(taken)) or ((size, 0),))
+        dims.append(tuple(_merge_atoms(taken)) or ((size, 0),))
     return None if atoms else replace(layout, dims=tuple(dims))
 
 
-def _merged(atoms: list[Atom]) -> list[Atom]:
-    found: list[Atom] = []
+def _merge_atoms(atoms: list[Atom]) -> list[Atom]:
+    merged: list[Atom] = []
     for n, step in atoms:
-        if found and found[-1][1] == step * n:
-            found[-1] = (found[-1][0] * n, step)
+        if merged and merged[-1][1] == step * n:
+            merged[-1] = (merged[-1][0] * n, step)
         else:
-            found.append((n, step))
-    return found
+            merged.append((n, step))
+    return merged
 
 
 def _view(step: Step) -> list[Layout | None]:
-    layout = _only(step, step.op.args[0])
+    layout = _require_only_layout(step, step.op.args[0])
     if len(step.op.args) > 1 and isinstance(step.op.args[1], torch.dtype):
         raise step.stop()
-    out = reshaped(layout, step.shapes[step.op.outputs[0]])
+    out = reshape_factor(layout, step.shapes[step.op.outputs[0]])
     if out is None:
         raise step.stop("cuts across channels")
     return [out]
 
 
-def _only(step: Step, argument: Any) -> Layout:
-    """The layout of the first argument, which must be the only scaled one."""
+def _require_only_layout(step: Step, argument: Any) -> Layout:
+    """Return the layout of the first argument, which must be the only scaled one."""
     layout = step.of(argument)
     if layout is None or len(step.layouts) != 1:
         raise step.stop("takes a scaled tensor as a second argument")
     return layout
 
 
-def _same(step: Step) -> list[Layout | None]:
+def _keep_layout(step: Step) -> list[Layout | None]:
     if not step.op.kwargs.get("dtype", torch.float32).is_floating_point:
         raise step.stop()
-    return [_only(step, step.op.args[0])]
+    return [_require_only_layout(step, step.op.args[0])]
 
 
-def _bent(step: Step) -> list[Layout | None]:
-    """Positively homogeneous, not linear: f(s x) = s f(x) for s > 0."""
-    return [replace(_only(step, step.op.args[0]), plain=False)]
+def _pass_rectifier(step: Step) -> list[Layout | None]:
+    """Pass a factor through an operator that is positively homogeneous, not linear: f(s x) = s f(x) for s > 0."""
+    return [replace(_require_only_layout(step, step.op.args[0]), plain=False)]
 
 
 def _permute(step: Step) -> list[Layout | None]:
-    layout = _only(step, step.op.args[0])
+    layout = _require_only_layout(step, step.op.args[0])
     n = len(layout.dims)
     order = list(range(n))
     if step.op.name == "permute":
@@ -167,18 +167,18 @@ def _permute(step: Step) -> list[Layout | None]:
     return [replace(layout, dims=tuple(layout.dims[d] for d in order))]
 
 
-def _broadcast(layout: Layout, shape: Sequence[int]) -> Layout:
+def _broadcast_layout(layout: Layout, shape: Sequence[int]) -> Layout:
     dims = (((1, 0),),) * (len(shape) - len(layout.dims)) + layout.dims
     sized = (((n, 0),) if math.prod(a[0] for a in atoms) != n else atoms for n, atoms in zip(shape, dims, strict=True))
     return replace(layout, dims=tuple(sized))
 
 
 def _expand(step: Step) -> list[Layout | None]:
-    return [_broadcast(_only(step, step.op.args[0]), step.shapes[step.op.outputs[0]])]
+    return [_broadcast_layout(_require_only_layout(step, step.op.args[0]), step.shapes[step.op.outputs[0]])]
 
 
-def _cut(step: Step, layout: Layout, dim: int, start: int, length: int) -> Layout | None:
-    """Some of a dimension; None if that part is not scaled."""
+def _cut_dimension(step: Step, layout: Layout, dim: int, start: int, length: int) -> Layout | None:
+    """Return the layout of some indices of a dimension; None if that part is not scaled."""
     atoms = layout.dims[dim]
     size = math.prod(n for n, _ in atoms)
     if length == size:
@@ -196,31 +196,31 @@ def _cut(step: Step, layout: Layout, dim: int, start: int, length: int) -> Layou
 
 
 def _slice(step: Step) -> list[Layout | None]:
-    layout = _only(step, step.op.args[0])
+    layout = _require_only_layout(step, step.op.args[0])
     args = (*step.op.args[1:], *(None,) * 4)
     dim = (args[0] or 0) % len(layout.dims)
     size = math.prod(n for n, _ in layout.dims[dim])
     if args[3] not in (None, 1):
         raise step.stop("takes every other channel")
     start, _, _ = slice(args[1], args[2]).indices(size)
-    return [_cut(step, layout, dim, start, step.shapes[step.op.outputs[0]][dim])]
+    return [_cut_dimension(step, layout, dim, start, step.shapes[step.op.outputs[0]][dim])]
 
 
 def _split(step: Step) -> list[Layout | None]:
-    layout = _only(step, step.op.args[0])
+    layout = _require_only_layout(step, step.op.args[0])
     dim = (step.op.args[2] if len(step.op.args) > 2 else step.op.kwargs.get("dim", 0)) % len(layout.dims)
     lengths = [step.shapes[value][dim] for value in step.op.outputs]
     starts = itertools.accumulate(lengths, initial=0)
-    return [_cut(step, layout, dim, start, length) for start, length in zip(starts, lengths, strict=False)]
+    return [_cut_dimension(step, layout, dim, start, length) for start, length in zip(starts, lengths, strict=False)]
 
 
 def _pick(step: Step) -> list[Layout | None]:
-    """select and unbind: one index of a dimension, which goes away."""
-    layout = _only(step, step.op.args[0])
+    """Remove a dimension, of which select and unbind take one index."""
+    layout = _require_only_layout(step, step.op.args[0])
     dim = (step.op.args[1] if len(step.op.args) > 1 else 0) % len(layout.dims)
     size = math.prod(n for n, _ in layout.dims[dim])
     picked = [step.op.args[2] % size] if step.op.name == "select" else range(size)
-    parts = [_cut(step, layout, dim, index, 1) for index in picked]
+    parts = [_cut_dimension(step, layout, dim, index, 1) for index in picked]
     return [p and replace(p, dims=(*p.dims[:dim], *p.dims[dim + 1 :])) for p in parts]
 
 
@@ -240,36 +240,36 @@ def _concatenate(step: Step) -> list[Layout | None]:
     return [replace(first, dims=dims)]
 
 
-def _product(step: Step) -> list[Layout | None]:
-    """mul and div with an unscaled factor, which stays plain if it is the same for all channels."""
+def _multiply(step: Step) -> list[Layout | None]:
+    """Pass a factor through mul and div with an unscaled tensor; plain stays if that is the same for all channels."""
     a, b = step.op.args[0], step.op.args[1]
-    layout, other = (step.of(a), b) if step.of(a) else (step.of(b), a)
+    layout, factor = (step.of(a), b) if step.of(a) else (step.of(b), a)
     divides_by_it = step.op.name == "div" and (step.of(a) is None or step.op.kwargs.get("rounding_mode"))
-    if layout is None or step.of(other) is not None or divides_by_it:
+    if layout is None or step.of(factor) is not None or divides_by_it:
         raise step.stop("multiplies scaled tensors with each other")
-    out = _broadcast(layout, step.shapes[step.op.outputs[0]])
-    shape = step.shape(other)
+    out = _broadcast_layout(layout, step.shapes[step.op.outputs[0]])
+    shape = step.shape(factor)
     aligned = (1,) * (len(out.dims) - len(shape)) + tuple(shape)
     shared = all(n == 1 or still for n, still in zip(aligned, out.still, strict=True))
     return [replace(out, plain=out.plain and shared)]
 
 
-def _sum_of_two(step: Step) -> list[Layout | None]:
+def _add(step: Step) -> list[Layout | None]:
     layouts = [step.of(argument) for argument in step.op.args[:2]]
     if None in layouts or layouts[0] != layouts[1]:
         raise step.stop("adds something unscaled")
     return [layouts[0]]
 
 
-def _masked(step: Step) -> list[Layout | None]:
-    layout = _only(step, step.op.args[0])
+def _fill_masked(step: Step) -> list[Layout | None]:
+    layout = _require_only_layout(step, step.op.args[0])
     if step.op.args[2] != 0:
         raise step.stop("fills in something unscaled")
     return [replace(layout, plain=False)]
 
 
 def _matmul(step: Step) -> list[Layout | None]:
-    """mm and bmm with the scaled channels outside the contracted dimension."""
+    """Pass a factor through mm and bmm with the scaled channels outside the contracted dimension."""
     a, b = step.op.args[0], step.op.args[1]
     left, right = step.of(a), step.of(b)
     if len(step.layouts) != 1 or (left is None) == (right is None):
@@ -284,17 +284,20 @@ def _matmul(step: Step) -> list[Layout | None]:
 
 
 def _attention(step: Step) -> list[Layout | None]:
-    """Fused attention: query, key, value [B, heads, T, size]; the value's channels pass, its heads repeated."""
+    """Pass the value's channels through fused attention, its heads repeated.
+
+    Query, key, value [B, heads, T, size].
+    """
     q, k, v = step.op.args[:3]
     layout = step.of(v)
     n_outputs = len(step.op.outputs)
     if layout is None or step.of(q) is not None or step.of(k) is not None or len(layout.dims) != 4:
         raise step.stop("takes scaled queries or keys")
     heads, tokens, size = step.shapes[step.op.outputs[0]][1:]
-    own = math.prod(n for n, _ in layout.dims[1])
-    if heads % own or not layout.still[2]:
+    value_heads = math.prod(n for n, _ in layout.dims[1])
+    if heads % value_heads or not layout.still[2]:
         raise step.stop("sums over channels")
-    repeated = (*layout.dims[1], (heads // own, 0)) if heads != own else layout.dims[1]
+    repeated = (*layout.dims[1], (heads // value_heads, 0)) if heads != value_heads else layout.dims[1]
     dims = (layout.dims[0], repeated, ((tokens, 0),), layout.dims[3])
     return [replace(layout, dims=dims, mixes=True, head_size=size), *([None] * (n_outputs - 1))]
 
@@ -302,18 +305,18 @@ def _attention(step: Step) -> list[Layout | None]:
 Rule = Callable[[Step], list[Layout | None]]
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "unflatten"), _view),
-    **dict.fromkeys(("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "neg"), _same),
-    **dict.fromkeys(("relu", "leaky_relu", "abs"), _bent),
+    **dict.fromkeys(("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "neg"), _keep_layout),
+    **dict.fromkeys(("relu", "leaky_relu", "abs"), _pass_rectifier),
     **dict.fromkeys(("t", "transpose", "permute", "numpy_T"), _permute),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     **dict.fromkeys(("select", "unbind"), _pick),
-    **dict.fromkeys(("mul", "div"), _product),
+    **dict.fromkeys(("mul", "div"), _multiply),
     **dict.fromkeys(("mm", "bmm"), _matmul),
     "expand": _expand,
     "slice": _slice,
     "cat": _concatenate,
-    "add": _sum_of_two,
-    "sub": _sum_of_two,
-    "masked_fill": _masked,
+    "add": _add,
+    "sub": _add,
+    "masked_fill": _fill_masked,
 }
 """Operator -> how it passes a factor on. In-place forms have the same names."""

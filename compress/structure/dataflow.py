@@ -68,12 +68,12 @@ class Flow:
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
     def in_order(self) -> list[Call]:
-        """All calls by the time at which they began, a module before what it calls."""
+        """Return all calls by the time at which they began, a module before what it calls."""
         return sorted((call for calls in self.calls.values() for call in calls), key=lambda c: (c.start, -c.stop))
 
 
 def within(name: str, module: str) -> bool:
-    """True if `name` is `module` or inside it ("" holds everything)."""
+    """Return whether `name` is `module` or inside it ("" holds everything)."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
@@ -83,13 +83,13 @@ def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False
     Unless `compute`, tensors hold no values, wherever the module lies (meta, CPU): a forward that looks at values then
     raises RuntimeError. With `compute` the module must hold values. Raises whatever else the forward raises.
     """
-    with torch.no_grad(), _plain_attention(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), _disable_fused_layers(), contextlib.ExitStack() as stack:
         state: dict[str, Tensor] = {}
         if not compute:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            state = {name: _empty(tensor) for name, tensor in _state(module)}
-            feeds = {name: _empty(tensor) for name, tensor in feeds.items()}
-        recorder = _Recorder(module, state or dict(_state(module)))
+            state = {name: _make_empty(tensor) for name, tensor in _iterate_state(module)}
+            feeds = {name: _make_empty(tensor) for name, tensor in feeds.items()}
+        recorder = _Recorder(module, state or dict(_iterate_state(module)))
         for handle in recorder.hooks():
             stack.callback(handle.remove)
         with recorder:
@@ -98,19 +98,19 @@ def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False
     return recorder.flow
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    """The same shape on the CPU; in a fake mode this takes no memory."""
+def _make_empty(tensor: Tensor) -> Tensor:
+    """Return an empty tensor of the same shape and dtype on the CPU; in a fake mode this takes no memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 @contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Without torch's fused encoder layers, inside which no module is called."""
+def _disable_fused_layers() -> Iterator[None]:
+    """Disable torch's fused encoder layers, inside which no module is called, while the context is open."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -133,23 +133,23 @@ class _Recorder(TorchDispatchMode):
             self.flow.parameters[self.value(tensor)] = plain(name)
 
     def value(self, tensor: Tensor) -> int:
-        """The number of what `tensor` now holds."""
-        key = _view(tensor)
+        """Return the number of what `tensor` now holds."""
+        key = _identify_view(tensor)
         n_writes, last = self.writes.get(key[0], (0, -1))
         known = self.views.get(key)
         if known is not None and known[1] == n_writes:
             return known[0]
         sources = [value for value in (known[0] if known else -1, last) if value >= 0]
-        value = self._new(tensor)
+        value = self._number_new(tensor)
         if sources:
             self._add_op(OPAQUE, (), {}, sources, [value])
         return value
 
-    def _new(self, tensor: Tensor) -> int:
+    def _number_new(self, tensor: Tensor) -> int:
         self.alive.append(tensor)
         value = len(self.flow.shapes)
         self.flow.shapes.append(tuple(tensor.shape))
-        key = _view(tensor)
+        key = _identify_view(tensor)
         self.views[key] = (value, self.writes.get(key[0], (0, -1))[0])
         return value
 
@@ -174,8 +174,8 @@ class _Recorder(TorchDispatchMode):
             inputs.append(self.value(leaf))
             return Ref(inputs[-1])
 
-        told, told_by_name = tree_map(refer, (tuple(args), dict(kwargs)))
-        before = {_view(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        ref_args, ref_kwargs = tree_map(refer, (tuple(args), dict(kwargs)))
+        before = {_identify_view(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         out = func(*args, **kwargs)
         written = [
             args[i] if i < len(args) else kwargs.get(arg.name)
@@ -184,47 +184,47 @@ class _Recorder(TorchDispatchMode):
         ]
         changed = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
         fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not changed and len(fresh) == 1 and _view(fresh[0]) in before:
+        if not changed and len(fresh) == 1 and _identify_view(fresh[0]) in before:
             return out  # another handle on the same tensor
-        outputs = [self._written(leaf) for leaf in changed] or [self._new(leaf) for leaf in fresh]
+        outputs = [self._number_written(leaf) for leaf in changed] or [self._number_new(leaf) for leaf in fresh]
         name = func.overloadpacket.__name__
-        self._add_op(name.rstrip("_") if changed else name, told, told_by_name, inputs, outputs)
+        self._add_op(name.rstrip("_") if changed else name, ref_args, ref_kwargs, inputs, outputs)
         return out
 
-    def _written(self, tensor: Tensor) -> int:
-        memory = _view(tensor)[0]
+    def _number_written(self, tensor: Tensor) -> int:
+        memory = _identify_view(tensor)[0]
         self.writes[memory] = (self.writes.get(memory, (0, -1))[0] + 1, -1)
-        value = self._new(tensor)
+        value = self._number_new(tensor)
         self.writes[memory] = (self.writes[memory][0], value)
         return value
 
     def hooks(self) -> Iterator[Any]:
-        """Hooks on every module that tell which one runs."""
+        """Yield handles of hooks on every module that tell which one runs."""
         for name, module in self.flow.modules.items():
             calls: list[tuple[tuple[int, ...], int]] = []
-            yield module.register_forward_pre_hook(self._before(name, calls), with_kwargs=True)
-            yield module.register_forward_hook(self._after(name, calls), with_kwargs=True)
+            yield module.register_forward_pre_hook(self._make_pre_hook(name, calls), with_kwargs=True)
+            yield module.register_forward_hook(self._make_post_hook(name, calls), with_kwargs=True)
 
-    def _before(self, name: str, calls: list[Any]) -> Any:
+    def _make_pre_hook(self, name: str, calls: list[Any]) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.append((self._values((args, kwargs)), len(self.flow.ops)))
+            calls.append((self._number_values((args, kwargs)), len(self.flow.ops)))
             self.running.append(name)
 
         return hook
 
-    def _after(self, name: str, calls: list[Any]) -> Any:
+    def _make_post_hook(self, name: str, calls: list[Any]) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self.running.pop()
             inputs, start = calls.pop()
-            call = Call(name, inputs, self._values(out), start, len(self.flow.ops))
+            call = Call(name, inputs, self._number_values(out), start, len(self.flow.ops))
             self.flow.calls.setdefault(name, []).append(call)
 
         return hook
 
-    def _values(self, tree: Any) -> tuple[int, ...]:
+    def _number_values(self, tree: Any) -> tuple[int, ...]:
         return tuple(self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def _view(tensor: Tensor) -> tuple[Any, ...]:
+def _identify_view(tensor: Tensor) -> tuple[Any, ...]:
     place = tensor.untyped_storage()._cdata
     return place, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype

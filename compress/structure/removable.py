@@ -19,10 +19,11 @@ PASSED = ("relu", "hardtanh", "clamp", "add", "clone", "alias", "contiguous", "d
 def find_removable(
     module: nn.Module, feeds: Mapping[str, Tensor], chain: Sequence[str], compute: bool = False
 ) -> tuple[Removable, ...]:
-    """Blocks that can go, in the order in which they run. `chain`: names of the model's chain of blocks, if it has one.
+    """Return the blocks that can go, in the order in which they run, from one run as `find_structure`'s.
 
-    From one run, as `find_structure`. A block of the chain gives the shape that it reads. Elsewhere it is a module that
-    gives x + f(x), or relu(x + f(x)), for the x that it reads (He et al. 2016), the innermost such.
+    `chain`: names of the model's chain of blocks, if it has one. A block of the chain gives the shape that it reads.
+    Elsewhere it is a module that gives x + f(x), or relu(x + f(x)), for the x that it reads (He et al. 2016), the
+    innermost such.
     """
     with first_expert_only():
         flow = record(module, feeds, compute)
@@ -31,40 +32,43 @@ def find_removable(
     residual = [name for name in alone if name and _is_residual(flow, name)]
     inner = [name for name in residual if not any(other != name and within(other, name) for other in residual)]
     names = sorted([*chained, *inner], key=lambda name: flow.calls[name][0].start)
-    return tuple(Removable(name, _layers_in(flow, name), _is_listed(flow, name)) for name in names)
+    return tuple(Removable(name, _list_layers(flow, name), _is_listed(flow, name)) for name in names)
 
 
-def _call(flow: Flow, name: str) -> Call | None:
-    """The only call of a module that gives one tensor, or several of which the first counts."""
+def _find_only_call(flow: Flow, name: str) -> Call | None:
+    """Return the only call of a module that gives one tensor, or several of which the first counts; None for others."""
     calls = flow.calls.get(name, ())
     return calls[0] if len(calls) == 1 and calls[0].inputs and calls[0].outputs else None
 
 
 def _keeps_shape(flow: Flow, name: str) -> bool:
-    call = _call(flow, name)
+    call = _find_only_call(flow, name)
     return call is not None and flow.shapes[call.outputs[0]] in {flow.shapes[value] for value in call.inputs}
 
 
 def _is_residual(flow: Flow, name: str) -> bool:
-    """True if it holds a layer, reads one tensor and gives one of its shape, to which it has only added."""
-    call = _call(flow, name)
-    if call is None or len(call.inputs) != 1 or len(call.outputs) != 1 or not _layers_in(flow, name):
+    """Return whether a module only adds to the one tensor that it reads, and gives one of its shape.
+
+    It must hold a layer.
+    """
+    call = _find_only_call(flow, name)
+    if call is None or len(call.inputs) != 1 or len(call.outputs) != 1 or not _list_layers(flow, name):
         return False
     (read,), (given,) = call.inputs, call.outputs
     return flow.shapes[read] == flow.shapes[given] and read != given and _reaches(flow, call, given, read)
 
 
 def _reaches(flow: Flow, call: Call, value: int, read: int) -> bool:
-    """True if `read` is `value`, or what PASSED operators made it from inside the call."""
+    """Return whether `read` is `value`, or what PASSED operators made it from inside the call."""
     if value == read:
         return True
     op = flow.producers.get(value)
     if op is None or not call.start <= op.index < call.stop or op.name not in PASSED:
         return False
-    return any(_reaches(flow, call, one, read) for one in op.inputs)
+    return any(_reaches(flow, call, source, read) for source in op.inputs)
 
 
-def _layers_in(flow: Flow, name: str) -> tuple[str, ...]:
+def _list_layers(flow: Flow, name: str) -> tuple[str, ...]:
     parts = flow.modules[name].named_modules()
     return tuple(f"{name}.{path}" if path else name for path, part in parts if is_layer(part))
 

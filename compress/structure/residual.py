@@ -20,7 +20,7 @@ MOVES = (
 
 
 def find_residual(flow: Flow, first_block: str, sources: Sources) -> tuple[Residual | None, str]:
-    """The stream that enters `first_block`; or None and why it cannot be rotated."""
+    """Return the stream that enters `first_block`; or None and why it cannot be rotated."""
     call = flow.calls[first_block][0]
     start = next((value for value in call.inputs if len(flow.shapes[value]) >= 2 and value in flow.producers), None)
     if start is None:
@@ -29,7 +29,7 @@ def find_residual(flow: Flow, first_block: str, sources: Sources) -> tuple[Resid
     try:
         search.demand(start, first_block)
         search.run()
-        return search.found(), ""
+        return search.find(), ""
     except Stop as stop:
         return None, str(stop)
 
@@ -48,14 +48,17 @@ class _Search:
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)
     pending: list[Op] = field(default_factory=list)
 
-    def found(self) -> Residual:
-        """In the order in which they run. Stop if weights are shared, but for an embedding and a reader (the head)."""
+    def find(self) -> Residual:
+        """Return the stream's modules in the order in which they run.
+
+        Stop if weights are shared, but for an embedding and a reader (the head).
+        """
         for name in (*self.writers, *self.norms):
-            if self.sources.shared(name):
+            if self.sources.is_shared(name):
                 raise Stop(f"{name} shares its weight with another module")
         tables = {id(self.flow.modules[name].weight) for name in self.embeddings}
         for name in self.readers:
-            if self.sources.shared(name) and id(self.flow.modules[name].weight) not in tables:
+            if self.sources.is_shared(name) and id(self.flow.modules[name].weight) not in tables:
                 raise Stop(f"{name} shares its weight with another module")
 
         def begins(name: str) -> int:
@@ -68,7 +71,10 @@ class _Search:
         return Residual(self.width, order(self.embeddings), order(self.writers), order(self.readers), norms)
 
     def demand(self, value: int, where: str) -> None:
-        """`value` must be the stream: something that a rotation of what writes to it rotates. Marks it."""
+        """Mark `value` and what it comes from as the stream.
+
+        It must be something that a rotation of what writes to it rotates; Stop if not.
+        """
         queue = [value]
         for item in queue:
             if item in self.marked:
@@ -78,7 +84,7 @@ class _Search:
             if op is None:
                 what = self.flow.parameters.get(item, "an input")
                 raise Stop(f"{what} is added to it in {where or 'the model'}")
-            queue.extend(self._comes_from(op, item))
+            queue.extend(self._find_origins(op, item))
 
     def _mark(self, value: int) -> None:
         if self.flow.shapes[value][-1:] != (self.width,):
@@ -86,8 +92,8 @@ class _Search:
         self.marked[value] = None
         self.pending.extend(self.flow.consumers.get(value, ()))
 
-    def _comes_from(self, op: Op, value: int) -> list[int]:
-        """What must be the stream for the result of `op` to be."""
+    def _find_origins(self, op: Op, value: int) -> list[int]:
+        """Return what must be the stream for the result of `op` to be."""
         module = self.flow.modules[op.module]
         if isinstance(module, nn.Embedding):
             self.embeddings[op.module] = None
@@ -96,14 +102,16 @@ class _Search:
             self.writers[op.module] = None
             return []
         if self._is_norm(module):
-            return self._fail(op, f"{self._place(op)} normalises what is written to it (a post-norm)")
+            return self._fail(op, f"{self._describe_place(op)} normalises what is written to it (a post-norm)")
         if op.name in ("add", "sub"):
-            return [arg.value for arg in op.args[:2] if isinstance(arg, Ref)] if _two_tensors(op) else self._fail(op)
+            return (
+                [arg.value for arg in op.args[:2] if isinstance(arg, Ref)] if _takes_two_tensors(op) else self._fail(op)
+            )
         if op.name in ("mul", "div"):
-            return [self._factor(op)]
-        if op.name in MOVES and self._moves(op):
+            return [self._find_stream_factor(op)]
+        if op.name in MOVES and self._keeps_last_dimension(op):
             return [op.args[0].value]
-        return self._fail(op, f"{self._place(op)} writes to it")
+        return self._fail(op, f"{self._describe_place(op)} writes to it")
 
     def run(self) -> None:
         """Follow everything marked to all its readers."""
@@ -121,19 +129,21 @@ class _Search:
             return
         module = self.flow.modules[op.module]
         if is_matrix(module):
-            self._read_by(op.module)
+            self._note_reader(op.module)
         elif self._is_norm(module):
-            self._normed_by(op.module)
-        elif op.name in ("add", "sub") and _two_tensors(op):
+            self._note_norm(op.module)
+        elif op.name in ("add", "sub") and _takes_two_tensors(op):
             for argument in op.args[:2]:
                 self.demand(argument.value, op.module)
             self._mark(op.outputs[0])
-        elif (op.name in ("mul", "div") and self._factor(op) in self.marked) or (op.name in MOVES and self._moves(op)):
+        elif (op.name in ("mul", "div") and self._find_stream_factor(op) in self.marked) or (
+            op.name in MOVES and self._keeps_last_dimension(op)
+        ):
             self._mark(op.outputs[0])
         else:
             self._fail(op)
 
-    def _read_by(self, layer: str) -> None:
+    def _note_reader(self, layer: str) -> None:
         calls = self.flow.calls[layer]
         if not all(call.inputs[0] in self.marked for call in calls):
             raise Stop(f"{layer} reads it at one call and not at another")
@@ -145,7 +155,7 @@ class _Search:
         weight = getattr(module, "weight", None)
         return isinstance(weight, Tensor) and weight.shape == (self.width,) and not list(module.children())
 
-    def _normed_by(self, norm: str) -> None:
+    def _note_norm(self, norm: str) -> None:
         if norm in self.norms:
             return
         module = self.flow.modules[norm]
@@ -165,16 +175,16 @@ class _Search:
         self.norms[norm] = tuple(reached.layers)
         self.readers.update(dict.fromkeys(reached.layers))
 
-    def _factor(self, op: Op) -> int:
-        """The stream among the two factors: the other one must be the same for all channels."""
+    def _find_stream_factor(self, op: Op) -> int:
+        """Return the stream among the two factors: the other one must be the same for all channels."""
         refs = [arg for arg in op.args[:2] if isinstance(arg, Ref)]
         full = [ref.value for ref in refs if self.flow.shapes[ref.value][-1:] == (self.width,)]
         if len(full) != 1 or (op.name == "div" and full[0] != getattr(op.args[0], "value", None)):
-            self._fail(op, f"{self._place(op)} multiplies its channels with different factors")
+            self._fail(op, f"{self._describe_place(op)} multiplies its channels with different factors")
         return full[0]
 
-    def _moves(self, op: Op) -> bool:
-        """True if the operator keeps the last dimension whole and last."""
+    def _keeps_last_dimension(self, op: Op) -> bool:
+        """Return whether the operator keeps the last dimension whole and last."""
         before, after = self.flow.shapes[op.args[0].value], self.flow.shapes[op.outputs[0]]
         if before[-1:] != (self.width,) or after[-1:] != (self.width,):
             return False
@@ -189,20 +199,23 @@ class _Search:
             return len(op.args[1]) < len(before)
         return True
 
-    def _place(self, op: Op) -> str:
+    def _describe_place(self, op: Op) -> str:
         module = self.flow.modules[op.module]
         return f"{op.module or 'the model'} ({type(module).__name__})"
 
     def _fail(self, op: Op, why: str = "") -> list[int]:
-        raise Stop(why or f"{self._place(op)} uses it in {op.name}")
+        raise Stop(why or f"{self._describe_place(op)} uses it in {op.name}")
 
 
-def _two_tensors(op: Op) -> bool:
+def _takes_two_tensors(op: Op) -> bool:
     return len(op.args) >= 2 and all(isinstance(argument, Ref) for argument in op.args[:2])
 
 
 def turns(norm: nn.Module, offset: float) -> bool:
-    """True if the norm, with its weight folded away, gives Q-rotated outputs for Q-rotated inputs; found by trying."""
+    """Return whether the norm, its weight folded away, gives Q-rotated outputs for Q-rotated inputs.
+
+    Found by trying.
+    """
     if getattr(norm, "bias", None) is not None:
         return False
     width = len(norm.weight)  # type: ignore[arg-type]

@@ -20,18 +20,18 @@ _REACH = 400
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """True for a layer that multiplies its input with a matrix: Linear, Hugging Face's Conv1D."""
+    """Return whether a layer multiplies its input with a matrix: Linear, Hugging Face's Conv1D."""
     return isinstance(module, nn.Linear) or is_hf_conv1d(module)
 
 
 def n_outputs(module: nn.Module) -> int:
-    """Of a Linear or Conv1D."""
+    """Return the number of outputs of a Linear or Conv1D."""
     shape: tuple[int, ...] = tuple(module.weight.shape)  # type: ignore[arg-type]
     return shape[1] if is_hf_conv1d(module) else shape[0]
 
 
 def n_inputs(module: nn.Module) -> int:
-    """Of a Linear or Conv1D."""
+    """Return the number of inputs of a Linear or Conv1D."""
     shape: tuple[int, ...] = tuple(module.weight.shape)  # type: ignore[arg-type]
     return shape[0] if is_hf_conv1d(module) else shape[1]
 
@@ -62,14 +62,14 @@ class Sources:
         }
 
     def resolve(self, layers: tuple[str, ...]) -> Reading:
-        """The reading of `layers`, which read one tensor, with its source where there is one."""
-        for source in self._candidates(layers):
-            if (reading := self._try(source, layers)) is not None:
+        """Return the reading of `layers`, which read one tensor, with its source where there is one."""
+        for source in self._iterate_candidates(layers):
+            if (reading := self._try_source(source, layers)) is not None:
                 return reading
         return Reading(layers)
 
     def canonical(self, value: int) -> int:
-        """The value whose rows, in the same order, `value` holds."""
+        """Return the value whose rows, in the same order, `value` holds."""
         op = self.flow.producers.get(value)
         while op is not None and op.name in SAME_ROWS and op.inputs:
             before = op.inputs[0]
@@ -79,59 +79,66 @@ class Sources:
         return value
 
     def offset(self, norm: str) -> float | None:
-        """`norm_weight_offset` of a module by name."""
+        """Return `norm_weight_offset` of a module by name."""
         if norm not in self._offsets:
             self._offsets[norm] = norm_weight_offset(self.flow.modules[norm])
         return self._offsets[norm]
 
-    def _candidates(self, layers: tuple[str, ...]) -> Iterator[str]:
-        """Norms and matrices before the reading, the nearest first."""
+    def _iterate_candidates(self, layers: tuple[str, ...]) -> Iterator[str]:
+        """Yield the norms and matrices before the reading, the nearest first."""
         first = self.flow.calls[layers[0]][0].inputs[:1]
-        seen, queue, found = set(first), list(first), dict[str, None]()
+        seen, queue, makers = set(first), list(first), dict[str, None]()
         for value in queue:
             maker = self._made.get(value, "")
             module = self.flow.modules.get(maker) if maker else None
             if module is not None and (is_matrix(module) or self._is_norm(module)):
-                found[maker] = None
+                makers[maker] = None
                 continue
             op = self.flow.producers.get(value)
             if op is not None and len(seen) < _REACH:
                 fresh = [v for v in reversed(op.inputs) if v not in seen and v not in self.flow.parameters]
                 queue.extend(fresh)
                 seen.update(fresh)
-        yield from sorted(found, key=lambda name: -self.flow.calls[name][0].start)
+        yield from sorted(makers, key=lambda name: -self.flow.calls[name][0].start)
 
     def _is_norm(self, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)
         return weight is not None and weight.dim() == 1 and not list(module.children())
 
-    def _try(self, source: str, layers: tuple[str, ...]) -> Reading | None:
-        """The reading with that source, if a factor on its outputs arrives at these layers, whole, and nowhere else."""
+    def _try_source(self, source: str, layers: tuple[str, ...]) -> Reading | None:
+        """Return the reading if a factor on `source`'s outputs arrives at these layers, whole, and nowhere else."""
         module = self.flow.modules[source]
         norm = not is_matrix(module)
-        if source in layers or not self._alone(source) or not all(map(self._alone, layers)):
+        if source in layers or not self._is_alone(source) or not all(map(self._is_alone, layers)):
             return None
         if norm and self.offset(source) is None:
             return None
         columns = n_inputs(self.flow.modules[layers[0]])
         n_out = len(module.weight) if norm else n_outputs(module)  # type: ignore[arg-type]
-        for scaled in dict.fromkeys((n_out, *self._fewer(columns, n_out))):
+        for scaled in dict.fromkeys((n_out, *self._iterate_widths(columns, n_out))):
             try:
                 reached = self.reach(source, (n_out - scaled, n_out))
             except Stop:
                 continue
-            if set(reached.layers) == set(layers) and (found := self._fits(reached, layers, n_out - scaled, columns)):
-                repeat, layout = found
+            if set(reached.layers) == set(layers) and (
+                match := self._match_order(reached, layers, n_out - scaled, columns)
+            ):
+                repeat, layout = match
                 how = "norm" if norm else "value" if layout.mixes and layout.plain else "linear"
                 return Reading(layers, source, how, repeat, layout.head_size if layout.mixes else 0)  # type: ignore[arg-type]
         return None
 
-    def _fewer(self, columns: int, n_out: int) -> Iterator[int]:
-        """How many of a fused source's last outputs the tensor can be: what divides its columns into whole repeats."""
+    def _iterate_widths(self, columns: int, n_out: int) -> Iterator[int]:
+        """Yield how many of a fused source's last outputs the tensor can be.
+
+        These are the numbers that divide its columns into whole repeats.
+        """
         return (columns // r for r in range(1, columns + 1) if columns % r == 0 and columns // r < n_out)
 
-    def _fits(self, reached: Reached, layers: tuple[str, ...], offset: int, columns: int) -> tuple[int, Layout] | None:
-        """(repeat, layout) if each call of each layer reads the channels in the order that `Reading` tells."""
+    def _match_order(
+        self, reached: Reached, layers: tuple[str, ...], offset: int, columns: int
+    ) -> tuple[int, Layout] | None:
+        """Return (repeat, layout) if each call of each layer reads the channels in the order that `Reading` tells."""
         layouts = [layout for layer in layers for layout in reached.layers[layer]]
         calls = sum(len(self.flow.calls[layer]) for layer in layers)
         first = layouts[0]
@@ -140,19 +147,21 @@ class Sources:
             return None
         if not all(all(layout.still[:-1]) for layout in layouts):
             return None
-        own = len(set(wanted[0]))
-        repeat, head = columns // own, first.head_size or own
-        if repeat > 1 and (own % head or not first.mixes):
+        n_channels = len(set(wanted[0]))
+        repeat, head = columns // n_channels, first.head_size or n_channels
+        if repeat > 1 and (n_channels % head or not first.mixes):
             return None
-        told = [offset + h * head + d for h in range(own // head) for _ in range(repeat) for d in range(head)]
-        return (repeat, first) if told == wanted[0] else None
+        expected = [
+            offset + h * head + d for h in range(n_channels // head) for _ in range(repeat) for d in range(head)
+        ]
+        return (repeat, first) if expected == wanted[0] else None
 
-    def _alone(self, name: str) -> bool:
-        """True if the module's parameters are its own, used by nothing but its calls."""
-        own = dict(self.flow.modules[name].named_parameters())
-        if any(self._owners[id(parameter)] > 1 for parameter in own.values()):
+    def _is_alone(self, name: str) -> bool:
+        """Return whether the module's parameters are its own, used by nothing but its calls."""
+        parameters = dict(self.flow.modules[name].named_parameters())
+        if any(self._owners[id(parameter)] > 1 for parameter in parameters.values()):
             return False
-        values = [self._values.get(f"{name}.{parameter}", -1) for parameter in own]
+        values = [self._values.get(f"{name}.{parameter}", -1) for parameter in parameters]
         return all(op.module == name for value in values for op in self.flow.consumers.get(value, ()))
 
     def reach(self, source: str, scaled: tuple[int, int], routers: bool = False) -> Reached:
@@ -168,9 +177,9 @@ class Sources:
             op = pending.pop(min(pending))
             here = {value: layouts[value] for value in op.inputs if value in layouts}
             if op.module in flow.calls and is_matrix(flow.modules[op.module]) and op.module != source:
-                self._arrive(op, here, arrived, layouts, scaled)
+                self._note_arrival(op, here, arrived, layouts, scaled)
                 continue
-            if routers and (router := self._router(op)) is not None:
+            if routers and (router := self._find_router(op)) is not None:
                 arrived.setdefault(router, []).extend(here.values())
                 continue
             for value, layout in zip(op.outputs, pass_through(Step(op, here, flow.shapes, scaled)), strict=False):
@@ -182,19 +191,23 @@ class Sources:
                 raise Stop("the model gives it out")
         return Reached(arrived)
 
-    def _router(self, op: Op) -> str | None:
-        """The module whose own `weight` [out, in] the operator multiplies rows with; None if it is no such product."""
+    def _find_router(self, op: Op) -> str | None:
+        """Return the module whose own `weight` [out, in] the operator multiplies rows with, or None."""
         weights = op.args[-1:] if op.name in ("mm", "addmm") else ()
-        made = self.flow.producers.get(weights[0].value) if weights and isinstance(weights[0], Ref) else None
-        if made is None or made.name != "t" or self.flow.parameters.get(made.inputs[0]) != f"{op.module}.weight":
+        producer = self.flow.producers.get(weights[0].value) if weights and isinstance(weights[0], Ref) else None
+        if (
+            producer is None
+            or producer.name != "t"
+            or self.flow.parameters.get(producer.inputs[0]) != f"{op.module}.weight"
+        ):
             return None
         return op.module if not list(self.flow.modules[op.module].children()) else None
 
-    def shared(self, name: str) -> bool:
-        """True if another module holds one of this one's parameters too."""
+    def is_shared(self, name: str) -> bool:
+        """Return whether another module holds one of this one's parameters too."""
         return any(self._owners[id(parameter)] > 1 for parameter in self.flow.modules[name].parameters())
 
-    def _arrive(
+    def _note_arrival(
         self,
         op: Op,
         here: dict[int, Layout],
@@ -202,7 +215,7 @@ class Sources:
         layouts: dict[int, Layout],
         scaled: tuple[int, int],
     ) -> None:
-        """Inside a layer: note the layout of its input, once for each call."""
+        """Note the layout of a layer's input, once for each call, at an operator inside the layer."""
         reads = (c.inputs[0] for c in self.flow.calls[op.module] if c.inputs and c.start <= op.index < c.stop)
         read = next(reads, -1)
         layout = layouts.get(read)

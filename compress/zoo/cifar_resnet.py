@@ -41,13 +41,13 @@ class CifarResNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _stage(16, 16, n_blocks, stride=1)
-        self.layer2 = _stage(16, 32, n_blocks, stride=2)
-        self.layer3 = _stage(32, 64, n_blocks, stride=2)
+        self.layer1 = _make_stage(16, 16, n_blocks, stride=1)
+        self.layer2 = _make_stage(16, 32, n_blocks, stride=2)
+        self.layer3 = _make_stage(32, 64, n_blocks, stride=2)
         self.linear = nn.Linear(64, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float32 [N, 3, 32, 32] -> logits float32 [N, 10].
+        """Return logits float32 [N, 10] of images float32 [N, 3, 32, 32].
 
         The published weights take pixels of 0..1 less the mean (.485, .456, .406), over the std (.229, .224, .225).
         """
@@ -57,15 +57,15 @@ class CifarResNet(nn.Module):
 
 
 def resnet20(n_classes: int = 10) -> CifarResNet:
-    """Three blocks a stage; 0.27 million parameters."""
+    """Return a network of three blocks a stage; 0.27 million parameters."""
     return CifarResNet(3, n_classes)
 
 
 def resnet56(n_classes: int = 10) -> CifarResNet:
-    """Nine blocks a stage; 0.85 million parameters."""
+    """Return a network of nine blocks a stage; 0.85 million parameters."""
     return CifarResNet(9, n_classes)
 
 
-def _stage(in_channels: int, channels: int, n_blocks: int, stride: int) -> nn.Sequential:
+def _make_stage(in_channels: int, channels: int, n_blocks: int, stride: int) -> nn.Sequential:
     first = BasicBlock(in_channels, channels, stride)
     return nn.Sequential(first, *(BasicBlock(channels, channels, 1) for _ in range(n_blocks - 1)))

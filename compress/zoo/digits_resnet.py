@@ -46,12 +46,12 @@ class DigitsResNet(nn.Module):
         self.linear = nn.Linear(widths[1], n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float32 [N, 1, 8, 8], normalised by MEAN and STD -> logits float32 [N, 10]."""
+        """Return logits float32 [N, 10] of images float32 [N, 1, 8, 8], normalised by MEAN and STD."""
         x = self.bn1(self.conv1(x)).relu()
         x = self.layer2(self.layer1(x))  # [N, 64, 8, 8]
         return self.linear(x.mean(dim=(2, 3)))
 
 
 def digits_resnet() -> DigitsResNet:
-    """The network, with fresh weights."""
+    """Return the network, with fresh weights."""
     return DigitsResNet()

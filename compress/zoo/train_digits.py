@@ -25,7 +25,7 @@ N_TEST = 797
 
 
 def digits_splits() -> tuple[Split, Split]:
-    """scikit-learn's 1,797 digits as 1,000 for training and 797 for the test, every class in proportion."""
+    """Split scikit-learn's 1,797 digits into 1,000 for training and 797 for the test, every class in proportion."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -36,20 +36,20 @@ def digits_splits() -> tuple[Split, Split]:
     return {"image": image[train], "label": label[train]}, {"image": image[test], "label": label[test]}
 
 
-def normalised(image: np.ndarray) -> Tensor:
-    """uint8 [N, 8, 8] -> the network's input, float32 [N, 1, 8, 8]."""
+def normalize_images(image: np.ndarray) -> Tensor:
+    """Return the network's input, float32 [N, 1, 8, 8], of images uint8 [N, 8, 8]."""
     return (torch.from_numpy(image)[:, None].float() / 255 - MEAN) / STD
 
 
-def shifted(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image [1, 8, 8] of the batch moved by -1, 0 or 1 pixel along both axes; background comes in at the edge."""
+def shift_digits(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Move each image [1, 8, 8] of the batch by -1, 0 or 1 pixel along both axes; background comes in at the edge."""
     dy, dx = torch.randint(0, 3, (2, len(x)), generator=generator)
     padded = F.pad(x, (1, 1, 1, 1), value=-MEAN / STD)  # [N, 1, 10, 10]
     return torch.stack([p[:, i : i + 8, j : j + 8] for p, i, j in zip(padded, dy.tolist(), dx.tolist(), strict=True)])
 
 
 def train(data: Split, epochs: int = 30, batch_size: int = 50, seed: int = 0) -> DigitsResNet:
-    """A trained network in eval mode. The caller's random state and thread count are left as they were."""
+    """Return a trained network in eval mode. The caller's random state and thread count are left as they were."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in a fixed order
     try:
@@ -61,14 +61,14 @@ def train(data: Split, epochs: int = 30, batch_size: int = 50, seed: int = 0) ->
 
 
 def _fit(model: DigitsResNet, data: Split, epochs: int, batch_size: int, generator: torch.Generator) -> DigitsResNet:
-    x, y = normalised(data["image"]), torch.from_numpy(data["label"])
+    x, y = normalize_images(data["image"]), torch.from_numpy(data["label"])
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     n_steps = epochs * -(-len(y) // batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=n_steps)
     model.train()
     for _ in range(epochs):
         for rows in torch.randperm(len(y), generator=generator).split(batch_size):
-            loss = F.cross_entropy(model(shifted(x[rows], generator)), y[rows], label_smoothing=0.05)
+            loss = F.cross_entropy(model(shift_digits(x[rows], generator)), y[rows], label_smoothing=0.05)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -77,9 +77,11 @@ def _fit(model: DigitsResNet, data: Split, epochs: int, batch_size: int, generat
 
 
 def accuracy(model: DigitsResNet, data: Split) -> float:
-    """Fraction of images whose label has the largest logit."""
+    """Return the fraction of images whose label has the largest logit."""
     with torch.inference_mode():
-        return float((model(normalised(data["image"])).argmax(1) == torch.from_numpy(data["label"])).float().mean())
+        return float(
+            (model(normalize_images(data["image"])).argmax(1) == torch.from_numpy(data["label"])).float().mean()
+        )
 
 
 def main(folder: Path = DIGITS) -> None:

@@ -19,7 +19,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _LISTED}
 
 
 def find_backend(name: str) -> Backend:
-    """The backend called `name`; UsageError lists the known ones."""
+    """Return the backend called `name`; UsageError lists the known ones."""
     if name not in BACKENDS:
         raise UsageError(f"unknown backend '{name}'; known: {', '.join(BACKENDS)}")
     return BACKENDS[name]

@@ -9,8 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from runtime.bundle.manifest import MOST_THREADS
+from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
-from runtime.manifest import TensorSpec
 
 Feeds = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
@@ -25,7 +26,7 @@ class Session(Protocol):
     def outputs(self) -> tuple[TensorSpec, ...]: ...
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
-        """One call: {input name: array} -> {output name: array} that the caller may keep; `outputs`: only these.
+        """Run one call: {input name: array} -> {output name: array} that the caller may keep; `outputs`: only these.
 
         UsageError, BundleError.
         """
@@ -61,15 +62,15 @@ class Resident(Protocol):
     def resume(
         self, feeds: Feeds, resident: Mapping[str, tuple[int, ...]], outputs: Sequence[str] | None = None
     ) -> Feeds:
-        """`run`, where the inputs `resident` (name -> shape) are on the device already."""
+        """Run one call as `run` does, where the inputs `resident` (name -> shape) are on the device already."""
         ...
 
     def exchange(self, first: str, second: str) -> None:
-        """The device memory of one tensor becomes the other's: what was given is read next."""
+        """Swap the device memory of two tensors: what was given is read next."""
         ...
 
     def largest(self, name: str) -> tuple[int, ...]:
-        """The largest shape that an input may have."""
+        """Return the largest shape that an input may have."""
         ...
 
 
@@ -89,22 +90,22 @@ class Backend:
 
 
 def check_call(backend: str, threads: int, options: Mapping[str, Any], known: tuple[str, ...] = ()) -> None:
-    """UsageError for threads below 1 or an option that the backend does not have."""
-    if threads < 1:
-        raise UsageError(f"{backend}: threads is {threads}; give 1 or more")
+    """Raise UsageError for threads out of range or an option that the backend does not have."""
+    if not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"{backend}: threads is {threads}; give 1 to {MOST_THREADS}")
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise UsageError(f"{backend}: unknown option '{unknown[0]}'; known: {', '.join(known) or 'none'}")
 
 
 def check_open(path: Path, handle: object) -> None:
-    """UsageError if the session was closed, so that its handle is None."""
+    """Raise UsageError if the session was closed, so that its handle is None."""
     if handle is None:
         raise UsageError(f"{path}: the session is closed; open the model again")
 
 
 def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Feeds) -> None:
-    """UsageError if a call does not give exactly the model's inputs, or gives one in another dtype."""
+    """Raise UsageError if a call does not give exactly the model's inputs, or gives one in another dtype."""
     names = {spec.name for spec in inputs}
     if names != feeds.keys():
         raise UsageError(
@@ -115,8 +116,8 @@ def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Feeds) -> None:
             raise UsageError(f"input '{spec.name}' is {feeds[spec.name].dtype}, but the model takes {spec.dtype}")
 
 
-def chosen(specs: tuple[TensorSpec, ...], outputs: Sequence[str] | None) -> list[str]:
-    """The names of the outputs to give; UsageError for one that the model does not have."""
+def choose_outputs(specs: tuple[TensorSpec, ...], outputs: Sequence[str] | None) -> list[str]:
+    """Return the names of the outputs to give; UsageError for one that the model does not have."""
     names = [spec.name for spec in specs]
     unknown = [name for name in outputs or () if name not in names]
     if unknown:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.bundle.files import model_files
+from runtime.bundle.float8 import holds_float8
+from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
-from runtime.files import model_files
-from runtime.float8 import holds_float8
-from runtime.manifest import TensorSpec
 
 _DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
 _ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
@@ -32,7 +32,7 @@ class OnnxRuntimeSession:
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         check_open(self.path, self.handle)
         check_feeds(self.inputs, feeds)
-        names = chosen(self.outputs, outputs)
+        names = choose_outputs(self.outputs, outputs)
         try:
             results = self.handle.run(names, feeds)
         except _invalid_argument() as error:
@@ -53,7 +53,7 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
 
 
 def session_options(threads: int) -> Any:
-    """As every session here is opened."""
+    """Return the options that every session here is opened with."""
     ort = onnxruntime_library()
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = threads
@@ -65,23 +65,27 @@ def session_options(threads: int) -> Any:
 
 
 def open_handle(path: Path, settings: Any, providers: list[Any]) -> Opened:
-    """The session on the first of `providers` that can, with its inputs and outputs. BundleError names the file."""
+    """Open the session, with its inputs and outputs, on the first of `providers` that can.
+
+    BundleError names the file.
+    """
     ort = onnxruntime_library()
     model_files(path)
     try:
         handle = create(str(path), settings, providers)
+        # reading them fails, too: a name in a damaged file is no UTF-8
+        return handle, _read_specs(handle.get_inputs()), _read_specs(handle.get_outputs())
     except failures() as error:
         raise BundleError(
             f"{path}: ONNX Runtime {ort.__version__} cannot load the model: {error}; "
             "upgrade onnxruntime, or build the bundle again for this version"
         ) from error
-    return handle, _specs(handle.get_inputs()), _specs(handle.get_outputs())
 
 
 def create(model: str | bytes, settings: Any, providers: list[Any]) -> Any:
-    """onnxruntime's InferenceSession of a file's path or of its content, float8 as it is written (`runtime.float8`).
+    """Create onnxruntime's InferenceSession of a file's path or of its content.
 
-    Raises whatever it raises.
+    Float8 is kept as it is written (`runtime.bundle.float8`). Raises whatever onnxruntime raises.
     """
     ort = onnxruntime_library()
     if holds_float8(model) and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
@@ -90,7 +94,7 @@ def create(model: str | bytes, settings: Any, providers: list[Any]) -> Any:
 
 
 def why_unavailable() -> str | None:
-    """None, or that onnxruntime is not installed."""
+    """Return that onnxruntime is not installed; None where it is."""
     try:
         onnxruntime_library()
     except MissingDependency as error:
@@ -106,12 +110,12 @@ def onnxruntime_library() -> Any:
     return onnxruntime
 
 
-def _specs(arguments: list[Any]) -> tuple[TensorSpec, ...]:
+def _read_specs(arguments: list[Any]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(arg.name, _dtype(arg.type), _shape(arg.shape)) for arg in arguments)
 
 
 def _dtype(type_name: str) -> str:
-    """tensor(float) -> float32."""
+    """Return numpy's name of one of ONNX Runtime's types: tensor(float) -> float32."""
     element = type_name.removeprefix("tensor(").removesuffix(")")
     return _DTYPES.get(element, element)
 
@@ -121,10 +125,14 @@ def _shape(shape: list[int | str | None]) -> tuple[int | str, ...]:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """Every class that ONNX Runtime raises, InvalidArgument among them; they have no base of their own."""
+    """Return every class that ONNX Runtime raises, InvalidArgument among them; they have no base of their own.
+
+    A bound call raises RuntimeError itself, and a message that names a damaged model's bytes is no Unicode.
+    """
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    return tuple(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
+    classes = (kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
+    return (*classes, RuntimeError, UnicodeDecodeError)
 
 
 def _invalid_argument() -> type[Exception]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.backends.onnxruntime_cpu import (
     OnnxRuntimeSession,
     failures,
@@ -18,8 +18,8 @@ from runtime.backends.onnxruntime_cpu import (
     session_options,
 )
 from runtime.errors import BundleError, RuntimeFailure
-from runtime.gpu import NO_GPU, gpu_here
-from runtime.isolated import trouble
+from runtime.nvidia.gpu import NO_GPU, gpu_here
+from runtime.processes.isolated import trouble
 
 PROVIDER = "CUDAExecutionProvider"
 
@@ -34,11 +34,11 @@ class CudaSession(OnnxRuntimeSession):
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         check_open(self.path, self.handle)
         check_feeds(self.inputs, feeds)
-        names = chosen(self.outputs, outputs)
+        names = choose_outputs(self.outputs, outputs)
         try:
             binding = self.handle.io_binding()
             for name, array in feeds.items():
-                binding.bind_ortvalue_input(name, self._buffer(name, np.asarray(array, order="C")))
+                binding.bind_ortvalue_input(name, self._fill_buffer(name, np.asarray(array, order="C")))
             for name in names:
                 binding.bind_output(name, "cuda")
             self.handle.run_with_iobinding(binding)
@@ -47,7 +47,7 @@ class CudaSession(OnnxRuntimeSession):
             raise BundleError(f"{self.path}: ONNX Runtime could not run the model on the GPU: {error}") from error
         return dict(zip(names, results, strict=True))
 
-    def _buffer(self, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> Any:
+    def _fill_buffer(self, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> Any:
         import onnxruntime
 
         kept = self.buffers.get(name)
@@ -73,13 +73,13 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
 
 
 def why_unavailable() -> str | None:
-    """None, or that there is no GPU, or no build of ONNX Runtime for it."""
+    """Return that there is no GPU, or no build of ONNX Runtime for it; None where there are both."""
     if gpu_here() is None:
         return NO_GPU
-    found = trouble(f"import onnxruntime as o, sys; sys.exit({PROVIDER!r} not in o.get_available_providers())")
-    if not found:
+    problem = trouble(f"import onnxruntime as o, sys; sys.exit({PROVIDER!r} not in o.get_available_providers())")
+    if not problem:
         return None
-    why = found if not found.startswith("exit code") else "the installed onnxruntime is built for CPUs alone"
+    why = problem if not problem.startswith("exit code") else "the installed onnxruntime is built for CPUs alone"
     return f"{why}: pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, chosen
+from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.bundle.files import model_files
+from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
-from runtime.files import model_files
-from runtime.manifest import TensorSpec
 
 PRECISIONS = ("f32", "bf16")
 MOST_SHAPES = 8
@@ -31,16 +32,16 @@ class OpenVinoSession:
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         check_open(self.path, self.request)
         check_feeds(self.inputs, feeds)
-        names = chosen(self.outputs, outputs)
+        names = choose_outputs(self.outputs, outputs)
         try:
-            results = self._request_for(feeds).infer(feeds, share_inputs=True)
+            results = self._pick_request(feeds).infer(feeds, share_inputs=True)
         except RuntimeError as error:  # OpenVINO has no classes of its own
             raise UsageError(
                 f"{self.path}: OpenVINO could not run the model on these inputs: {_last_line(error)}"
             ) from error
         return {spec.name: results[i] for i, spec in enumerate(self.outputs) if spec.name in names}
 
-    def _request_for(self, feeds: Feeds) -> Any:
+    def _pick_request(self, feeds: Feeds) -> Any:
         if self.specialize is None:
             return self.request
         shapes = tuple(sorted((name, values.shape) for name, values in feeds.items()))
@@ -69,14 +70,14 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
         raise UsageError(
             f"openvino: precision is {precision!r}; give {', '.join(PRECISIONS)}, or none for OpenVINO's default"
         )
-    openvino = _openvino()
+    openvino = _import_openvino()
     model_files(path)
     config = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     if precision is not None:
         config["INFERENCE_PRECISION_HINT"] = precision
     try:
-        model = openvino.Core().read_model(path)
-        compiled = openvino.Core().compile_model(model, "CPU", config)
+        model = _core().read_model(path)
+        compiled = _core().compile_model(model, "CPU", config)
     except RuntimeError as error:
         raise BundleError(
             f"{path}: OpenVINO {openvino.__version__} cannot load the model: {_last_line(error)}; "
@@ -86,27 +87,37 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
     def specialize(feeds: Feeds) -> Any:
         fixed = model.clone()
         fixed.reshape({name: list(values.shape) for name, values in feeds.items()})
-        return openvino.Core().compile_model(fixed, "CPU", config).create_infer_request()
+        return _core().compile_model(fixed, "CPU", config).create_infer_request()
 
     return OpenVinoSession(
         path,
-        _specs(compiled.inputs),
-        _specs(compiled.outputs),
+        _read_specs(compiled.inputs),
+        _read_specs(compiled.outputs),
         compiled.create_infer_request(),
         specialize if options.get("static") else None,
     )
 
 
 def why_unavailable() -> str | None:
-    """None, or that openvino is not installed."""
+    """Return that openvino is not installed; None where it is."""
     try:
-        _openvino()
+        _import_openvino()
     except MissingDependency as error:
         return str(error)
     return None
 
 
-def _openvino() -> Any:
+@cache
+def _core() -> Any:
+    """Return the one Core of the process, which is never given up.
+
+    Its CPU plugin makes memory of its own the stack of signal handlers, and frees that with itself: the next signal
+    would end the process by a segmentation fault (2026.4).
+    """
+    return _import_openvino().Core()
+
+
+def _import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:
@@ -114,18 +125,18 @@ def _openvino() -> Any:
     return openvino
 
 
-def _specs(ports: list[Any]) -> tuple[TensorSpec, ...]:
+def _read_specs(ports: list[Any]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(port.get_any_name(), port.element_type.to_dtype().name, _shape(port)) for port in ports)
 
 
 def _shape(port: Any) -> tuple[int | str, ...]:
-    """OpenVINO keeps no names for free dimensions."""
+    """Return a port's shape; free dimensions get names here, because OpenVINO keeps none."""
     return tuple(f"dim{i}" if size.is_dynamic else size.get_length() for i, size in enumerate(port.partial_shape))
 
 
 def _last_line(error: Exception) -> str:
-    """OpenVINO puts the place in its C++ source first and the reason last."""
+    """Return the reason of an error: OpenVINO puts the place in its C++ source first and the reason last."""
     return [line for line in str(error).splitlines() if line.strip()][-1].strip()
 
 
-BACKEND = Backend("openvino", why_unavailable, open_session, _openvino)
+BACKEND = Backend("openvino", why_unavailable, open_session, _import_openvino)

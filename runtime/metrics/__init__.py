@@ -49,7 +49,7 @@ __all__ = [
 
 
 def check_name(name: str) -> None:
-    """UsageError with a near name where `name` is not a metric."""
+    """Raise UsageError with a near name where `name` is not a metric."""
     if name not in KNOWN_METRICS:
         near = get_close_matches(name, KNOWN_METRICS, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(KNOWN_METRICS)}"
@@ -57,12 +57,12 @@ def check_name(name: str) -> None:
 
 
 def fitting(task: str, has_labels: bool) -> tuple[str, ...]:
-    """Names of the quality metrics that fit a task, with or without labels."""
+    """Return the names of the quality metrics that fit a task, with or without labels."""
     return tuple(n for n, m in METRICS.items() if task in m.tasks and (has_labels or m.against != "labels"))
 
 
 def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> str | None:
-    """Why the metric cannot be computed from these outputs and labels; None where it can."""
+    """Return why the metric cannot be computed from these outputs and labels; None where it can."""
     if task not in metric.tasks:
         return f"does not fit task {task}"
     if metric.against == "labels" and labels is None:
@@ -70,7 +70,7 @@ def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> 
     return _SHAPE_CHECKS[metric.shape](metric, outputs, labels)
 
 
-def _not_classes(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+def _check_classes(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
     logits = outputs["logits"]
     if logits.ndim != 2 or logits.shape[1] < 2:
         return f"needs logits of at least two classes, and the model's have shape {list(logits.shape)}"
@@ -81,7 +81,7 @@ def _not_classes(metric: Metric, outputs: Outputs, labels: Any | None) -> str | 
     return None
 
 
-def _not_score(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+def _check_score(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
     shapes: Sequence[tuple[int, ...]] = [values.shape for values in float_outputs(outputs).values()]
     if "embeddings" in outputs:
         columns = outputs["embeddings"].shape[1]
@@ -93,15 +93,15 @@ def _not_score(metric: Metric, outputs: Outputs, labels: Any | None) -> str | No
     return None
 
 
-def _not_outputs(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+def _check_outputs(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
     return None if float_outputs(outputs) else f"needs a floating output, and there is none among {sorted(outputs)}"
 
 
-def _not_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+def _check_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
     missing = [name for name in ("nll", "n_tokens") if name not in outputs]
     if missing:
         return f"needs the sums nll and n_tokens of each sample, and there are only {sorted(outputs)}"
     return None if outputs["n_tokens"].min() > 0 else "needs samples of at least two tokens"
 
 
-_SHAPE_CHECKS = {"classes": _not_classes, "score": _not_score, "tokens": _not_tokens, "outputs": _not_outputs}
+_SHAPE_CHECKS = {"classes": _check_classes, "score": _check_score, "tokens": _check_tokens, "outputs": _check_outputs}

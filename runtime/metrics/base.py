@@ -1,7 +1,7 @@
 """What a quality metric is, and the checks that every metric makes on what it is given.
 
 A metric reduces a model's outputs to a few numbers per sample (`reduce`) and those to one number (`statistic`). The
-split is what makes resampling cheap: a bootstrap redraws rows of the reduced columns, never the outputs themselves.
+split is what makes intervals cheap: what each sample adds to the statistic (`influence`) is a formula over the columns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,39 @@ class NonFiniteOutputs(RuntimeFailure):
 
 
 def mean_of_first(columns: Columns) -> float:
-    """The mean of the first column."""
+    """Return the mean of the first column."""
     return float(np.mean(columns[0]))
+
+
+def first_column(columns: Columns) -> np.ndarray:
+    """Return what each sample adds to the mean of the first column, float64 [N]."""
+    return columns[0].astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A scale on which a statistic's interval is closer to symmetric; the ends are taken back from it.
+
+    Where the statistic is steeper against this scale, the same change of the samples moves it farther.
+    """
+
+    to: Callable[[float], float]
+    back: Callable[[float], float]
+    slope: Callable[[float], float]
+    """Derivative of `to`."""
+
+
+@dataclass(frozen=True)
+class Flaws:
+    """How far a statistic of counts can be off, for evaluation sets on which few samples or none are wrong.
+
+    `of` says which samples keep the metric from `perfect`, bool [N]; `reach` bounds by how much the metric moves if a
+    share of the samples turns, over that share.
+    """
+
+    of: Callable[[Columns], np.ndarray]
+    reach: Callable[[Columns], float]
+    perfect: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +68,8 @@ class Metric:
     what it needs to see: "classes" (logits of at least two classes), "score" (one number per sample, or two
     embeddings), "tokens" (sums over each sample's tokens) or "outputs" (anything floating). `kind` says how its
     interval is made: a proportion is a mean of zeros and ones, a mean is a mean over samples, a statistic is neither.
-    `ideal` is the value of a model compared with itself (metrics against the baseline).
+    `influence` gives what each sample adds to the statistic, its derivative by the sample's weight up to a constant,
+    float64 [N]. `ideal` is the value of a model compared with itself (metrics against the baseline).
     """
 
     name: str
@@ -50,22 +82,31 @@ class Metric:
     shape: Literal["classes", "score", "tokens", "outputs"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first
+    influence: Callable[[Columns], np.ndarray] = first_column
+    weights: Callable[[Columns], np.ndarray] | None = None
+    """How much each sample counts, float64 [N], where that differs."""
+    bias: Callable[[Columns], float] | None = None
+    """By how much the statistic of finite samples is off on average, estimated; None for one that is not."""
+    shortage: Callable[[Columns], str] | None = None
+    """What is missing before the statistic says something of its own, "" if nothing; its change may be known sooner."""
+    link: Link | None = None
+    flaws: Flaws | None = None
     ideal: float | None = None
     on_request: bool = False
     """Computed only where a judgement names it, because another metric says the same."""
 
     def columns(self, outputs: Outputs, reference: Any) -> Columns:
-        """What the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""
+        """Return what the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""
         check_finite(outputs)
         return self.reduce(outputs, reference)
 
     def per_sample(self, outputs: Outputs, reference: Any) -> np.ndarray | None:
-        """float64 [N] whose mean is the metric; None where the metric is not a mean over samples."""
+        """Return float64 [N] whose mean is the metric; None where the metric is not a mean over samples."""
         columns = self.columns(outputs, reference)
         return None if self.kind == "statistic" else columns[0].astype(np.float64)
 
     def compute(self, outputs: Outputs, reference: Any) -> float:
-        """The metric over all samples, in `unit`."""
+        """Compute the metric over all samples, in `unit`."""
         return self.statistic(self.columns(outputs, reference))
 
 
@@ -81,12 +122,12 @@ def check_finite(outputs: Outputs) -> None:
 
 
 def float_outputs(outputs: Outputs) -> dict[str, np.ndarray]:
-    """The floating outputs, by name, in the order of their names."""
+    """Return the floating outputs, by name, in the order of their names."""
     return {name: outputs[name] for name in sorted(outputs) if np.issubdtype(outputs[name].dtype, np.floating)}
 
 
 def class_labels(labels: Any, n_classes: int, n_samples: int) -> np.ndarray:
-    """Labels as int64 [N] in 0..n_classes-1; UsageError names the first row that is not."""
+    """Return labels as int64 [N] in 0..n_classes-1; UsageError names the first row that is not."""
     given = np.asarray(labels)
     if given.shape != (n_samples,):
         raise UsageError(
@@ -105,7 +146,7 @@ def class_labels(labels: Any, n_classes: int, n_samples: int) -> np.ndarray:
 
 
 def scores(outputs: Outputs) -> np.ndarray:
-    """One float64 score per sample [N].
+    """Return one float64 score per sample [N].
 
     For embeddings [N, 2, D] the cosine between the two columns; otherwise the only floating output, one value a sample.
     """
@@ -117,7 +158,7 @@ def scores(outputs: Outputs) -> np.ndarray:
 
 
 def score_labels(labels: Any, n_samples: int) -> np.ndarray:
-    """Labels as float64 [N]; UsageError for a wrong shape, for NaN, and for labels that are all the same."""
+    """Return labels as float64 [N]; UsageError for a wrong shape and for a label that is not finite."""
     given = np.asarray(labels)
     if given.shape != (n_samples,):
         raise UsageError(f"labels: shape {list(given.shape)} for {n_samples} samples; one score per sample is needed")
@@ -129,7 +170,7 @@ def score_labels(labels: Any, n_samples: int) -> np.ndarray:
 
 
 def cosine_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosine of each row of a and b, [N, D] -> [N]; 1 where both rows are zero, 0 where only one is."""
+    """Return the cosine of each row of a and b, [N, D] -> [N]; 1 where both rows are zero, 0 where only one is."""
     norm_a, norm_b = np.linalg.norm(a, axis=-1), np.linalg.norm(b, axis=-1)
     product = norm_a * norm_b
     cosine = np.sum(a * b, axis=-1) / np.where(product > 0, product, 1.0)
@@ -138,7 +179,10 @@ def cosine_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def same_shapes(outputs: Outputs, baseline: Outputs) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs (candidate, baseline) of every floating output, float64; RuntimeFailure where names or shapes differ."""
+    """Return pairs (candidate, baseline) of every floating output, float64.
+
+    RuntimeFailure where names or shapes differ.
+    """
     ours, theirs = float_outputs(outputs), float_outputs(baseline)
     if ours.keys() != theirs.keys():
         raise RuntimeFailure(f"the candidate gives {sorted(ours)}, the baseline gave {sorted(theirs)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.manifest import CLASSIFICATION, OUTPUT_TASKS
+from runtime.bundle.manifest import CLASSIFICATION, OUTPUT_TASKS
 from runtime.metrics.base import (
     Columns,
     Metric,
@@ -19,27 +19,27 @@ MAX_SQNR_DB = 200.0
 
 
 def agreement_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """1.0 where both choose the same class."""
+    """Return 1.0 where both choose the same class."""
     ((ours, theirs),) = same_shapes({"logits": outputs["logits"]}, {"logits": baseline["logits"]})
     return ((ours.argmax(axis=1) == theirs.argmax(axis=1)).astype(np.float64),)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Natural log of the softmax over the last axis."""
+    """Return the natural log of the softmax over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     result: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
 
 
 def kl_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """KL(baseline || candidate) of the class distributions, nats, float64 [N], never negative."""
+    """Return KL(baseline || candidate) of the class distributions, nats, float64 [N], never negative."""
     ((ours, theirs),) = same_shapes({"logits": outputs["logits"]}, {"logits": baseline["logits"]})
     log_p, log_q = log_softmax(theirs), log_softmax(ours)
     return (np.maximum(np.sum(np.exp(log_p) * (log_p - log_q), axis=1), 0.0),)  # rounding can leave -1e-17
 
 
 def cosine_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """Cosine to the baseline per sample, [N]: the mean over outputs and, for embeddings [N, k, D], over k."""
+    """Return the cosine to the baseline per sample, [N]: mean over outputs and, for embeddings [N, k, D], over k."""
     parts = []
     for name, (ours, theirs) in zip(float_outputs(outputs), same_shapes(outputs, baseline), strict=True):
         k = ours.shape[1] if name == "embeddings" else 1
@@ -49,7 +49,7 @@ def cosine_columns(outputs: Outputs, baseline: Outputs) -> Columns:
 
 
 def error_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """Per sample over all floating outputs: sum of the baseline's squares, sum and mean of the error's squares."""
+    """Return per sample, over all floating outputs: sum of baseline's squares, sum and mean of the error's squares."""
     pairs = same_shapes(outputs, baseline)
     signal = sum(np.sum(theirs.reshape(len(theirs), -1) ** 2, axis=1) for _, theirs in pairs)
     noise = sum(np.sum((ours - theirs).reshape(len(ours), -1) ** 2, axis=1) for ours, theirs in pairs)
@@ -58,16 +58,25 @@ def error_columns(outputs: Outputs, baseline: Outputs) -> Columns:
 
 
 def mse_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """Mean squared error to the baseline per sample."""
+    """Return the mean squared error to the baseline per sample."""
     return (error_columns(outputs, baseline)[2],)
 
 
 def sqnr_db(columns: Columns) -> float:
-    """10 log10(sum signal / sum noise), at most MAX_SQNR_DB; a silent baseline with noise gives -MAX_SQNR_DB."""
+    """Return 10 log10(sum signal / sum noise), at most MAX_SQNR_DB; noise on a silent baseline gives -MAX_SQNR_DB."""
     signal, noise = float(columns[0].sum()), float(columns[1].sum())
     if noise == 0:
         return MAX_SQNR_DB
     return float(np.clip(10 * np.log10(signal / noise), -MAX_SQNR_DB, MAX_SQNR_DB)) if signal > 0 else -MAX_SQNR_DB
+
+
+def sqnr_influence(columns: Columns) -> np.ndarray:
+    """Return how many dB each sample adds to the ratio of the sums, float64 [N]."""
+    signal, noise = columns[0], columns[1]
+    if not (signal.any() and noise.any()):
+        return np.zeros(len(signal))
+    decibels: np.ndarray = 10 / np.log(10) * (signal / signal.mean() - noise / noise.mean())
+    return decibels
 
 
 AGREEMENT = Metric(
@@ -113,6 +122,7 @@ SQNR_DB = Metric(
     reduce=error_columns,
     kind="statistic",
     statistic=sqnr_db,
+    influence=sqnr_influence,
 )
 MSE_BASELINE = Metric(
     name="mse_baseline",

@@ -1,7 +1,7 @@
 """Language models: how well the next token is foreseen, and how far the candidate is from the baseline.
 
-Outputs are what `runtime.scoring.score` gives: sums over each sample's predicted tokens. Metrics are per token, sums
-over sums, so that a long text counts for more than a short one; samples are what a bootstrap draws.
+Outputs are what `runtime.decode.scoring.score` gives: sums over each sample's predicted tokens. Metrics are per token,
+sums over sums, so that a long text counts for more than a short one; whole samples are what intervals take as drawn.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Any
 
 import numpy as np
 
+from runtime.bundle.manifest import GENERATION
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.manifest import GENERATION
-from runtime.metrics.base import Columns, Metric, Outputs
+from runtime.metrics.base import Columns, Flaws, Link, Metric, Outputs
 
 
 def nll_columns(outputs: Outputs, reference: Any) -> Columns:
-    """Nats and tokens of each sample; the reference is the text itself, which is in the outputs already."""
+    """Return nats and tokens of each sample; the reference is the text itself, which is in the outputs already."""
     return outputs["nll"], outputs["n_tokens"]
 
 
 def kl_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """Nats of KL(baseline || candidate), and tokens, of each sample."""
-    return _beside(outputs, baseline, "kl", np.zeros(len(outputs["nll"])))
+    """Return nats of KL(baseline || candidate), and tokens, of each sample."""
+    return _select_column(outputs, baseline, "kl", np.zeros(len(outputs["nll"])))
 
 
 def agreement_columns(outputs: Outputs, baseline: Outputs) -> Columns:
-    """Tokens for which both models find the same one most likely, and all tokens, of each sample."""
-    return _beside(outputs, baseline, "agree", outputs["n_tokens"])
+    """Return the number of tokens for which both models find the same one most likely, and of all, of each sample."""
+    return _select_column(outputs, baseline, "agree", outputs["n_tokens"])
 
 
-def _beside(outputs: Outputs, baseline: Outputs, name: str, of_itself: np.ndarray) -> Columns:
-    """The column `name`, or `of_itself` where the outputs are the baseline's own."""
+def _select_column(outputs: Outputs, baseline: Outputs, name: str, of_itself: np.ndarray) -> Columns:
+    """Return the column `name`, or `of_itself` where the outputs are the baseline's own; and the tokens."""
     if not np.array_equal(outputs["n_tokens"], baseline["n_tokens"]):
         raise RuntimeFailure(
             f"{int(outputs['n_tokens'].sum())} tokens were scored, and {int(baseline['n_tokens'].sum())} of the "
@@ -46,14 +46,30 @@ def _beside(outputs: Outputs, baseline: Outputs, name: str, of_itself: np.ndarra
 
 
 def per_token(columns: Columns) -> float:
-    """Sum of the first column over the sum of the second."""
+    """Return the sum of the first column over the sum of the second."""
     return float(columns[0].sum() / columns[1].sum())
 
 
 def perplexity(columns: Columns) -> float:
-    """exp of the nats per token; infinity where that is beyond a float."""
+    """Return exp of the nats per token; infinity where that is beyond a float."""
     nats = per_token(columns)
     return math.exp(nats) if nats < 700 else math.inf
+
+
+def tokens(columns: Columns) -> np.ndarray:
+    """Return how much each sample counts: its tokens, float64 [N]."""
+    return columns[1].astype(np.float64)
+
+
+def per_token_influence(columns: Columns) -> np.ndarray:
+    """Return what each sample adds to the ratio of the sums, float64 [N]."""
+    influence: np.ndarray = (columns[0] - per_token(columns) * columns[1]) / columns[1].mean()
+    return influence
+
+
+def perplexity_influence(columns: Columns) -> np.ndarray:
+    """Return what each sample adds to the perplexity, float64 [N]."""
+    return perplexity(columns) * per_token_influence(columns)
 
 
 NLL = Metric(
@@ -67,6 +83,8 @@ NLL = Metric(
     shape="tokens",
     kind="statistic",
     statistic=per_token,
+    influence=per_token_influence,
+    weights=tokens,
 )
 PERPLEXITY = Metric(
     name="perplexity",
@@ -79,6 +97,9 @@ PERPLEXITY = Metric(
     shape="tokens",
     kind="statistic",
     statistic=perplexity,
+    influence=perplexity_influence,
+    weights=tokens,
+    link=Link(to=math.log, back=math.exp, slope=lambda value: 1 / value),
 )
 KL_TOKEN = Metric(
     name="kl_token",
@@ -91,6 +112,8 @@ KL_TOKEN = Metric(
     shape="tokens",
     kind="statistic",
     statistic=per_token,
+    influence=per_token_influence,
+    weights=tokens,
     ideal=0.0,
 )
 TOKEN_AGREEMENT = Metric(
@@ -104,5 +127,10 @@ TOKEN_AGREEMENT = Metric(
     shape="tokens",
     kind="statistic",
     statistic=per_token,
+    influence=per_token_influence,
+    weights=tokens,
     ideal=1.0,
+    flaws=Flaws(
+        of=lambda columns: columns[0] < columns[1], reach=lambda columns: float(columns[1].max() / columns[1].mean())
+    ),
 )

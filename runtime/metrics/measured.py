@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.manifest import GENERATION, OUTPUT_TASKS, TASKS
+from runtime.bundle.manifest import GENERATION, OUTPUT_TASKS, TASKS
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from compress.blocks.materialise import emptied, memory_store
-from compress.blocks.store import Packed, WeightStore, packed_tensors
+from compress.blocks.materialise import copy_without_weights, memory_store
+from compress.blocks.store import Packed, WeightStore, pack_tensors
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import layer_type, weight_shape
 from compress.facts import Structure
+from compress.formats.schemes import PRESETS, Scheme
 from compress.models.facts import architecture, is_layer, plain
 from compress.quantize.rounding import QuantizedWeight
-from compress.schemes import PRESETS, Scheme
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -81,13 +81,13 @@ def streamed(module: nn.Module, schemes: Mapping[str, Scheme], work: Path, **mor
     entries, tensors = {name: held.read(name) for name in held.names() if name not in held.tied}, {}
     for layer, chosen in schemes.items():
         weight = random_weight(weight_shape(parts[layer]), chosen, rng)
-        tensors |= packed_tensors(layer, weight)
+        tensors |= pack_tensors(layer, weight)
         zeros, conv1d = weight.zero_points is not None, type(parts[layer]).__name__ == "Conv1D"
         file = work / "finished.safetensors"
         entries[f"{layer}.weight"] = Packed(file, layer, weight.bits, weight.group_size, zeros, conv1d)
     work.mkdir(parents=True, exist_ok=True)
     save_file(tensors, work / "finished.safetensors")
-    build = functools.partial(copy.deepcopy, emptied(module))
+    build = functools.partial(copy.deepcopy, copy_without_weights(module))
     scales = dict.fromkeys((n for n, s in schemes.items() if s.activations and not s.activations.dynamic), 0.02)
     given: dict[str, Any] = {"schemes": schemes, "activation_scales": scales, "architecture": architecture(module)}
     return StreamedModel(build, WeightStore(entries, held.tied), Structure(()), {}, **(given | more))

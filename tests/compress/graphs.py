@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compress.context import PassContext
 from compress.facts import ModelFacts
+from compress.formats.targets import TARGETS
 from compress.graph.layers import layer_facts
 from compress.graph.run import Feeds, open_session, run_batches
 from compress.quantize.qdq import write_state
 from compress.quantize.state import Flavour, GraphState
-from compress.targets import TARGETS
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 256, 32, 64, 6
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from compress.blocks.materialise import emptied, memory_store
+from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.facts import Structure
+from compress.formats.schemes import PRESETS, Scheme
+from compress.formats.targets import TARGETS
 from compress.models.checkpoint import open_store
 from compress.models.huggingface import TextModel
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.schemes import PRESETS, Scheme
 from compress.structure.find import find_structure
-from compress.targets import TARGETS
 
 VOCABULARY, N_TOKENS = 64, 12
 TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
@@ -56,14 +56,14 @@ def streamed(net: nn.Module, folder: Path | None = None, structure: Structure | 
     """`net` wrapped, its weights in memory, or in `folder`, where it is saved."""
     net.config.use_cache = False  # type: ignore[union-attr]
     module = TextModel(net, output_of(net)).eval().requires_grad_(False)
-    template = emptied(module)
+    template = copy_without_weights(module)
     if folder is None:
         store = memory_store(module)
     else:
         net.save_pretrained(folder, max_shard_size="20kB")  # type: ignore[operator]
         store = open_store(sorted(folder.glob("*.safetensors")), template)
-    found = structure or find_structure(emptied(module).to("meta"), probe())
-    return StreamedModel(lambda: emptied(template), store, found, TEXT, type(net).__name__)
+    found = structure or find_structure(copy_without_weights(module).to("meta"), probe())
+    return StreamedModel(lambda: copy_without_weights(template), store, found, TEXT, type(net).__name__)
 
 
 def probe() -> dict[str, Tensor]:

@@ -12,19 +12,20 @@ from graphs import context, facts_of, node_of
 
 from compress.context import PassResult
 from compress.errors import PassError
+from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.half import to_half
 from compress.graph.layers import constant, find_layers
 from compress.passes import Autocast, Int8
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 GPU = TARGETS["tensorrt"]
 
 
 def apply(model: ir.Model, feeds: list[Any], **knobs: Any) -> PassResult:
-    return Autocast(**knobs).apply(GraphState(model), context(feeds, "tensorrt"))
+    return apply_pass(Autocast(**knobs), GraphState(model), context(feeds, "tensorrt"))
 
 
 def half_graph(state: GraphState) -> ir.Model:
@@ -171,8 +172,8 @@ def test_nodes_without_a_name_are_kept_by_their_output() -> None:
 
 def test_integer_layers_stay_as_they_are() -> None:
     feeds = graphs.tokens()
-    state = Int8(targets=("up", "down")).apply(GraphState(graphs.transformer()), context(feeds)).model
-    result = Autocast().apply(state, context(feeds))
+    state = apply_pass(Int8(targets=("up", "down")), GraphState(graphs.transformer()), context(feeds)).model
+    result = apply_pass(Autocast(), state, context(feeds))
     decided = {decision.layer: decision for decision in result.decisions}
     assert decided["up"].reason == "already in 8 bits"
     model = half_graph(result.model)

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
+from compress.formats.schemes import PRESETS
+from compress.formats.targets import TARGETS
 from compress.passes.autoround import AutoRound
-from compress.passes.autoround_steps import apply_autoround
 from compress.passes.rtn import Rtn
 from compress.quantize.autoround import autoround_block
 from compress.quantize.fake import MOST_STRETCH, ShiftedWeight
 from compress.quantize.learn import Course
 from compress.quantize.lessons import BlockLesson, Together, together
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.schemes import PRESETS
-from compress.targets import TARGETS
+from compress.work import apply_pass
+from compress.work.autoround import apply_autoround
 
 COURSE = Course(100, 0.01, 0.01, method="sign")
 
@@ -116,7 +117,7 @@ def test_the_ends_of_a_range() -> None:
     assert fake.lower.max() == MOST_STRETCH
     with torch.no_grad():
         fake.lower.zero_()
-    found = fake.frozen()
+    found = fake.freeze()
     low = -start.zero_points.astype(np.float64) * start.scales  # type: ignore[union-attr]
     high = (15.0 - start.zero_points) * start.scales * 1.25  # type: ignore[operator]
     np.testing.assert_allclose(found.scales, (high - low) / 15, rtol=1e-5)
@@ -145,7 +146,7 @@ def test_every_block_of_any_architecture(net: Any) -> None:
 
 def test_no_steps_are_rtn() -> None:
     knobs: dict[str, Any] = {"bits": 3, "group_size": 16}
-    rtn = Rtn(kind="rtn", **knobs).apply(streamed(llama(layers=2)), context()).model
+    rtn = apply_pass(Rtn(kind="rtn", **knobs), streamed(llama(layers=2)), context()).model
     found = apply_autoround(AutoRound(kind="autoround", steps=0, **knobs), streamed(llama(layers=2)), context(texts(2)))
     assert set(rtn.quantized_layers()) == set(found.model.quantized_layers())
     assert all(same(rtn, found.model, layer) for layer in rtn.quantized_layers())
@@ -158,7 +159,7 @@ def same(a: StreamedModel, b: StreamedModel, layer: str) -> bool:
 
 
 def test_it_goes_on_from_what_is_given() -> None:
-    rtn = Rtn(kind="rtn", bits=2, group_size=16).apply(streamed(llama(layers=2)), context()).model
+    rtn = apply_pass(Rtn(kind="rtn", bits=2, group_size=16), streamed(llama(layers=2)), context()).model
     knobs = AutoRound(kind="autoround", start="given", steps=0)
     found = apply_autoround(knobs, rtn, context(texts(4)))
     assert all(same(rtn, found.model, layer) for layer in rtn.quantized_layers())
@@ -176,7 +177,7 @@ def test_refusals() -> None:
         apply_autoround(AutoRound(kind="autoround", scheme="FP8_DYNAMIC"), model, context(texts(2)))
     with pytest.raises(PassError, match="group_size 7 does not divide"):
         apply_autoround(AutoRound(kind="autoround", group_size=7), model, context(texts(2)))
-    rtn = Rtn(kind="rtn", bits=8, group_size=16).apply(model, context()).model
+    rtn = apply_pass(Rtn(kind="rtn", bits=8, group_size=16), model, context()).model
     wild = AutoRound(kind="autoround", start="given", rate=0.5, range_rate=0.3, steps=2, strict=True)
     with pytest.raises(PassError, match="led to nothing better than the start, which is kept"):
         apply_autoround(wild, rtn, context(texts(4)))
@@ -197,5 +198,5 @@ def test_the_plan() -> None:
         "autoround: no quantized layer is left to learn; put it after gptq or rtn",
     )
     assert not given.check(facts.with_bits({UP: 5.0}), target).problems
-    assert given.refused_by(target) is None
+    assert given.explain_refusal(target) is None
     assert "works on torch models" in knobs.check(replace(facts, structure=None), target).problems[0]

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from compress.context import PassResult
 from compress.facts import Reading
+from compress.formats.schemes import WeightScheme
+from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.awq import Awq
 from compress.quantize.awq import search_scales
 from compress.quantize.gptq import output_error
 from compress.quantize.grid import round_to_grid
-from compress.schemes import WeightScheme
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 W3 = WeightScheme(3, 32)
 
@@ -55,6 +56,15 @@ def test_scales_are_brought_into_the_form_that_can_be_folded() -> None:
     assert torch.equal(found.scales[::2], found.scales[1::2])
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-35, 1e30])
+def test_a_layer_of_tiny_or_huge_weights_has_scales(size: float) -> None:
+    """The products of such weights' powers are no float32; the scales are."""
+    x = inputs_of()
+    found = search_scales([weight_of() * size], [W3], x.T @ x / len(x), x.abs().mean(0))
+    assert np.isfinite([found.error_before, found.error_after]).all()
+    assert found.scales is None or bool((torch.isfinite(found.scales) & (found.scales > 0)).all())
+
+
 def test_nothing_is_gained_where_rounding_costs_nothing() -> None:
     exact = torch.randint(-3, 4, (24, 64), generator=torch.Generator().manual_seed(0)).float()
     exact[:, ::32] = 3
@@ -75,7 +85,7 @@ def outlying(net: nn.Module) -> nn.Module:
 
 def applied(one: Any, net: nn.Module | None = None, model: Any = None) -> PassResult:
     surroundings = replace(streaming.context(streaming.texts(8)), target=TARGETS["transformers"])
-    return one.apply(model or streaming.streamed(net or outlying(streaming.llama(layers=2))), surroundings)
+    return apply_pass(one, model or streaming.streamed(net or outlying(streaming.llama(layers=2))), surroundings)
 
 
 def output(model: Any) -> Tensor:

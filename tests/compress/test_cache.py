@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from compress import cache as cache_module
-from compress.cache import NEW_SECONDS, StepCache, code_version, default_root, step_key
+from compress.errors import PlaceError
+from compress.store import cache as cache_module
+from compress.store.cache import NEW_SECONDS, StepCache, code_version, default_root, step_key
+from compress.store.durable import MARK
 
 
 def writing(text: str, record: dict[str, Any] | None = None) -> Callable[[Path], dict[str, Any]]:
@@ -60,11 +62,57 @@ def test_a_damaged_record_is_no_step(tmp_path: Path, record: str | None) -> None
     assert said == ["cache: step k is damaged; it is discarded and done again"]
 
 
-def test_every_byte_counts(tmp_path: Path) -> None:
+def edit(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new))
+
+
+EDITS = {
+    "a file": lambda step: edit(step / "inner/file", "abc", "abd"),
+    "a number in the record": lambda step: edit(step / "record.json", "46.8", "99.9"),
+    "a blank in the record": lambda step: edit(step / "record.json", ": 46.8", ":  46.8"),
+    "a digest in the record": lambda step: edit(step / "record.json", '"digest": "', '"digest": "0'),
+    "another file": lambda step: (step / "inner/more").touch(),
+    "a link": lambda step: (step / "more").symlink_to("inner/file"),
+    "a file by another name": lambda step: (step / "inner/file").rename(step / "inner/other"),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_every_byte_and_every_name_counts(tmp_path: Path, what: str) -> None:
+    store = StepCache(tmp_path, lambda text: None)
+    store.put("k", writing("abc", {"sqnr_db": 46.8}))
+    EDITS[what](tmp_path / "k")
+    assert store.get("k") is None
+
+
+def test_a_step_is_not_believed_under_another_key(tmp_path: Path) -> None:
     store = StepCache(tmp_path, lambda text: None)
     store.put("k", writing("abc"))
-    (tmp_path / "k/inner/file").write_text("abd")
-    assert store.get("k") is None
+    (tmp_path / "k").rename(tmp_path / "l")
+    assert store.get("l") is None
+
+
+def test_a_cache_is_its_users_alone_and_drafts_without_our_mark_are_not_swept(tmp_path: Path) -> None:
+    store = StepCache(tmp_path / "deep/cache")
+    store.check_place()
+    assert store.root.stat().st_mode & 0o777 == 0o700
+    mine = store.root / ".draft-letters"
+    mine.mkdir()
+    (mine / "letter.txt").write_text("mine")
+    os.utime(mine, (0, 0))
+    store.put("k", writing("abc"))
+    assert (mine / "letter.txt").read_text() == "mine"
+
+
+def test_a_cache_that_cannot_be_is_found_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PlaceError, match="a file; the cache is a folder"):
+        StepCache(tmp_path / "file").check_place()
+    with pytest.raises(PlaceError, match="cannot be read or written"):
+        StepCache(tmp_path / "file/cache").check_place()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PlaceError, match="the cache cannot be written; name another with --cache"):
+        StepCache(tmp_path).check_place()
 
 
 def test_a_damaged_step_gives_way_to_a_new_one(tmp_path: Path) -> None:
@@ -104,13 +152,14 @@ def test_drafts_of_killed_runs_are_swept_and_those_at_work_are_not(tmp_path: Pat
     store = StepCache(tmp_path)
     for name in (".draft-killed", ".draft-new"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / MARK).touch()
         (tmp_path / name / "graph.onnx").write_bytes(b"half")
     old = time.time() - 10 * NEW_SECONDS
     os.utime(tmp_path / ".draft-killed", (old, old))
 
     def slow(folder: Path) -> dict[str, Any]:
         (folder / "file").write_text("x")
-        os.utime(folder, (old, old))
+        os.utime(folder.parent, (old, old))
         StepCache(tmp_path).put("other", writing("b"))
         assert (folder / "file").exists()
         return {}
@@ -149,3 +198,11 @@ def test_the_record_is_json_that_people_can_read(tmp_path: Path) -> None:
     StepCache(tmp_path).put("k", writing("a", {"x": 1}))
     stored = json.loads((tmp_path / "k/record.json").read_text())
     assert stored["record"] == {"x": 1} and list(stored["files"]) == ["inner/file"]
+
+
+def test_a_step_that_was_just_done_is_as_it_will_be_read_back(tmp_path: Path) -> None:
+    store = StepCache(tmp_path)
+    done = store.put("k", lambda folder: {"training loss": {"2": 1.0, "10": 0.5}, "held out": (1, 2)})
+    kept = store.get("k")
+    assert kept is not None
+    assert json.dumps(done.record) == json.dumps(kept.record)  # order and all

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.cache import StepCache, hand_over
+from compress.store.cache import StepCache, hand_over
 
 LABEL = "tiny: pass 1, gptq"
 
@@ -63,7 +63,7 @@ def test_a_folder_that_another_run_works_in_is_left_alone(tmp_path: Path) -> Non
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from compress.cache import StepCache\n"
+        "import os, sys; from pathlib import Path; from compress.store.cache import StepCache\n"
         "with StepCache(Path(sys.argv[1])).partial('k', 'label') as folder:\n"
         "    (folder / 'block-0').write_text('theirs'); os.kill(os.getpid(), 9)\n"
     )

@@ -12,23 +12,26 @@ import pytest
 import torch
 
 import compress
-from compress import chain, step_rules
-from compress.cache import StepCache
-from compress.chain import flavour_of
 from compress.context import PassContext, PassResult
 from compress.errors import ExportError, PlanError
+from compress.execution import measurements as chain
+from compress.execution.measurements import flavour_of
 from compress.facts import ModelFacts, PassPlan
-from compress.forecast import forecast
+from compress.formats.targets import Target
 from compress.passes import Int8, Pass, Rtn
 from compress.passes.base import Stage
-from compress.planner import make_plan
-from compress.schema import Recipe
-from compress.step_rules import n_between
-from compress.targets import Target
-from runtime.bundle import verify
-from runtime.probe import Probe
-from runtime.report import Report, render_text
-from runtime.steps import STEPS, StepRow
+from compress.planning import measurements as step_rules
+from compress.planning.forecast import forecast
+from compress.planning.make_plan import make_plan
+from compress.planning.measurements import n_between
+from compress.recipe.schema import Recipe
+from compress.store.cache import StepCache
+from compress.work import WORK
+from runtime.bundle.format import verify
+from runtime.measure.probe import Probe
+from runtime.report.render import render_text
+from runtime.report.report import Report
+from runtime.report.steps import STEPS, StepRow
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 QUICK = [
@@ -55,13 +58,14 @@ class Shake(Pass):
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         return PassPlan(facts)
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        random = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.module.parameters():
-                if parameter.dim() > 1:
-                    parameter.add_(self.scale * parameter.std() * torch.randn(parameter.shape, generator=random))
-        return PassResult(model, measured=TRAINED if self.scale == 0.5 else {})
+
+def apply_shake(config: Shake, model: Any, context: PassContext) -> PassResult:
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(config.scale * parameter.std() * torch.randn(parameter.shape, generator=random))
+    return PassResult(model, measured=TRAINED if config.scale == 0.5 else {})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,8 +73,9 @@ def _one_thread_one_backend() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.validate.available_others", lambda manifest, main: [])
-        patch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+        patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: [])
+        patch.setitem(WORK, "shake", f"{__name__}:apply_shake")
+        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
         yield
     torch.set_num_threads(before)
 

@@ -20,7 +20,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError, SourceError
 from compress.export.checkpoint import write_checkpoint
 from compress.export.compressed_tensors import patterns
-from compress.exports import CheckpointExport
+from compress.recipe.exports import CheckpointExport
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 CT = CheckpointExport()
@@ -207,6 +207,7 @@ def test_what_stays_float_takes_the_wanted_type_or_the_sources(tmp_path: Path) -
     module.float()
     (source / "tokenizer.json").write_text("{}")
     (source / "notes.txt").write_text("not copied")
+    (source / "modeling_own.py").write_text("not copied either, unless the recipe trusts it")
     schemes = dict.fromkeys(linears(module), scheme("W4A16"))
     model = streamed(module, schemes, tmp_path, folder=source)
     folder = write(tmp_path, model)
@@ -218,7 +219,8 @@ def test_what_stays_float_takes_the_wanted_type_or_the_sources(tmp_path: Path) -
     assert (folder / "recipe.yaml").read_text() == "name: x\n"
     assert load(folder).dtype == torch.bfloat16
     export = CheckpointExport(dtype="float16")
-    notes = write_checkpoint(tmp_path / "half", model, export, "")
+    notes = write_checkpoint(tmp_path / "half", model, export, "", with_code=True)
+    assert (tmp_path / "half/modeling_own.py").is_file() and not (folder / "modeling_own.py").exists()
     assert tensors(tmp_path / "half")["model.norm.weight"].dtype == torch.float16
     assert any("scales are rounded as they are stored, by up to 0.0" in note.text for note in notes)
 

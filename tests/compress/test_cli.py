@@ -11,24 +11,27 @@ import tomllib
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import compress
-from compress import doctor
-from compress.cli import app
+from compress.cli import app, main
+from compress.commands import doctor
 from compress.engine import compile as engines
 from compress.errors import PassError, PlanError
-from compress.network import NO_TELEMETRY, OFFLINE, restrict_network
 from compress.passes import PASSES
-from compress.recipe import load_recipe
-from compress.schema_json import editor_schema
-from runtime.bundle import Artifact, Gate, Judgement, Manifest, TensorSpec, write_bundle
+from compress.recipe.json_schema import editor_schema
+from compress.recipe.load import load_recipe
+from compress.recipe.network import OFFLINE, restrict_network
+from runtime.bundle.format import Artifact, Gate, Judgement, Manifest, write_bundle
+from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency
-from runtime.report import Report, Side, write_report
+from runtime.processes.telemetry import NO_TELEMETRY
+from runtime.report.render import Side, write_report
+from runtime.report.report import Report
 
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas")
 RECIPE = """\
@@ -75,6 +78,19 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def test_a_recipe_from_elsewhere_says_whose_code_runs(
+    room: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room("compress.planning.make_plan", make_plan=raising(PlanError("planned")))
+    assert run("plan", "recipe.yaml").stderr == "planned\n"
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir("inside")
+    assert run("plan", "../recipe.yaml").stderr.startswith("note: Python of this recipe's model runs now")
+    trusted = ("--set", "model.source=dir:x", "--set", "model.trust_remote_code=true")
+    assert "now, also to plan it: dir:x (" in run("plan", "../recipe.yaml", *trusted).stderr
+    assert run("plan", "../recipe.yaml", "--set", "model.source=dir:x").stderr == "planned\n"
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------
@@ -281,7 +297,7 @@ def report(verdict: Any) -> Report:
 
 
 def test_plan(room: Callable[..., None]) -> None:
-    room("compress.planner", make_plan=lambda recipe, cache: FakePlan())
+    room("compress.planning.make_plan", make_plan=lambda recipe, cache: FakePlan())
     assert run("plan", "recipe.yaml").stdout == "the plan\n"
     assert json.loads(run("plan", "recipe.yaml", "--json").stdout) == {"steps": []}
 
@@ -295,7 +311,7 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
         print("progress")
         return report(verdict)
 
-    room("compress.runner", apply_recipe=apply_recipe)
+    room("compress.execution.run", apply_recipe=apply_recipe)
     shown = run("apply", "recipe.yaml", "--out", "b", "--cache", "c")
     assert shown.exit_code == code and "progress" in shown.stdout
     asked = run("apply", "recipe.yaml", "--out", "b", "--json")
@@ -313,13 +329,13 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             1,
-            "No module named 'torch'; pip install 'compress[build]'",
+            "No module named 'torch'; pip install '.[build]' in the project's folder",
         ),
         (KeyError("x"), 1, "KeyError: 'x' (a defect, or a library that failed; COMPRESS_DEBUG=1 or"),
     ],
 )
 def test_how_failures_end(error: BaseException, code: int, said: str, room: Callable[..., None]) -> None:
-    room("compress.planner", make_plan=raising(error))
+    room("compress.planning.make_plan", make_plan=raising(error))
     done = run("plan", "recipe.yaml")
     assert (done.exit_code, done.stdout) == (code, "")
     assert done.stderr.startswith(said) and "Traceback" not in done.stderr
@@ -329,18 +345,30 @@ def test_how_failures_end(error: BaseException, code: int, said: str, room: Call
     assert ("Traceback" in debugged.stderr) is (code != 130)
 
 
+@pytest.mark.parametrize("words", [["plan"], ["judge", "x"], ["plan", "recipe.yaml", "--sett", "x"]])
+def test_a_wrong_call_with_json_is_one_document(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compress", *words, "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    document = json.loads(capsys.readouterr().out)
+    assert (end.value.code, document["exit_code"], document["verdict"]) == (2, 2, "error")
+
+
 def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
     code = """
 import os, subprocess, sys, types
-from runtime.report import Report, Side
-room = types.ModuleType("compress.runner")
+from runtime.report.report import Report
+from runtime.report.render import Side
+room = types.ModuleType("compress.execution.run")
 def apply_recipe(recipe, out, cache, quiet):
     print("python prints")
     os.write(1, b"C prints\\n")
     subprocess.run([sys.executable, "-c", "print('a child prints')"])
     return Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
 room.apply_recipe = apply_recipe
-sys.modules["compress.runner"] = room
+sys.modules["compress.execution.run"] = room
 from compress.cli import app
 app(["apply", "recipe.yaml", "--out", "b", "--json"])
 """
@@ -372,24 +400,44 @@ def test_doctor_reads_its_requirements_from_the_metadata(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "importlib.metadata.requires", lambda name: [*lines, "x-y[z]<9,>=1.2; extra == 'build'", "ruff; extra == 'dev'"]
     )
-    found = [(r.name, r.least, r.extra) for r in doctor._requirements()]
+    found = [(r.name, r.least, r.extra) for r in doctor._list_requirements()]
     assert found == [("numpy", "2.0", ""), ("pillow", "11", "image"), ("x-y", "1.2", "build")]
 
 
 def test_doctor_tells_missing_old_broken_and_good_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor._examine_package(doctor.Requirement("surely-not-here", "1", "text"))
-    assert (found.state, found.mend) == ("missing", "pip install 'compress[text]'")
+    assert (found.state, found.mend) == ("missing", "pip install 'surely-not-here>=1'")
     assert doctor._examine_package(doctor.Requirement("numpy", "99", "")).state == "too old"
     assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "ok"
-    monkeypatch.setitem(doctor._MODULES, "numpy", "surely_not_here")
+    monkeypatch.setattr(doctor, "find_modules", lambda name: ["surely_not_here"])
     assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "broken"
     assert doctor.trouble("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "crashed (signal 11)"
 
 
+@pytest.mark.parametrize(
+    ("package", "files", "modules"),
+    [
+        ("cuda-bindings", ["cuda/bindings/__init__.py", "cuda/bindings/_lib/__init__.py"], ["cuda.bindings"]),
+        ("tensorrt-rtx-cu13-libs", ["tensorrt_rtx_libs/__init__.py", "../../../bin/x"], ["tensorrt_rtx_libs"]),
+        ("pillow", ["PIL/__init__.py", "pillow.libs/libz.so"], ["PIL"]),
+        ("ruamel.yaml", ["ruamel/yaml/__init__.py"], ["ruamel.yaml"]),
+        ("optimum", ["optimum/fx/__init__.py", "optimum/version.py"], ["optimum"]),
+        ("matplotlib", ["matplotlib/__init__.py", "mpl_toolkits/axes_grid1/__init__.py", "pylab.py"], ["matplotlib"]),
+        ("two-parts", ["one/__init__.py", "_hidden/__init__.py", "two.py"], ["one", "two"]),
+        ("only-data", ["share/model.bin"], []),
+    ],
+)  # fmt: skip
+def test_doctor_imports_what_a_package_installed(
+    package: str, files: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.files", lambda name: [PurePosixPath(file) for file in files])
+    assert doctor.find_modules(package) == modules
+
+
 def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "trouble", lambda code: "" if "numpy" in code else "not today")
-    monkeypatch.setattr(doctor, "_requirements", lambda: [doctor.Requirement("numpy", "2.0", "")])
-    monkeypatch.setattr(doctor, "_backends", lambda: ["openvino"])
+    monkeypatch.setattr(doctor, "_list_requirements", lambda: [doctor.Requirement("numpy", "2.0", "")])
+    monkeypatch.setattr(doctor, "_list_backends", lambda: ["openvino"])
     monkeypatch.setattr(engines, "why_not_here", lambda order: f"no {order.runtime} today")
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
     assert [(f["part"], f["name"], f["state"]) for f in findings] == [
@@ -483,11 +531,13 @@ def test_compare_refuses_what_was_not_validated() -> None:
 
 def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_bundle("b")
-    monkeypatch.setattr("runtime.bundle.verify", lambda path: manifest)
+    monkeypatch.setattr("runtime.bundle.format.verify", lambda path: manifest)
     assert run("verify", "b").stdout == f"b: all 2 files are as the manifest says (digest {manifest.digest})\n"
     assert json.loads(run("verify", "b", "--json").stdout) == {"verdict": "pass", "files": 2, "digest": manifest.digest}
-    room("runtime.validate", validate=lambda path: report("fail"))
-    assert run("validate", "b").exit_code == 3
+    asked: list[object] = []
+    room("runtime.judge.validate", validate=lambda path, report_folder: asked.append(report_folder) or report("fail"))
+    assert run("validate", "b").exit_code == 3 and run("validate", "b", "--report", "r").exit_code == 3
+    assert asked == [None, Path("r")]
     assert json.loads(run("validate", "b", "--json").stdout)["verdict"] == "fail"
 
 

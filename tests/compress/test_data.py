@@ -15,7 +15,7 @@ from PIL import Image
 
 from compress.data import DataFacts, Samples, inspect_data, load_samples, overlap
 from compress.errors import SourceError
-from compress.schema import DataSpec
+from compress.specs import DataSpec
 
 TEXTS = ["one", "two, with a comma", 'three "quoted"', "vier: ä"]
 LABELS = [0, 1, 1, 0]
@@ -117,12 +117,13 @@ def test_folder_names_follow_the_models_class_order(tmp_path: Path) -> None:
         load("imagefolder:im", tmp_path, "image-classification", class_names=("dog", "bird"))
 
 
-def test_images_of_different_sizes_stay_a_list(tmp_path: Path) -> None:
+def test_images_of_different_sizes_stay_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for width in (3, 4):
         (tmp_path / "im" / "x").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (width, 5)).save(tmp_path / "im" / "x" / f"{width}.png")
     column = load("imagefolder:im", tmp_path, "image-classification").columns["image"]
     assert [image.shape for image in column] == [(5, 3, 3), (5, 4, 3)]
+    assert capsys.readouterr().err == "", "no bars of another library"
 
 
 def test_ragged_rows_are_fine_without_a_header_and_refused_with_one(tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_paths_are_tried_against_the_working_directory_first(tmp_path: Path, mon
 def test_no_torch_is_imported(images: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from compress.data import load_samples; from compress.schema import DataSpec\n"
+        "from compress.data import load_samples; from compress.recipe.schema import DataSpec\n"
         f"load_samples(DataSpec(source='npz:{images}/images.npz'), Path(), 'image-classification', (), 0)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -18,12 +18,12 @@ from compress.errors import ExportError
 from compress.export import decoder as room
 from compress.export.decoder import cache_shape, export_decoder
 from compress.export.onnx import finish, float_graph, save_graph
+from compress.formats.targets import TARGETS
 from compress.graph.cache import MAX_LENGTH, cache_of
 from compress.graph.layers import find_layers
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, restore_state
-from compress.targets import TARGETS
-from runtime.manifest import KvCache
+from runtime.bundle.manifest import KvCache
 
 KINDS = [kind for kind in CONFIGS if kind not in ("mamba", "phi", "bloom")]
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from distilling import COURSE
 
-from compress.distill.augment import blended, cropped, flipped, is_channels_first
+from compress.distill.augment import blend_images, flip_images, is_channels_first, shift_images
 from compress.distill.course import learning_rate, looks_due, split_rows, step_random, step_rows, step_seed
-from compress.distill.layer_map import paired, uniform
+from compress.distill.layer_map import pair_modules, uniform
 from compress.distill.losses import (
     Pooling,
     attention_error,
+    average_masked,
     cosine_error,
     divergence,
     label_loss,
-    masked_mean,
-    pooled,
+    pool_tokens,
     relative_error,
 )
 from compress.errors import PassError
-from runtime.preprocess import TextPreprocess, pool
+from runtime.encode.preprocess import TextPreprocess, pool
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
@@ -73,7 +73,7 @@ def test_padding_does_not_count() -> None:
         assert torch.allclose(function(a, b, MASK), function(other, target, MASK))
         assert torch.allclose(function(a, b, MASK)[1], function(a[1:, :2], b[1:, :2])[0])
     assert float(relative_error(a, b, MASK)[0]) == pytest.approx(float(((a - b)[0] ** 2).sum() / (b[0] ** 2).sum()))
-    assert torch.allclose(masked_mean(a, MASK)[1], a[1, :2].mean())
+    assert torch.allclose(average_masked(a, MASK)[1], a[1, :2].mean())
 
 
 def test_maps_of_other_numbers_of_heads_are_compared_by_their_mean() -> None:
@@ -97,7 +97,7 @@ def test_labels() -> None:
 def test_pooling_is_the_runtime_s(pooling: Pooling) -> None:
     hidden, mask = logits(0, 2, 4, 6), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
     expected = pool(hidden.numpy(), mask.numpy(), TextPreprocess(pooling=pooling, normalize=False))  # type: ignore[arg-type]
-    assert np.allclose(pooled(hidden, mask, pooling).numpy(), expected, atol=1e-6)
+    assert np.allclose(pool_tokens(hidden, mask, pooling).numpy(), expected, atol=1e-6)
 
 
 def test_every_epoch_has_every_row_once() -> None:
@@ -140,20 +140,20 @@ def test_rates_rise_and_fall() -> None:
 
 def test_images_are_mirrored_shifted_and_blended() -> None:
     x = np.random.default_rng(0).normal(size=(40, 3, 6, 5)).astype(np.float32)
-    turned = flipped(x, np.random.default_rng(1))
+    turned = flip_images(x, np.random.default_rng(1))
     same = [np.array_equal(a, b) for a, b in zip(turned, x, strict=True)]
     assert 8 < sum(same) < 32
     assert all(one or np.array_equal(a, b[:, :, ::-1]) for one, a, b in zip(same, turned, x, strict=True))
-    last = flipped(x.transpose(0, 2, 3, 1), np.random.default_rng(1)).transpose(0, 3, 1, 2)
+    last = flip_images(x.transpose(0, 2, 3, 1), np.random.default_rng(1)).transpose(0, 3, 1, 2)
     assert np.array_equal(last, turned)
-    moved = cropped(x, 2, np.random.default_rng(2))
+    moved = shift_images(x, 2, np.random.default_rng(2))
     padded = np.pad(x, ((0, 0), (0, 0), (2, 2), (2, 2)))
     windows = {
         (i, j) for i in range(5) for j in range(5) if np.array_equal(moved[7], padded[7][:, i : i + 6, j : j + 5])
     }
     assert len(windows) == 1
-    assert np.array_equal(cropped(x, 0, np.random.default_rng(2)), x)
-    mixed, others, share = blended(x, 0.4, np.random.default_rng(3))
+    assert np.array_equal(shift_images(x, 0, np.random.default_rng(2)), x)
+    mixed, others, share = blend_images(x, 0.4, np.random.default_rng(3))
     assert 0 < share < 1 and mixed.dtype == np.float32
     assert np.allclose(mixed[5], share * x[5] + (1 - share) * x[others[5]], atol=1e-6)
 
@@ -173,13 +173,13 @@ def test_uniform_takes_the_last_of_each_share() -> None:
 def test_layer_maps() -> None:
     names = ["", "body", "body.0", "body.0.fc", "body.1", "body.1.fc"]
     none: tuple[list[str], list[str]] = ([], [])
-    assert paired("qat", "re:body\\.\\d$", names, names, none) == (("body.0", "body.0"), ("body.1", "body.1"))
-    assert paired("qat", (("body.0", "body.1"),), names, names, none) == (("body.0", "body.1"),)
+    assert pair_modules("qat", "re:body\\.\\d$", names, names, none) == (("body.0", "body.0"), ("body.1", "body.1"))
+    assert pair_modules("qat", (("body.0", "body.1"),), names, names, none) == (("body.0", "body.1"),)
     with pytest.raises(PassError, match=r"the teacher has no module 'body\.1\.fk'; did you mean 'body\.1\.fc'\?"):
-        paired("qat", (("body.0", "body.1.fk"),), names, names, none)
+        pair_modules("qat", (("body.0", "body.1.fk"),), names, names, none)
     with pytest.raises(PassError, match=r"the student has no module 'zzz'; it has body, body\.0"):
-        paired("qat", (("zzz", "body.0"),), names, names, none)
+        pair_modules("qat", (("zzz", "body.0"),), names, names, none)
     with pytest.raises(PassError, match="no chain of blocks was found; name the pairs"):
-        paired("qat", "uniform", names, names, none)
+        pair_modules("qat", "uniform", names, names, none)
     with pytest.raises(PassError, match="'re:x' matches no module"):
-        paired("qat", "re:x", names, names, none)
+        pair_modules("qat", "re:x", names, names, none)

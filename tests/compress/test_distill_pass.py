@@ -17,25 +17,26 @@ from transformers import BertConfig, BertModel
 
 from compress.context import PassContext
 from compress.data.samples import samples_of
-from compress.data.training import encoded_set, n_rows
+from compress.data.training import make_encoded_set, n_rows
 from compress.distill.batch import Batch
 from compress.distill.lessons import Augment, batch_maker
 from compress.distill.losses import label_loss
 from compress.distill.objective import Weighted, hidden_term, labels_term, logits_term, next_token_term, total_loss
-from compress.distill.sequences import Writing, written
-from compress.distill.teacher import FILE, keep_outputs
+from compress.distill.sequences import Writing, write_sequences
+from compress.distill.teacher import PREFIX, keep_outputs
 from compress.distill.watch import Seen, Watched, attention_modules
 from compress.errors import PassError, SourceError
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
+from compress.formats.targets import TARGETS
 from compress.models.huggingface import TextModel
 from compress.models.load import LoadedModel
 from compress.passes.distill import Distill, Sequences
 from compress.passes.distill_student import Student
 from compress.passes.loss_terms import AttentionTerm, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.passes.training import Augmentation
-from compress.targets import TARGETS
-from runtime.bundle import TensorSpec
-from runtime.preprocess import TensorPreprocess, make_preprocessor
+from compress.work import apply_pass
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 
 IMAGES = (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),)
 TOKENS = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in TEXT)
@@ -142,16 +143,18 @@ def test_what_is_wrong_with_a_training_set() -> None:
 
 
 def test_the_loss_follows_from_the_task() -> None:
-    said = {task: Distill().said(task) for task in ("text-classification", "text-generation", "feature-extraction")}
+    said = {
+        task: Distill().describe_loss(task) for task in ("text-classification", "text-generation", "feature-extraction")
+    }
     assert said == {
         "text-classification": "forward KL of the logits at temperature 4",
         "text-generation": "forward KL of the logits at temperature 1",
         "feature-extraction": "cosine of the outputs (mean pooling), mse of hidden states",
     }
-    assert Distill().said("generic") == "mse of the outputs"
+    assert Distill().describe_loss("generic") == "mse of the outputs"
     mixed = Distill(logits=LogitsTerm(temperature=2, divergence="reverse"), labels=LabelsTerm(weight=0.1))
-    assert mixed.said("image-classification") == "reverse KL of the logits at temperature 2, the labels"
-    assert mixed.said("text-generation").endswith("the next tokens")
+    assert mixed.describe_loss("image-classification") == "reverse KL of the logits at temperature 2, the labels"
+    assert mixed.describe_loss("text-generation").endswith("the next tokens")
 
 
 def test_how_long_and_what_is_kept() -> None:
@@ -174,8 +177,8 @@ def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
     net = conv_net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     terms = {"logits": LogitsTerm(temperature=4), "hidden": HiddenTerm(layers=(("conv1", "conv1"), ("bn2", "bn2")))}
-    result = small(**terms, freeze_batchnorm=True).apply(
-        image_model(net), around(images(), lambda: image_model(conv_net()))
+    result = apply_pass(
+        small(**terms, freeze_batchnorm=True), image_model(net), around(images(), lambda: image_model(conv_net()))
     )
     assert result.measured["distill"]["loss_before"] == 0
     assert set(result.measured["distill: training loss"].values()) == {0.0}
@@ -186,7 +189,7 @@ def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
 def test_a_shaken_student_comes_back() -> None:
     student, teacher = noisy(conv_net()), conv_net()
     far = float((outputs(student) - outputs(teacher)).norm())
-    result = small(steps=60).apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+    result = apply_pass(small(steps=60), image_model(student), around(images(), lambda: image_model(conv_net())))
     assert float((outputs(student) - outputs(teacher)).norm()) < 0.4 * far
     numbers = result.measured["distill"]
     assert numbers["loss_after"] < 0.5 * numbers["loss_before"]
@@ -199,7 +202,7 @@ def test_zeros_stay_zeros_unless_they_may_move() -> None:
         student = noisy(conv_net())
         student.conv2.weight.data[:, :3] = 0
         student.fc.bias.data[:] = 0
-        small(keep_zeros=keep).apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+        apply_pass(small(keep_zeros=keep), image_model(student), around(images(), lambda: image_model(conv_net())))
         assert bool((student.conv2.weight[:, :3] == 0).all()) == keep
         assert bool((student.fc.bias != 0).all())
 
@@ -209,7 +212,7 @@ def test_labels_and_augmentation_are_learned_from() -> None:
         labels=LabelsTerm(), augment=Augmentation(flip=True, crop=1, mixup=0.3), optimizer="sgd", learning_rate=0.1
     )
     student = noisy(conv_net())
-    result = knobs.apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+    result = apply_pass(knobs, image_model(student), around(images(), lambda: image_model(conv_net())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
@@ -217,7 +220,7 @@ def test_a_narrower_student_gets_projections_and_a_fresh_one_none_of_them() -> N
     student = conv_net(3, width=5)
     names = list(student.state_dict())
     terms = {"logits": LogitsTerm(), "hidden": HiddenTerm(layers=(("bn1", "bn1"), ("bn2", "bn2")))}
-    result = small(**terms).apply(image_model(student), around(images(), lambda: image_model(conv_net())))
+    result = apply_pass(small(**terms), image_model(student), around(images(), lambda: image_model(conv_net())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
     assert list(student.state_dict()) == names
 
@@ -225,22 +228,22 @@ def test_a_narrower_student_gets_projections_and_a_fresh_one_none_of_them() -> N
 def test_refusals_when_it_is_run() -> None:
     loaded, teacher = image_model(conv_net()), lambda: image_model(conv_net())
     with pytest.raises(PassError, match=r"there is no training set; give the recipe data\.train"):
-        small().apply(loaded, around(None, teacher))
+        apply_pass(small(), loaded, around(None, teacher))
     with pytest.raises(PassError, match="there is no teacher"):
-        small().apply(loaded, around(images(), None))
+        apply_pass(small(), loaded, around(images(), None))
     other = conv_net()
     other.fc = nn.Linear(8, 7)
     with pytest.raises(PassError, match=r"the student gives output \[2, 4\], the teacher output \[2, 7\]"):
-        small().apply(loaded, around(images(), lambda: image_model(other)))
+        apply_pass(small(), loaded, around(images(), lambda: image_model(other)))
     missing = small(hidden=HiddenTerm(layers=(("bn1", "bn7"),)))
     with pytest.raises(PassError, match=r"the teacher has no module 'bn7'; did you mean"):
-        missing.apply(loaded, around(images(), teacher))
+        apply_pass(missing, loaded, around(images(), teacher))
     with pytest.raises(PassError, match=r"conv1 gives \[2, 8, 8, 8\], conv2 of the teacher \[2, 8, 4, 4\]"):
-        small(hidden=HiddenTerm(layers=(("conv1", "conv2"),))).apply(loaded, around(images(), teacher))
+        apply_pass(small(hidden=HiddenTerm(layers=(("conv1", "conv2"),))), loaded, around(images(), teacher))
     with pytest.raises(
         PassError, match=r"bn1 has 0 modules that give an attention map, one is needed; those of the model: none"
     ):
-        small(attention=AttentionTerm(layers=(("bn1", "bn1"),))).apply(loaded, around(images(), teacher))
+        apply_pass(small(attention=AttentionTerm(layers=(("bn1", "bn1"),))), loaded, around(images(), teacher))
 
 
 def test_kept_outputs_are_what_the_teacher_gives(tmp_path: Path) -> None:
@@ -255,13 +258,13 @@ def test_kept_outputs_are_what_the_teacher_gives(tmp_path: Path) -> None:
     rows = np.array([17, 3, 3])
     batch = batch_of(rows, None)
     assert torch.allclose(kept(batch).first, net(**batch.feeds), atol=1e-6)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name.startswith(PREFIX) for path in tmp_path.iterdir()] == [True]
     before = calls[0]
     keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, lambda items, text: items)
     assert calls[0] == before + 1  # the shape is asked for, no more
     (tmp_path / "w").mkdir()
-    result = small().apply(
-        image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()), tmp_path / "w")
+    result = apply_pass(
+        small(), image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()), tmp_path / "w")
     )
     assert result.measured["distill"]["steps"] == 20
 
@@ -308,7 +311,7 @@ def test_a_decoder_learns_every_token_and_its_attention() -> None:
         "hidden": HiddenTerm(),
         "attention": AttentionTerm(),
     }
-    result = small(**terms).apply(student, around(token_set(), lambda: teacher))
+    result = apply_pass(small(**terms), student, around(token_set(), lambda: teacher))
     assert result.measured["distill"]["loss_after"] < 0.97 * result.measured["distill"]["loss_before"]
 
 
@@ -316,34 +319,34 @@ def test_a_student_learns_from_what_its_teacher_writes(tmp_path: Path) -> None:
     teacher, data = text_model(llama()), token_set()
     assert teacher.module is not None
     how = Writing(prompt=4, temperature=1.0, seed=0)
-    found = written(teacher.module, data, how, tmp_path, lambda items, text: items)
+    found = write_sequences(teacher.module, data, how, tmp_path, lambda items, text: items)
     mask = data.columns["attention_mask"]
     assert (
         found.n == 12 and (found.lengths <= mask.sum(1)).all() and (found.lengths >= np.minimum(mask.sum(1), 5)).all()
     )
     assert (found.ids[:, :4] == data.columns["input_ids"][:, :4] * (np.arange(4) < mask.sum(1)[:, None])).all()
     assert not np.array_equal(found.feeds(np.arange(12))["input_ids"], data.feeds(np.arange(12))["input_ids"])
-    again, kept = (written(teacher.module, data, how, p, lambda items, text: items) for p in (None, tmp_path))
+    again, kept = (write_sequences(teacher.module, data, how, p, lambda items, text: items) for p in (None, tmp_path))
     assert np.array_equal(found.ids, again.ids) and np.array_equal(found.ids, kept.ids)
     settings = teacher.module.wrapped.generation_config  # type: ignore[union-attr]
     settings.repetition_penalty, settings.min_p = 9.0, 0.9  # its makers' taste is not the distribution to learn
-    assert np.array_equal(found.ids, written(teacher.module, data, how, None, lambda items, text: items).ids)
+    assert np.array_equal(found.ids, write_sequences(teacher.module, data, how, None, lambda items, text: items).ids)
     assert settings.min_p == 0.9
-    sharp = written(teacher.module, data, replace(how, temperature=1e-4), None, lambda items, text: items)
+    sharp = write_sequences(teacher.module, data, replace(how, temperature=1e-4), None, lambda items, text: items)
     row = int(sharp.lengths.argmax())
     with torch.no_grad():
         best = teacher.module(**{k: torch.from_numpy(v) for k, v in sharp.feeds(np.array([row])).items()}).argmax(-1)
     assert sharp.ids[row, 4 : sharp.lengths[row]].tolist() == best[0, 3 : sharp.lengths[row] - 1].tolist()
     student = text_model(noisy(llama()))
     knobs = small(labels=LabelsTerm(), sequences=Sequences(prompt_tokens=2))
-    result = knobs.apply(student, around(data, lambda: text_model(llama())))
+    result = apply_pass(knobs, student, around(data, lambda: text_model(llama())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
 def test_outputs_of_a_decoder_are_compared_token_by_token() -> None:
     student, teacher = text_model(noisy(llama())), text_model(llama())
     knobs = small(logits=LogitsTerm(), output=OutputTerm(loss="mse"))
-    result = knobs.apply(student, around(token_set(), lambda: teacher))
+    result = apply_pass(knobs, student, around(token_set(), lambda: teacher))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
@@ -351,7 +354,7 @@ def test_a_new_student_may_begin_at_zero() -> None:
     net = conv_net()
     net.fc.weight.zero_()
     knobs = small(student=Student(source="python:net.py:net"))
-    knobs.apply(image_model(net), around(images(), lambda: image_model(conv_net())))
+    apply_pass(knobs, image_model(net), around(images(), lambda: image_model(conv_net())))
     assert (net.fc.weight != 0).all()
 
 
@@ -364,12 +367,14 @@ def test_sequences_are_refused_where_nothing_is_written() -> None:
     problems = Distill(sequences=Sequences()).check(FACTS, TARGET).problems
     assert problems == ("distill: sequences: a image-classification model writes no text; leave it out",)
     with pytest.raises(PassError, match="the teacher is no Hugging Face model that generates"):
-        small(sequences=Sequences()).apply(image_model(conv_net()), around(images(), lambda: image_model(conv_net())))
+        apply_pass(
+            small(sequences=Sequences()), image_model(conv_net()), around(images(), lambda: image_model(conv_net()))
+        )
 
 
 def test_embeddings_come_back_by_default() -> None:
     student, teacher = text_model(noisy(bert(), 0.5)), text_model(bert())
-    result = small().apply(student, around(token_set(), lambda: teacher))
+    result = apply_pass(small(), student, around(token_set(), lambda: teacher))
     assert result.measured["distill"]["loss_after"] < 0.8 * result.measured["distill"]["loss_before"]
     assert len(result.notes) == 1
 
@@ -380,7 +385,7 @@ def test_a_student_of_fewer_layers_learns_from_evenly_spread_ones() -> None:
     shallow = BertModel(BertConfig(**sizes, num_hidden_layers=2), add_pooling_layer=False).eval()
     deep = BertModel(BertConfig(**sizes, num_hidden_layers=4), add_pooling_layer=False).eval()
     terms = {"output": OutputTerm(), "hidden": HiddenTerm(loss="cosine"), "attention": AttentionTerm()}
-    result = small(**terms).apply(text_model(shallow), around(token_set(), lambda: text_model(deep)))
+    result = apply_pass(small(**terms), text_model(shallow), around(token_set(), lambda: text_model(deep)))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
@@ -415,10 +420,10 @@ def test_hidden_states_of_convolutions_are_compared_channel_by_channel() -> None
 def test_a_training_set_is_encoded_on_demand() -> None:
     columns = {"x": np.arange(12, dtype=np.float32).reshape(6, 2), "label": np.arange(6)}
     preprocessor = make_preprocessor(TensorPreprocess(), (TensorSpec("x", "float32", ("batch", 2)),))
-    found = encoded_set(samples_of(columns), preprocessor, "generic")
+    found = make_encoded_set(samples_of(columns), preprocessor, "generic")
     assert found.n == 6 and found.labels is not None and found.labels.tolist() == list(range(6))
     assert found.feeds(np.array([4, 0]))["x"].tolist() == [[8, 9], [0, 1]]
-    wrong = encoded_set(samples_of({"x": np.zeros((3, 5), np.float32)}), preprocessor, "generic")
+    wrong = make_encoded_set(samples_of({"x": np.zeros((3, 5), np.float32)}), preprocessor, "generic")
     with pytest.raises(SourceError, match=r"data\.train: column 'x' has shape"):
         wrong.feeds(np.arange(2))
 
@@ -435,6 +440,6 @@ class Letters:
 
 def test_texts_that_are_read_apart_are_rows_of_their_own() -> None:
     samples = samples_of({"text": ["a", "b", "c"], "text_pair": ["x", "y", "z"], "label": np.arange(3.0)})
-    found = encoded_set(samples, Letters(), "feature-extraction")
+    found = make_encoded_set(samples, Letters(), "feature-extraction")
     assert found.n == n_rows("feature-extraction", 3, samples.columns) == 6 and found.labels is None
     assert [chr(i) for i in found.feeds(np.array([4, 0, 5, 2]))["input_ids"][:, 0]] == ["y", "a", "z", "c"]

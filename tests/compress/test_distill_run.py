@@ -11,23 +11,25 @@ import torch
 from safetensors.torch import load_file
 
 import compress
-from compress.cache import StepCache
 from compress.context import PassContext, PassResult
 from compress.distill import train as loop
 from compress.distill.course import Course
 from compress.distill.train import FILE
+from compress.execution.passes import Ground, block_passes_alone
 from compress.facts import ModelFacts, PassPlan
-from compress.forecast import _training_bytes
-from compress.inputs import load_set
-from compress.journal import Journal
+from compress.formats.targets import Target
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.passes.distill import Distill
 from compress.passes.training import TrainingPass
-from compress.passing import Ground, block_passes_alone
-from compress.planner import make_plan
-from compress.schema import DataSpec, Recipe
-from compress.targets import Target
+from compress.planning.forecast import _estimate_training_bytes
+from compress.planning.inputs import load_set
+from compress.planning.make_plan import make_plan
+from compress.recipe.schema import Recipe
+from compress.specs import DataSpec
+from compress.store.cache import StepCache
+from compress.store.run_log import Journal
+from compress.work import WORK
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 
@@ -41,12 +43,18 @@ class Shake(Pass):
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         return PassPlan(facts)
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        random = torch.Generator().manual_seed(1)
-        for parameter in model.module.parameters():
-            if parameter.dim() > 1:
-                parameter.add_(0.5 * parameter.std() * torch.randn(parameter.shape, generator=random))
-        return PassResult(model)
+
+def apply_shake(config: Shake, model: Any, context: PassContext) -> PassResult:
+    random = torch.Generator().manual_seed(1)
+    for parameter in model.module.parameters():
+        if parameter.dim() > 1:
+            parameter.add_(0.5 * parameter.std() * torch.randn(parameter.shape, generator=random))
+    return PassResult(model)
+
+
+@pytest.fixture(autouse=True)
+def _work_of_shake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORK, "shake", f"{__name__}:apply_shake")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,6 +77,7 @@ def ground(cache: Path, knobs: Distill) -> Ground:
     changes = {"passes": (Shake(), knobs), "data": recipe.data.model_copy(update={"train": train})}
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
+    (cache / "log.txt").unlink(missing_ok=True)
     return Ground(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
 
 
@@ -95,7 +104,8 @@ def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, mon
         with pytest.raises(KeyboardInterrupt):
             block_passes_alone(broken)
     (left,) = (tmp_path / "broken").glob("partial-*")
-    assert {path.name for path in left.iterdir()} == {"label.txt", "teacher.npy", FILE}
+    (kept,) = left.glob("teacher-*.npy")
+    assert {path.name for path in left.iterdir()} == {"label.txt", kept.name, FILE}
     block_passes_alone(broken)
     assert "distill: goes on from step 5 of 8" in broken.journal.file.read_text()
     assert not list((tmp_path / "broken").glob("partial-*"))
@@ -112,6 +122,6 @@ def test_the_forecast_counts_training(tmp_path: Path) -> None:
     capped = ground(tmp_path, Distill(steps=100_000, max_seconds=30.0)).plan
     assert long.forecast.seconds > short.forecast.seconds
     assert capped.forecast.seconds < short.forecast.seconds + 40
-    few, many = (_training_bytes(Distill(batch_size=n), short.before) for n in (1, 101))
+    few, many = (_estimate_training_bytes(Distill(batch_size=n), short.before) for n in (1, 101))
     facts = short.before
     assert many - few == 100 * facts.peak_activation_bytes * len(facts.layers) // 2

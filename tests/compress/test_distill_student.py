@@ -22,24 +22,25 @@ from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, BertModel
 
 import compress
-from compress.block_stage import open_streamed
-from compress.cache import StepCache
-from compress.distill.student import called_as, start_from
+from compress.distill.student import rename_inputs, start_from
 from compress.errors import PassError, PlanError
+from compress.execution.blocks import open_streamed
+from compress.execution.passes import Ground, _run_model_passes, not_kept
 from compress.export.checkpoint import write_checkpoint
-from compress.exports import CheckpointExport
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Removable, Structure
-from compress.inputs import load_set
-from compress.journal import Journal
+from compress.formats.targets import TARGETS
 from compress.models.load import LoadedModel
-from compress.network import needs_hub
 from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
-from compress.passing import Ground, _model_passes, not_kept
-from compress.planner import make_plan
-from compress.recipe import Recipe
-from compress.targets import TARGETS
-from runtime.bundle import TensorSpec
+from compress.planning.inputs import load_set
+from compress.planning.make_plan import make_plan
+from compress.recipe.exports import CheckpointExport
+from compress.recipe.load import Recipe
+from compress.recipe.network import needs_hub
+from compress.store.cache import StepCache
+from compress.store.run_log import Journal
+from compress.work import begin_pass
+from runtime.bundle.tensors import TensorSpec
 
 TARGET = TARGETS["onnxruntime-cpu"]
 ROOT = Path(__file__).parents[2]
@@ -120,10 +121,10 @@ class Doubles(nn.Module):
 
 
 def test_a_teacher_is_called_as_its_student_is() -> None:
-    teacher = called_as(Doubles(), {"pixel_values": "image"}, {"pixel_values": "x"})
+    teacher = rename_inputs(Doubles(), {"pixel_values": "image"}, {"pixel_values": "x"})
     assert torch.equal(teacher(x=torch.ones(2)), 2 * torch.ones(2))
     same = Doubles()
-    assert called_as(same, {"a": "image"}, {"a": "image"}) is same
+    assert rename_inputs(same, {"a": "image"}, {"a": "image"}) is same
 
 
 # The plan
@@ -223,8 +224,9 @@ def taught(own: Recipe, folder: Path, name: str = "checkpoint") -> tuple[LoadedM
     """The pass alone, as a run does it: its model, and its result. The model's folder is written to `name`."""
     plan = make_plan(own, folder / "cache")
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
+    (folder / "log").unlink(missing_ok=True)
     ground = Ground(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
-    loaded, results = _model_passes(ground, not_kept)
+    loaded, results = _run_model_passes(ground, not_kept)
     assert loaded is not None
     write_checkpoint(folder / name, open_streamed(plan.inputs, loaded), CheckpointExport(), "")
     return loaded, results[0]
@@ -320,7 +322,7 @@ def test_a_student_from_a_factory(tmp_path: Path) -> None:
             "{config: {hiden_size: 8}}",
             r"student: config: .* has no number 'hiden_size' .* did you mean 'hidden_size'\?",
         ),
-        ("{config: {hidden_size: 9}}", r"passes\.0: distill: .*cannot be built with hidden_size 9: The hidden size"),
+        ("{config: {hidden_size: 9}}", r"passes\.0: distill: .*cannot be built as AutoModel with hidden_size 9: The"),
         ('{source: "dir:nowhere"}', r"passes\.0: distill: .*nowhere"),
     ],
 )
@@ -355,6 +357,6 @@ def test_a_student_that_takes_something_else_is_refused() -> None:
     given = context(train=Arrays({"x": np.zeros((4, 2), np.float32)}), student=lambda student, seed: other)
     knobs = Distill(student=Student(source="python:a:b"))
     with pytest.raises(PassError, match="the student takes z, the teacher x"):
-        knobs.begin(loaded, given)
+        begin_pass(knobs, loaded, given)
     with pytest.raises(PassError, match="no torch model"):
-        knobs.begin(loaded, replace(given, student=None))
+        begin_pass(knobs, loaded, replace(given, student=None))

@@ -9,17 +9,17 @@ import graphs
 import pytest
 from test_placement_qdq import int8_state
 
-from compress.engine.asked import asked_precisions
+from compress.engine.asked import find_asked_precisions
 from compress.engine.build import Job, build_engine
 from compress.export.onnx import save_graph
 from compress.graph.specs import input_specs
 from compress.quantize.qdq import write_state
-from runtime.profiles import free_dimensions, profile_of
+from runtime.bundle.profiles import free_dimensions, profile_of
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None,
-    reason="TensorRT for RTX is not installed: pip install 'compress[tensorrt-rtx]'",
+    reason="TensorRT for RTX is not installed: pip install '.[tensorrt-rtx]'",
 )
 def test_an_encoder_with_its_table_in_int8(tmp_path: Path) -> None:
     state = int8_state(graphs.transformer(), graphs.tokens())
@@ -28,7 +28,7 @@ def test_an_encoder_with_its_table_in_int8(tmp_path: Path) -> None:
     save_graph(model, tmp_path / "model.onnx")
     profile = profile_of(input_specs(model), dict.fromkeys(free_dimensions(input_specs(model)), (1, 2, 8)))
     files = {name: str(tmp_path / name) for name in ("engine", "layers", "record")}
-    asked = asked_precisions(tmp_path / "model.onnx")
+    asked = find_asked_precisions(tmp_path / "model.onnx")
     job = Job(
         "tensorrt-rtx",
         str(tmp_path / "model.onnx"),

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compress.engine.asked import asked_precisions
+from compress.engine.asked import find_asked_precisions
 from compress.engine.layers import EngineLayer, layers_in_json, layers_in_log, outcomes, share_held
 
 LOG = Path(__file__).with_name("engine_log.txt")
@@ -115,4 +115,8 @@ def test_what_a_graph_asks_for(tmp_path: Path) -> None:
     )
     model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]))
     onnx.save(model, tmp_path / "m.onnx")
-    assert asked_precisions(tmp_path / "m.onnx") == {"both": "int8", "weights_alone": "float32", "float": "float32"}
+    assert find_asked_precisions(tmp_path / "m.onnx") == {
+        "both": "int8",
+        "weights_alone": "float32",
+        "float": "float32",
+    }

@@ -10,11 +10,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from compress.commands.parity import Parity, allow_error, compare_outputs, lines, locate, to_dict
 from compress.engine.marked import mark, tensors_of
-from compress.parity import Parity, allowed_for, compare_outputs, lines, locate, to_dict
 from runtime.backends import Session, find_backend
-from runtime.divergence import Divergence
-from runtime.manifest import Artifact
+from runtime.bundle.manifest import Artifact
+from runtime.judge.divergence import Divergence
 
 LAYERS = 20
 
@@ -88,4 +88,4 @@ def test_what_is_said(tmp_path: Path) -> None:
 
 def test_what_a_precision_explains() -> None:
     graph = Artifact("candidate", "model.onnx", "tensorrt", "int4 + float16", (), (), 1)
-    assert allowed_for(graph) == 2e-2
+    assert allow_error(graph) == 2e-2

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from compress.blocks.experts import (
     Experts,
+    find_stacked_parts,
     first_expert_only,
     restack,
     spread_over_experts,
-    stacked_parts,
     unstack_experts,
 )
 from compress.blocks.folding import fold_scales
@@ -42,7 +42,7 @@ def test_dense_and_routed_are_the_same() -> None:
     assert isinstance(experts, Experts)
     hidden, weights = torch.randn(6, 32).double(), torch.rand(6, 2).double()
     chosen = torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 0], [2, 1]])
-    dense = experts._dense(experts.experts(), hidden, chosen, weights)
+    dense = experts._run_dense(experts.experts(), hidden, chosen, weights)
     torch.testing.assert_close(experts(hidden, chosen, weights), dense)
     torch.testing.assert_close(experts(hidden, top_k_index=chosen, top_k_weights=weights), dense)
 
@@ -88,7 +88,7 @@ def test_stacking_again_gives_the_same_tensors(name: str) -> None:
     module = architectures.build(name)
     path = "model.layers.0.mlp.experts"
     stacked = module.get_submodule(path)
-    parts = stacked_parts(stacked, path)
+    parts = find_stacked_parts(stacked, path)
     own = {f"{path}.{key}": value.clone() for key, value in stacked.named_parameters()}
     unstack_experts(module)
     state = dict(module.named_parameters())

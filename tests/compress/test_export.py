@@ -16,14 +16,15 @@ from compress.errors import ExportError
 from compress.export import onnx as room
 from compress.export.bundle import precision
 from compress.export.card import model_card
-from compress.export.onnx import finished_graph, float_graph, read_graph, save_graph, write_graph
+from compress.export.onnx import finish_graph, float_graph, read_graph, save_graph, write_graph
+from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, clone
 from compress.models.onnx_facts import onnx_facts
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
-from runtime.bundle import EvaluationSet, Judgement, Manifest, model_files, model_size
+from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest, model_files, model_size
+from runtime.bundle.tensors import TensorSpec
 
 X: Feeds = {"x": np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)}
 
@@ -96,7 +97,7 @@ def test_nothing_of_this_machine_is_written() -> None:
         node.metadata_props["pkg.torch.onnx.stack_trace"] = __file__
     plain = float_graph(graph)
     assert str(Path.cwd()).encode() not in ir.to_proto(plain).SerializeToString()
-    finished = finished_graph(GraphState(clone(graph)), TARGETS["onnxruntime-cpu"])
+    finished = finish_graph(GraphState(clone(graph)), TARGETS["onnxruntime-cpu"])
     assert str(Path.cwd()).encode() not in ir.to_proto(finished).SerializeToString()
     assert graph.metadata_props, "the graph itself is left as it was"
 
@@ -106,7 +107,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     weight = round_to_nearest(find_layers(graph)[0].matrix(), 4, 32, True)
     state = GraphState(graph, weight_only=["fc"], weights={"fc": weight})
     for name in "ab":
-        save_graph(finished_graph(state, TARGETS["onnxruntime-cpu"]), tmp_path / f"{name}.onnx")
+        save_graph(finish_graph(state, TARGETS["onnxruntime-cpu"]), tmp_path / f"{name}.onnx")
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
     assert onnx.load(tmp_path / "a.onnx").opset_import[0].version >= 21, "4-bit weights need it"
 
@@ -125,7 +126,7 @@ def test_the_card_counts_what_was_done_and_holds_no_measurement() -> None:
         task="generic",
         target="openvino",
         preprocess={"kind": "tensor"},
-        artifacts=(),
+        artifacts=(Artifact("candidate", "m.onnx", "openvino", "int8", (TensorSpec("x", "float32", (2,)),), (), 1),),
         evaluation=EvaluationSet(7, None, None, "evaluation/baseline_outputs.npz", ""),
         judgement=Judgement(),
         created_by="compress 0",

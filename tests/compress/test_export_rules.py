@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from compress.export_rules import checkpoint_notes, checkpoint_problems
-from compress.exports import CheckpointExport
+from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
-from compress.schemes import PRESETS, Scheme
+from compress.formats.schemes import PRESETS, Scheme
+from compress.recipe.exports import CheckpointExport
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 QKV = tuple(f"{ATTENTION}.{leaf}_proj" for leaf in "qkv")

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
-from compress import forecast as room
 from compress.facts import LayerFacts, ModelFacts
-from compress.forecast import BFLOAT16, EFFICIENCY, LIBRARIES_BYTES, ONNX_BYTES, Forecast, forecast, matrix_rate
 from compress.passes import Distill, Int8, SmoothQuant
-from compress.schema import ModelSpec, Recipe
+from compress.planning import forecast as room
+from compress.planning.forecast import (
+    BFLOAT16,
+    EFFICIENCY,
+    LIBRARIES_BYTES,
+    ONNX_BYTES,
+    Forecast,
+    forecast,
+    matrix_rate,
+)
+from compress.recipe.schema import Recipe
+from compress.specs import ModelSpec
 
 MIB = 2**20
 FACTS = ModelFacts(

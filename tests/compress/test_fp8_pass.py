@@ -12,17 +12,18 @@ from graphs import context, facts_of
 
 from compress.context import PassResult
 from compress.errors import PassError
+from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.passes import Fp8, Int8
 from compress.quantize.measure import output_cosine
 from compress.quantize.qdq import write_state
 from compress.quantize.state import FLOAT8, GraphState, restore_state
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 
 def apply(model: ir.Model, feeds: list[Any], **knobs: Any) -> PassResult:
-    return Fp8(**knobs).apply(GraphState(model), context(feeds, "tensorrt"))
+    return apply_pass(Fp8(**knobs), GraphState(model), context(feeds, "tensorrt"))
 
 
 @pytest.mark.parametrize("kind", ["transformer", "residual_cnn"])
@@ -70,9 +71,9 @@ def test_kept_steps_give_the_same_graph() -> None:
 
 def test_int8_and_float8_do_not_mix_in_one_graph() -> None:
     model, feeds = graphs.transformer(), graphs.tokens()
-    state = Int8(targets=("up",), placement="inputs").apply(GraphState(model), context(feeds, "tensorrt")).model
+    state = apply_pass(Int8(targets=("up",), placement="inputs"), GraphState(model), context(feeds, "tensorrt")).model
     with pytest.raises(PassError, match="fp8: a pass before computes other layers in another type of eight bits"):
-        Fp8(ignore=("up",)).apply(state, context(feeds, "tensorrt"))
+        apply_pass(Fp8(ignore=("up",)), state, context(feeds, "tensorrt"))
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:

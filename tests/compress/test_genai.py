@@ -14,11 +14,13 @@ from decoder_graphs import LENGTH, VOCABULARY, exported, make
 from graphs import one_layer
 
 from compress.errors import ExportError
+from compress.export.first_token import write_first_token
 from compress.export.genai import genai_config, write_genai_config
 from compress.export.onnx import finish, float_graph, save_graph
+from compress.formats.targets import TARGETS
 from compress.graph.attention_parts import find_attention
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
+from runtime.encode.language import LanguagePreprocess
 
 PROMPT = "the cat sat on the mat"
 
@@ -74,6 +76,17 @@ def test_the_same_greedy_tokens(form: str, tmp_path: Path) -> None:
     same = len(ids) + 1 if form == "int8" else 24  # rounded keys may choose another token later
     assert got[:same] == wanted[0].tolist()[:same] and len(ids) < 20
     assert PROMPT in tokenizer.decode(np.array(got, np.int32))
+
+
+def test_the_scored_first_token_is_put_before_prompts_where_it_is_asked_for(tmp_path: Path) -> None:
+    """By default onnxruntime-genai adds no special token to any model's prompts."""
+    genai = pytest.importorskip("onnxruntime_genai")
+    write_folder(tmp_path / "model", finished("buffer"))
+    write_first_token(tmp_path / "model", LanguagePreprocess(bos_token_id=1))
+    tokenizer = genai.Tokenizer(genai.Model(str(tmp_path / "model")))
+    plain = list(tokenizer.encode(PROMPT))
+    tokenizer.update_options(add_special_tokens="true")
+    assert list(tokenizer.encode(PROMPT)) == [1, *plain]
 
 
 CONFIG = {"max_position_embeddings": LENGTH, "eos_token_id": 2, "hidden_size": 64, "num_attention_heads": 4}

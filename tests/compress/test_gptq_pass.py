@@ -15,6 +15,8 @@ from torch import Tensor
 
 from compress.context import PassResult
 from compress.errors import PassError
+from compress.formats.schemes import WeightScheme
+from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.quantize.descent import descend
 from compress.quantize.gptq import Rules, gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
@@ -23,8 +25,7 @@ from compress.quantize.gram_graph import gram_matrix
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.measure import output_cosine
 from compress.quantize.state import GraphState
-from compress.schemes import WeightScheme
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 
 def correlated(n: int = 48, rows: int = 400, seed: int = 0) -> Tensor:
@@ -202,8 +203,8 @@ def test_more_damping_is_tried_and_its_end_is_an_error() -> None:
 
 
 def run_pass(**knobs: Any) -> PassResult:
-    return Gptq(**{"group_size": 16, **knobs}).apply(
-        GraphState(graphs.transformer()), context(graphs.tokens(n_batches=6))
+    return apply_pass(
+        Gptq(**{"group_size": 16, **knobs}), GraphState(graphs.transformer()), context(graphs.tokens(n_batches=6))
     )
 
 
@@ -211,7 +212,7 @@ def test_the_pass_is_closer_than_rtn_and_says_by_how_much() -> None:
     feeds = graphs.tokens(n_batches=6)
     exact = graphs.run(graphs.transformer(), feeds)
     result = run_pass()
-    rtn = Rtn(group_size=16).apply(GraphState(graphs.transformer()), context([])).model
+    rtn = apply_pass(Rtn(group_size=16), GraphState(graphs.transformer()), context([])).model
 
     def cosine(state: GraphState) -> float:
         return output_cosine(exact, np.split(written(state, feeds), len(feeds)))
@@ -231,17 +232,17 @@ def test_a_channel_that_never_speaks_is_named_and_strict_refuses_it() -> None:
     feeds = graphs.vectors()
     for batch in feeds:
         batch["x"][:, 3] = 0
-    notes = Gptq().apply(GraphState(graphs.one_layer()), context(feeds)).notes
+    notes = apply_pass(Gptq(), GraphState(graphs.one_layer()), context(feeds)).notes
     assert [note.text for note in notes] == ["gptq: fc: 1 of 64 inputs were zero on all calibration data"]
     with pytest.raises(PassError, match="gptq: fc: 1 of 64 inputs were zero"):
-        Gptq(strict=True).apply(GraphState(graphs.one_layer()), context(feeds))
+        apply_pass(Gptq(strict=True), GraphState(graphs.one_layer()), context(feeds))
 
 
 def test_a_value_that_is_not_finite_stops_it_and_is_named() -> None:
     feeds = graphs.vectors()
     feeds[1]["x"][0, 0] = np.nan
     with pytest.raises(PassError, match="gptq: fc: tensor 'x': NaN or Inf on the calibration data"):
-        Gptq().apply(GraphState(graphs.one_layer()), context(feeds))
+        apply_pass(Gptq(), GraphState(graphs.one_layer()), context(feeds))
 
 
 def test_a_group_that_does_not_divide_is_refused_by_the_plan() -> None:
@@ -262,7 +263,7 @@ def test_an_onnx_source_has_4_and_8_bits() -> None:
 def on_blocks(net: Any = None, batches: Any = None, target: str = "transformers", **knobs: Any) -> PassResult:
     one = Gptq(**{"group_size": 16, **knobs})
     surroundings = replace(streaming.context(batches or streaming.texts()), target=TARGETS[target])
-    return one.apply(streaming.streamed(net or streaming.llama(layers=2)), surroundings)
+    return apply_pass(one, streaming.streamed(net or streaming.llama(layers=2)), surroundings)
 
 
 @pytest.mark.parametrize("sequential", [True, False])

@@ -11,6 +11,7 @@ from decoder_graphs import CONFIGS, LENGTH, Decoder, exported, kinds, relative, 
 
 from compress.errors import ExportError
 from compress.export.onnx import finish, save_graph
+from compress.formats.targets import TARGETS
 from compress.graph.attention import to_group_query_attention
 from compress.graph.attention_parts import find_attention
 from compress.graph.cache import ATTENTION, MAX_LENGTH, cache_of, n_cached_layers
@@ -22,7 +23,6 @@ from compress.graph.run import clone, open_session
 from compress.quantize.qdq import in_kernel_blocks, write_state
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
 
 CPU = TARGETS["onnxruntime-cpu"]
 MATCHED = [kind for kind in CONFIGS if kind not in ("mamba", "bloom")]

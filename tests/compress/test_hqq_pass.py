@@ -13,6 +13,8 @@ from torch import Tensor
 
 from compress.context import PassResult
 from compress.errors import PassError
+from compress.formats.schemes import WeightScheme
+from compress.formats.targets import TARGETS
 from compress.passes import Rtn
 from compress.passes.hqq import Hqq
 from compress.quantize.fp8 import round_to_fp8
@@ -20,8 +22,7 @@ from compress.quantize.grid import round_to_grid
 from compress.quantize.hqq import POWER, hqq_round
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import LARGEST_FLOAT8
-from compress.schemes import WeightScheme
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 
 def heavy(out: int = 12, n: int = 64) -> Tensor:
@@ -58,7 +59,7 @@ def test_the_size_of_the_weights_does_not_matter() -> None:
 
 def applied(one: Hqq | Rtn) -> PassResult:
     surroundings = replace(streaming.context(), target=TARGETS["transformers"])
-    return one.apply(streaming.streamed(streaming.llama(layers=2)), surroundings)
+    return apply_pass(one, streaming.streamed(streaming.llama(layers=2)), surroundings)
 
 
 def test_the_pass_needs_no_data_and_rounds_all_but_the_head() -> None:
@@ -108,7 +109,7 @@ def test_rtn_writes_fp8_and_static_input_scales() -> None:
     assert weight.values.dtype == ml_dtypes.float8_e4m3fn
     assert not result.model.activation_scales
     surroundings = replace(streaming.context(streaming.texts()), target=TARGETS["vllm"])
-    static = Rtn(scheme="FP8").apply(streaming.streamed(streaming.llama(layers=2)), surroundings).model
+    static = apply_pass(Rtn(scheme="FP8"), streaming.streamed(streaming.llama(layers=2)), surroundings).model
     assert set(static.activation_scales) == set(static.quantized_layers())
     assert static.store.quantized("model.layers.0.mlp.up_proj").scales.shape == (1, 1)
     net = streaming.llama(layers=2)
@@ -119,3 +120,47 @@ def test_rtn_writes_fp8_and_static_input_scales() -> None:
         net(**feeds)
     peak = float(seen[0][feeds["attention_mask"].bool()].abs().max())
     assert static.activation_scales["model.layers.0.self_attn.q_proj"] == pytest.approx(peak / LARGEST_FLOAT8, rel=1e-4)
+
+
+def vllm_rounds_again(values: np.ndarray, scales: np.ndarray, largest: float) -> np.ndarray:
+    """What vLLM keeps of one of the layers that it fuses: its values, rounded once more to the largest scale."""
+    again = np.float32(values.astype(np.float32) * scales) / np.float32(largest)
+    return again.astype(ml_dtypes.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "fused", [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")]
+)
+def test_layers_that_vllm_fuses_share_the_one_scale_of_fp8(fused: tuple[str, ...]) -> None:
+    net = streaming.llama(layers=2)
+    names = [f"model.layers.1.{name}" for name in fused]
+    for factor, name in enumerate(names, start=1):
+        net.get_submodule(name).weight.data *= factor
+    alone = [round_to_fp8(net.get_submodule(name).weight.detach(), 0) for name in names]
+    assert len({one.scales.item() for one in alone}) == len(names)
+    largest = max(one.scales.item() for one in alone)
+    changed = [vllm_rounds_again(one.values, one.scales, largest).tobytes() != one.values.tobytes() for one in alone]
+    assert changed.count(True) == len(names) - 1  # why they share one
+    surroundings = replace(streaming.context(streaming.texts()), target=TARGETS["vllm"])
+    floats = [net.get_submodule(name).weight.detach().numpy().copy() for name in names]
+    model = apply_pass(Rtn(scheme="FP8"), streaming.streamed(net), surroundings).model
+    for name, matrix in zip(names, floats, strict=True):
+        written = model.store.quantized(name)
+        assert written.scales.tolist() == [[largest]]
+        expected = (matrix / np.float32(largest)).astype(ml_dtypes.float8_e4m3fn)
+        assert written.values.tobytes() == expected.tobytes()
+        assert vllm_rounds_again(written.values, written.scales, largest).tobytes() == written.values.tobytes()
+    other = model.store.quantized("model.layers.1.mlp.down_proj")
+    matrix = net.get_submodule("model.layers.1.mlp.down_proj").weight.detach()
+    assert other.scales.item() == round_to_fp8(matrix, 0).scales.item()
+
+
+def test_a_layer_that_stays_float_has_no_part_in_the_shared_scale() -> None:
+    net = streaming.llama(layers=1)
+    net.get_submodule("model.layers.0.self_attn.q_proj").weight.data *= 9
+    surroundings = replace(streaming.context(streaming.texts()), target=TARGETS["vllm"])
+    alone = Rtn(scheme="FP8", ignore=("re:.*q_proj", "lm_head"))
+    model = apply_pass(alone, streaming.streamed(net), surroundings).model
+    found = {model.store.quantized(f"model.layers.0.self_attn.{name}_proj").scales.item() for name in "kv"}
+    peak = max(net.get_submodule(f"model.layers.0.self_attn.{name}_proj").weight.abs().max().item() for name in "kv")
+    assert found == {np.float32(peak) / np.float32(LARGEST_FLOAT8)}

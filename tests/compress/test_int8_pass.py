@@ -13,19 +13,20 @@ from pydantic import ValidationError
 
 from compress.context import PassResult
 from compress.errors import PassError
+from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.passes import FoldBatchNorm, Int8
 from compress.quantize.measure import output_cosine
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 CPU = TARGETS["onnxruntime-cpu"]
 
 
 def apply(model: ir.Model, feeds: list[Any], log: list[str] | None = None, **knobs: Any) -> PassResult:
-    return Int8(**knobs).apply(GraphState(model), context(feeds, log=log))
+    return apply_pass(Int8(**knobs), GraphState(model), context(feeds, log=log))
 
 
 def cosine(result: PassResult, model: ir.Model, feeds: list[Any]) -> float:
@@ -174,7 +175,7 @@ def test_with_an_explicit_placement_a_collapse_is_reported_only() -> None:
 
 
 def test_a_collapse_that_no_operator_explains_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.passes.eight_bit_steps.COLLAPSE", 1.1)
+    monkeypatch.setattr("compress.work.eight_bit.COLLAPSE", 1.1)
     result = apply(graphs.transformer(), graphs.tokens(), mode="dynamic")
     assert "leaving out no one operator helps" in result.notes[0].text
 
@@ -197,10 +198,10 @@ def test_bad_values_are_named(value: float) -> None:
 def test_a_second_pass_may_not_change_the_mode() -> None:
     feeds = graphs.tokens()
     first = apply(graphs.transformer(), feeds, targets=("up",)).model
-    second = Int8(targets=("down",)).apply(first, context(feeds)).model
+    second = apply_pass(Int8(targets=("down",)), first, context(feeds)).model
     assert second.integer == ["up", "down"]
     with pytest.raises(PassError, match="put all layers into one int8 pass"):
-        Int8(targets=("down",), mode="dynamic").apply(first, context(feeds))
+        apply_pass(Int8(targets=("down",), mode="dynamic"), first, context(feeds))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_a_broken_regular_expression_is_refused_at_once() -> None:
 
 def test_fold_batchnorm_folds_before_int8_only() -> None:
     model, feeds = graphs.residual_cnn(batchnorm=True), graphs.images()
-    result = FoldBatchNorm().apply(GraphState(model), context(feeds))
+    result = apply_pass(FoldBatchNorm(), GraphState(model), context(feeds))
     assert len(result.decisions) == 5
     assert "BatchNormalization" in operators(model)
     np.testing.assert_allclose(written(result.model, feeds), np.concatenate(graphs.run(model, feeds)), atol=1e-5)

@@ -14,9 +14,10 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import ModelFacts, Structure
+from compress.formats.targets import TARGETS
 from compress.passes.kv_cache import KvCache, attentions
 from compress.quantize.state import LARGEST_FLOAT8
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 
 def qwen3() -> nn.Module:
@@ -38,7 +39,7 @@ def eager() -> nn.Module:
 
 def applied(net: nn.Module, **knobs: Any) -> PassResult:
     surroundings = replace(streaming.context(streaming.texts(padded=False)), target=TARGETS["vllm"])
-    return KvCache(**knobs).apply(streaming.streamed(net), surroundings)
+    return apply_pass(KvCache(**knobs), streaming.streamed(net), surroundings)
 
 
 @pytest.mark.parametrize("make", [streaming.llama, qwen3, eager, streaming.gpt2])
@@ -73,12 +74,18 @@ def test_a_model_without_attention_and_a_target_without_kernels_are_refused() ->
         "kv_cache: target vllm has no int8 KV cache; use scheme: fp8",
         "kv_cache: no attention was found in the model: there are no keys and values to store",
     )
-    assert KvCache(scheme="int8").refused_by(TARGETS["vllm"]) == problems[0]
+    assert KvCache(scheme="int8").explain_refusal(TARGETS["vllm"]) == problems[0]
 
 
 def test_attention_that_cannot_be_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress.passes import kv_cache_steps
-
-    monkeypatch.setattr(kv_cache_steps._Peaks, "see", lambda self, keys, values: None)
+    monkeypatch.setattr("compress.blocks.keys_values._PRODUCTS", ())
     with pytest.raises(PassError, match=r"kv_cache: model\.layers\.0\.self_attn: no keys and values were seen"):
-        applied(streaming.llama())
+        applied(eager())
+
+
+def test_values_that_are_nothing_or_nowhere_finite_have_no_scale() -> None:
+    for value, problem in ((0.0, "no keys and values other than zero"), (3e38, "NaN or Inf among its keys")):
+        net: Any = streaming.llama(layers=1)
+        net.model.layers[0].self_attn.v_proj.weight.data.fill_(value)
+        with pytest.raises(PassError, match=rf"kv_cache: model\.layers\.0\.self_attn: {problem}"):
+            applied(net)

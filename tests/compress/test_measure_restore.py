@@ -19,6 +19,7 @@ from compress.quantize.observers import Observer
 from compress.quantize.qdq import write_state
 from compress.quantize.restore import Restored, restore_until_held
 from compress.quantize.state import GraphState
+from compress.work import apply_pass
 
 FEEDS = graphs.images()
 
@@ -36,7 +37,7 @@ def fragile_cnn() -> ir.Model:
 @pytest.fixture(scope="module")
 def state() -> GraphState:
     knobs = Int8(bias_correction=False, placement="inputs")
-    found: GraphState = knobs.apply(GraphState(fragile_cnn()), context(FEEDS)).model
+    found: GraphState = apply_pass(knobs, GraphState(fragile_cnn()), context(FEEDS)).model
     return found
 
 
@@ -88,7 +89,7 @@ def test_noise_of_a_layer_is_measured_at_its_output(state: GraphState) -> None:
 
 @pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
 def test_dynamic_layers_are_measured_too(op: str) -> None:
-    result = Int8(mode="dynamic").apply(GraphState(graphs.one_layer(64, 8, op)), context(graphs.vectors(64)))
+    result = apply_pass(Int8(mode="dynamic"), GraphState(graphs.one_layer(64, 8, op)), context(graphs.vectors(64)))
     assert 20 < result.measured["fc"]["sqnr_db"] < 100
 
 
@@ -178,7 +179,7 @@ def test_the_pass_restores_for_the_gates_and_says_so() -> None:
 
     log: list[str] = []
     knobs = Int8(placement="inputs", restore={"max_layers": 3})
-    result = knobs.apply(GraphState(model), context(feeds, log=log, shortfalls=shortfalls))
+    result = apply_pass(knobs, GraphState(model), context(feeds, log=log, shortfalls=shortfalls))
     restored = [d for d in result.decisions if d.action == "float32"]
     assert restored
     assert restored[0].reason.startswith("restored: among the most sensitive")
@@ -192,8 +193,12 @@ def test_the_pass_restores_for_the_gates_and_says_so() -> None:
 
 def test_gates_that_never_hold_are_told() -> None:
     knobs = Int8(restore={"max_layers": 1})
-    result = knobs.apply(GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"]))
+    result = apply_pass(
+        knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"])
+    )
     assert result.notes[-1].text == "int8: gates still short (max_layers 1 reached): top1 too low"
     knobs = Int8(restore={"max_layers": 0})
-    result = knobs.apply(GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"]))
+    result = apply_pass(
+        knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"])
+    )
     assert not [d for d in result.decisions if d.action == "float32"]

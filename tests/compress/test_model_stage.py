@@ -13,10 +13,11 @@ import compress
 from compress.context import PassContext, PassResult
 from compress.errors import PlanError
 from compress.facts import LayerDecision, ModelFacts, PassPlan
+from compress.formats.targets import Target
 from compress.passes import Pass
-from compress.schema import Recipe
-from compress.targets import Target
-from runtime.bundle import read_outputs, verify
+from compress.recipe.schema import Recipe
+from compress.work import WORK
+from runtime.bundle.format import read_outputs, verify
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 RUNS: list[str] = []
@@ -31,10 +32,16 @@ class Silence(Pass):
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         return PassPlan(facts, (LayerDecision("linear", "Linear", "silenced"),))
 
-    def apply(self, model: Any, context: PassContext) -> PassResult:
-        RUNS.append(self.kind)
-        model.module.linear.weight.data.zero_()
-        return PassResult(model, (LayerDecision("linear", "Linear", "silenced"),))
+
+def apply_silence(config: Silence, model: Any, context: PassContext) -> PassResult:
+    RUNS.append(config.kind)
+    model.module.linear.weight.data.zero_()
+    return PassResult(model, (LayerDecision("linear", "Linear", "silenced"),))
+
+
+@pytest.fixture(autouse=True)
+def _work_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORK, "silence", f"{__name__}:apply_silence")
 
 
 def recipe_with(passes: tuple[Pass, ...]) -> Recipe:
@@ -73,7 +80,7 @@ def test_a_model_pass_after_a_graph_pass_is_refused() -> None:
 
 
 def test_a_model_pass_on_an_onnx_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress import planner
+    from compress.planning import make_plan as planner
 
     found = planner.read_inputs(recipe_with((Silence(),)))
     foreign = replace(found, facts=replace(found.facts, source="onnx"))

@@ -24,10 +24,10 @@ from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.load import load_model
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import model_digest
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
-from runtime.bundle import TensorSpec
-from runtime.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
 
 DIGITS_SPEC = ModelSpec(
     source="python:compress.zoo.digits_resnet:digits_resnet",
@@ -468,6 +468,48 @@ def test_onnx_files_that_cannot_be_used(tmp_path: Path) -> None:
         model_facts(onnx_spec(path), Path(), ONNX_FEEDS)
 
 
+def external(folder: Path, name: str) -> onnx.TensorProto:
+    """A float [2] tensor whose values lie in a file of its name."""
+    (folder / name).write_bytes(np.ones(2, np.float32).tobytes())
+    tensor = onnx.TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[2])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=name)
+    return tensor
+
+
+def onnx_with_values_everywhere(folder: Path) -> Path:
+    """A graph that keeps values in files, named by a constant, both branches of an If, a function, a sparse tensor."""
+    made = {name: external(folder, name) for name in ("constant", "then", "else", "function", "sparse")}
+    nodes = {name: helper.make_node("Constant", [], ["v"], value=made[name]) for name in ("constant", "function")}
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node("Constant", [], [name], value=made[name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])],
+        )
+        for name in ("then", "else")
+    }
+    graph = helper.make_graph([nodes["constant"], helper.make_node("If", ["c"], ["y"], **branches)], "g", [], [])
+    graph.sparse_initializer.add().values.CopyFrom(made["sparse"])
+    function = helper.make_function("own", "f", [], ["v"], [nodes["function"]], [helper.make_opsetid("", 20)])
+    path = folder / "everywhere.onnx"
+    path.write_bytes(helper.make_model(graph, functions=[function]).SerializeToString())
+    return path
+
+
+def test_a_digest_counts_every_file_that_a_graph_names(tmp_path: Path) -> None:
+    spec = onnx_spec(onnx_with_values_everywhere(tmp_path))
+    digests = {model_digest(spec, Path())}
+    for name in ("constant", "then", "else", "function", "sparse"):
+        (tmp_path / name).write_bytes(np.zeros(2, np.float32).tobytes())
+        digests.add(model_digest(spec, Path()))
+    assert len(digests) == 6
+    (tmp_path / "function").unlink()
+    with pytest.raises(SourceError, match=r"weights file .*function is missing"):
+        model_digest(spec, Path())
+
+
 EXPORT: dict[str, Any] = {"input_names": ["pixel_values"], "dynamo": True, "verbose": False}
 
 
@@ -604,7 +646,7 @@ def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
 
 def test_preprocessing_and_digest_need_no_torch(bert: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from compress.schema import ModelSpec\n"
+        "import sys; from pathlib import Path; from compress.recipe.schema import ModelSpec\n"
         "from compress.models.preprocess import resolve_preprocess; from compress.models.source import model_digest\n"
         f"spec = ModelSpec(source='dir:{bert}', task='text-classification')\n"
         "resolve_preprocess(spec, None, Path()); model_digest(spec, Path())\n"

@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from compress.export import packing
-from compress.export.packing import as_signed, as_unsigned, pack_bits, packed_words
+from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits
 
 RNG = np.random.default_rng(0)
 
@@ -27,7 +27,7 @@ def slow_unpack(words: np.ndarray, bits: int, n: int) -> np.ndarray:
 def test_unpacking_gives_the_values_back(bits: int, n: int) -> None:
     values = RNG.integers(0, 2**bits, (3, n)).astype(np.uint8)
     words = pack_bits(values, bits)
-    assert words.dtype == np.int32 and words.shape == (3, packed_words(n, bits))
+    assert words.dtype == np.int32 and words.shape == (3, count_words(n, bits))
     np.testing.assert_array_equal(slow_unpack(words, bits, n), values)
 
 

@@ -14,7 +14,7 @@ from compress.export.parity import TOLERANCE, check_parity, relative_difference
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.models.load import LoadedModel, load_model
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 
 SPEC = ModelSpec(

@@ -9,13 +9,14 @@ from graphs import context, written
 
 from compress.passes import Equalize, Int8, Rtn, SmoothQuant
 from compress.quantize.state import GraphState
+from compress.work import apply_pass
 
 
 @pytest.mark.parametrize("layer", ["up", "down", "query"])
 def test_smoothing_leaves_rounded_layers(layer: str) -> None:
     feeds = graphs.tokens()
-    rounded = Rtn(targets=(layer,)).apply(GraphState(graphs.transformer(outlier=20.0)), context([])).model
-    result = SmoothQuant(alpha=0.5).apply(rounded, context(feeds))
+    rounded = apply_pass(Rtn(targets=(layer,)), GraphState(graphs.transformer(outlier=20.0)), context([])).model
+    result = apply_pass(SmoothQuant(alpha=0.5), rounded, context(feeds))
     decided = {decision.layer: decision for decision in result.decisions}
     assert (decided[layer].action, decided[layer].reason) == ("kept", "already in 4 bits")
     np.testing.assert_allclose(written(result.model, feeds), written(rounded, feeds), rtol=1e-4, atol=1e-4)
@@ -24,8 +25,8 @@ def test_smoothing_leaves_rounded_layers(layer: str) -> None:
 def test_equalization_leaves_rounded_layers() -> None:
     feeds = graphs.images()
     for name in (layer.name for layer in GraphState(graphs.residual_cnn()).facts()):
-        rounded = (
-            Int8(targets=(name,), bias_correction=False).apply(GraphState(graphs.residual_cnn()), context(feeds)).model
-        )
-        result = Equalize().apply(rounded, context(feeds))
+        rounded = apply_pass(
+            Int8(targets=(name,), bias_correction=False), GraphState(graphs.residual_cnn()), context(feeds)
+        ).model
+        result = apply_pass(Equalize(), rounded, context(feeds))
         assert {d.layer: d.action for d in result.decisions}[name] == "kept"

@@ -25,10 +25,11 @@ from compress.quantize.placement import Kind, decide_kind, place
 from compress.quantize.qdq import placement_of, write_state
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import Flavour, GraphState, Range, restore_state
+from compress.work import apply_pass
 
 
 def int8_state(model: ir.Model, feeds: list[Any], **knobs: Any) -> GraphState:
-    state: GraphState = Int8(**knobs).apply(GraphState(model), context(feeds)).model
+    state: GraphState = apply_pass(Int8(**knobs), GraphState(model), context(feeds)).model
     return state
 
 
@@ -216,7 +217,7 @@ def test_a_dynamic_layer_is_what_numpy_computes(op: str) -> None:
 def test_a_state_survives_its_record() -> None:
     feeds = graphs.tokens()
     state = int8_state(graphs.transformer(), feeds, ignore=("down",))
-    state = Rtn(scheme="W4A16_ASYM", group_size=32).apply(state, context(feeds)).model
+    state = apply_pass(Rtn(scheme="W4A16_ASYM", group_size=32), state, context(feeds)).model
     state = replace(state, leave_out=["Add"], half="float16", half_kept=["node_sum1"])
     again = restore_state(state.model, json.loads(json.dumps(state.record())), state.arrays())
     assert again.record() == state.record()
@@ -316,7 +317,7 @@ def test_half_precision_around_integers_leaves_them_alone(mode: str) -> None:
 
 def test_a_four_bit_weight_follows_its_layer_into_half() -> None:
     feeds = graphs.vectors(64)
-    state = Rtn().apply(GraphState(graphs.one_layer(64, 8)), context(feeds)).model
+    state = apply_pass(Rtn(), GraphState(graphs.one_layer(64, 8)), context(feeds)).model
     model = write_state(state, "s8s8")
     ir.passes.common.ShapeInferencePass()(model)
     plain = np.concatenate(graphs.run(model, feeds))
@@ -386,7 +387,7 @@ def test_blocks_are_multiplied_as_they_lie(op: str, bits: int, tmp_path: Path) -
     """Whatever form a layer had: ONNX Runtime does not unpack its weight on every call, which is slower than floats."""
     model = graphs.one_layer(op=op)
     (layer,) = find_layers(model)
-    weight = Rtn(scheme=f"W{bits}A16", group_size=32).apply(GraphState(model), context(graphs.vectors())).model
+    weight = apply_pass(Rtn(scheme=f"W{bits}A16", group_size=32), GraphState(model), context(graphs.vectors())).model
     written_model = write_state(weight, "u8s8")
     ir.save(written_model, tmp_path / "written.onnx")
     options = ort.SessionOptions()

@@ -10,13 +10,16 @@ from typing import Any, ClassVar, Literal
 import pytest
 from rich.console import Console
 
-from compress.errors import PlanError, SourceError
+from compress.errors import PlaceError, PlanError, SourceError
 from compress.facts import ModelFacts
-from compress.legality import export_problems, order_problems
 from compress.passes import Int8, Pass, Rtn
-from compress.planner import Plan, make_plan
-from compress.recipe import load_recipe
-from compress.schema import Recipe
+from compress.planning.forecast import find_timed_batch
+from compress.planning.make_plan import make_plan
+from compress.planning.plan import Plan
+from compress.planning.validation import export_problems, order_problems
+from compress.recipe.load import load_recipe
+from compress.recipe.schema import Recipe
+from runtime.encode.preprocess import TextPreprocess
 
 RECIPE = """\
 version: 1
@@ -119,6 +122,55 @@ def test_all_data_problems_without_any_shape(tmp_path: Path) -> None:
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["data.calibration", "data.evaluation"]
 
 
+def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(PlaceError, match="cache: a file; the cache is a folder"):
+        planned(tmp_path)
+
+
+def test_a_timed_batch_beyond_this_machine_s_memory_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of the digits is float32 [1, 8, 8]: 256 bytes."""
+    size = "validate.benchmark.throughput_batch_size=8192"
+    monkeypatch.setattr("compress.planning.make_plan.available_bytes", lambda: 2**62)
+    plain, large = planned(tmp_path), planned(tmp_path, size)
+    timed = find_timed_batch(large.inputs)
+    assert timed is not None
+    assert (timed.key, timed.n_samples, timed.feed_bytes) == ("throughput_batch_size", 8192, 8192 * 256)
+    assert timed.activation_bytes == 8192 * large.before.peak_activation_bytes > 0
+    assert max(plain.forecast.memory_bytes, timed.n_bytes) < large.forecast.memory_bytes
+    monkeypatch.setattr("compress.planning.make_plan.available_bytes", lambda: timed.n_bytes)
+    assert planned(tmp_path, size).notes == large.notes
+    monkeypatch.setattr("compress.planning.make_plan.available_bytes", lambda: timed.n_bytes - 1)
+    assert planned(tmp_path).notes == plain.notes
+    (note,) = set(planned(tmp_path, size).notes) - set(large.notes)
+    said = "validate.benchmark: a batch of 8192 samples has 2.0 MiB of inputs and about "
+    assert note.level == "warning" and note.text.startswith(said)
+    assert note.text.endswith("of memory available here; give a smaller throughput_batch_size")
+
+
+def test_a_timed_batch_counts_what_is_timed(tmp_path: Path) -> None:
+    single = find_timed_batch(planned(tmp_path, "validate.benchmark.batch_size=128").inputs)
+    assert single is not None and (single.key, single.n_samples) == ("batch_size", 128)
+    inputs = planned(tmp_path).inputs
+    whole = find_timed_batch(inputs)
+    texts = replace(inputs, preprocess=TextPreprocess(max_length=512))
+    short = replace(texts, recipe=recipe(tmp_path, "validate.benchmark.sequence_length=128"))
+    found = find_timed_batch(short)
+    assert whole is not None and found is not None
+    assert (4 * found.feed_bytes, 4 * found.activation_bytes) == (whole.feed_bytes, whole.activation_bytes)
+    checkpoint = replace(inputs, recipe=recipe(tmp_path, "export=[{kind: checkpoint}]"))
+    assert find_timed_batch(checkpoint) is None
+
+
+def test_a_batch_that_the_judge_refuses_is_refused_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.planning.validation.MOST_FEED_BYTES", 64 * 256)
+    assert planned(tmp_path)
+    with pytest.raises(PlanError, match=r"validate\.benchmark\.throughput_batch_size: a batch of 65 samples has"):
+        planned(tmp_path, "validate.benchmark.throughput_batch_size=65")
+
+
 def test_how_it_reads(tmp_path: Path) -> None:
     plan, out = planned(tmp_path, "passes=[{kind: int8, ignore: [conv1]}]"), StringIO()
     plan.render(Console(file=out, width=200))
@@ -131,4 +183,5 @@ def test_how_it_reads(tmp_path: Path) -> None:
         "seconds",
         "memory_bytes",
         "disk_bytes",
+        "bundle_bytes",
     }

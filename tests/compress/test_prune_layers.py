@@ -25,25 +25,25 @@ from compress.blocks.activations import MicroBatch
 from compress.blocks.depth import keep_blocks, numbers_of
 from compress.blocks.experts import unstack_experts
 from compress.blocks.sizes import Shapes, fit, shapes_from, shapes_of
-from compress.cache import StepCache
 from compress.context import PassContext
 from compress.errors import PassError, PlanError, SourceError
+from compress.execution.passes import Ground, _run_model_passes, not_kept
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
-from compress.inputs import load_set
-from compress.journal import Journal
+from compress.formats.targets import TARGETS
 from compress.models.huggingface import ImageModel, TextModel
 from compress.models.load import LoadedModel, load_model
 from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
-from compress.passes.prune_layers_steps import prune_layers, removable_blocks
-from compress.passing import Ground, _model_passes, not_kept
-from compress.planner import make_plan
+from compress.planning.inputs import load_set
+from compress.planning.make_plan import make_plan
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
 from compress.prune.shorten import shorten
-from compress.recipe import Recipe
-from compress.targets import TARGETS
+from compress.recipe.load import Recipe
+from compress.store.cache import StepCache
+from compress.store.run_log import Journal
+from compress.work.prune_layers import apply_prune_layers, removable_blocks
 from compress.zoo.cifar_resnet import CifarResNet
-from runtime.bundle import TensorSpec
+from runtime.bundle.tensors import TensorSpec
 
 TARGET = TARGETS["onnxruntime-cpu"]
 PIXELS = (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),)
@@ -171,7 +171,7 @@ def test_transformers_models_lose_blocks_and_their_configuration_says_so(name: s
 def test_a_pruned_decoder_reloads_with_from_pretrained(tmp_path: Path) -> None:
     """And its key-value cache still counts from 0."""
     loaded = loaded_text(llama(layers=4))
-    result = prune_layers(PruneLayers(keep=2, compensate=False), loaded, around(texts()))
+    result = apply_prune_layers(PruneLayers(keep=2, compensate=False), loaded, around(texts()))
     assert loaded.module is not None
     loaded.module.wrapped.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -284,7 +284,7 @@ def test_an_idle_block_goes_and_nothing_changes() -> None:
             block.bn2.bias.zero_()
     x = torch.from_numpy(images())
     before = net(x)
-    result = prune_layers(PruneLayers(keep=5, compensate=False), loaded_images(net), around(image_batches()))
+    result = apply_prune_layers(PruneLayers(keep=5, compensate=False), loaded_images(net), around(image_batches()))
     torch.testing.assert_close(net(x), before, rtol=1e-5, atol=1e-5)  # its norms are restated, which rounds
     said = {one.layer: one.action for one in result.decisions if one.type == "block"}
     assert {name for name, action in said.items() if action == "pruned"} == {"layer1.1", "layer3.2"}
@@ -298,7 +298,7 @@ def test_what_is_left_is_fitted_anew() -> None:
     whole = Outputs(conv_net(), batches)
     for net, fitted in zip(nets, (False, True), strict=True):
         knobs = PruneLayers(drop=0.5, compensate=fitted)
-        prune_layers(knobs, loaded_images(net), around(image_batches(8)))
+        apply_prune_layers(knobs, loaded_images(net), around(image_batches(8)))
     plain, better = (whole.error_of(net) for net in nets)
     assert better < 0.5 * plain
 
@@ -306,7 +306,7 @@ def test_what_is_left_is_fitted_anew() -> None:
 def test_the_blocks_behind_move_up_and_are_named_anew() -> None:
     loaded = loaded_text(llama(layers=4))
     knobs = PruneLayers(layers=(0, 3), compensate=False)
-    result = prune_layers(knobs, loaded, around(texts()))
+    result = apply_prune_layers(knobs, loaded, around(texts()))
     said = {one.layer: one for one in result.decisions}
     assert said["model.layers.1.mlp.up_proj"].reason == "was model.layers.3.mlp.up_proj"
     assert said["model.layers.1"].action == "pruned" and said["model.layers.3"].action == "kept"
@@ -324,19 +324,19 @@ def test_a_speedup_takes_as_few_blocks_as_it_needs(choose: str) -> None:
 
     net = conv_net()  # 19 convolutions, two in a block
     knobs = PruneLayers(speedup=1.4, choose=choose, compensate=False)
-    result = prune_layers(knobs, loaded_images(net), around(image_batches(), time_modules=times))
+    result = apply_prune_layers(knobs, loaded_images(net), around(image_batches(), time_modules=times))
     assert sum(isinstance(part, nn.Conv2d) for part in net.modules()) == 13
     assert "1.46 times as fast" in result.notes[0].text
     net = conv_net()
     with pytest.raises(PassError, match=r"speedup 9 is out of reach"):
-        prune_layers(PruneLayers(speedup=9.0), loaded_images(net), around(image_batches(), time_modules=times))
+        apply_prune_layers(PruneLayers(speedup=9.0), loaded_images(net), around(image_batches(), time_modules=times))
     with pytest.raises(PassError, match="speedup needs a target that runs here"):
-        prune_layers(PruneLayers(speedup=1.4), loaded_images(net), around(image_batches()))
+        apply_prune_layers(PruneLayers(speedup=1.4), loaded_images(net), around(image_batches()))
 
 
 def test_no_calibration_data_is_refused() -> None:
     with pytest.raises(PassError, match="there is no calibration data"):
-        prune_layers(PruneLayers(keep=2), loaded_images(conv_net()), around(()))
+        apply_prune_layers(PruneLayers(keep=2), loaded_images(conv_net()), around(()))
 
 
 # The record
@@ -493,8 +493,9 @@ def from_the_cache(own: Recipe, folder: Path) -> LoadedModel:
     plan = make_plan(own, folder / "cache")
     assert plan.steps[-1].cached
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
+    (folder / "log").unlink(missing_ok=True)
     ground = Ground(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
-    loaded, _ = _model_passes(ground, not_kept)
+    loaded, _ = _run_model_passes(ground, not_kept)
     assert loaded is not None
     return loaded
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from compress.models.load import LoadedModel
 from compress.passes import PruneChannels
 from compress.prune.compensate import compensate
-from compress.prune.left_alone import left_alone
+from compress.prune.left_alone import explain_left_alone
 from compress.prune.points import find_points
-from runtime.bundle import TensorSpec
+from compress.work import apply_pass
+from runtime.bundle.tensors import TensorSpec
 
 
 class Uneven(nn.Module):
@@ -58,7 +59,7 @@ def test_each_layer_that_is_not_fitted_has_its_reason(monkeypatch: pytest.Monkey
     module.up, module.down = nn.Linear(6, 20), nn.Linear(20, 6)
     module.requires_grad_(False)
     batches = [{"ids": torch.randint(0, 20, (8, 5))} for _ in range(4)]
-    left = left_alone(module, {point.layer for point in find_points(module, batches[0])})
+    left = explain_left_alone(module, {point.layer for point in find_points(module, batches[0])})
     assert left == WHY
     student = copy.deepcopy(module)
     student.up.weight.mul_(0.5)
@@ -77,7 +78,7 @@ def test_the_report_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for on in (True, False):
         module = uneven(monkeypatch)
         loaded = LoadedModel("torch", "Uneven", (spec,), (), module=module, parameters={"ids": "ids"})
-        result = PruneChannels(ratio=0.5, compensate=on, importance="l2").apply(loaded, given)
+        result = apply_pass(PruneChannels(ratio=0.5, compensate=on, importance="l2"), loaded, given)
         said = {decision.layer: decision.reason for decision in result.decisions}
         assert said["up"] == "16 of 32 neurons stay"
         assert {name: reason.partition("; not fitted: ")[2] for name, reason in said.items() if "fitted" in reason} == (

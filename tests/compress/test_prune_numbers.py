@@ -14,9 +14,17 @@ from compress.errors import PassError
 from compress.prune import importance, statistics
 from compress.prune.coupling import find_coupling
 from compress.prune.dimension import Dimension
-from compress.prune.layers import applied, features_of, in_groups, input_rows, output_rows, read_weight, write_weight
+from compress.prune.layers import (
+    apply_layer,
+    features_of,
+    in_groups,
+    input_rows,
+    output_rows,
+    read_weight,
+    write_weight,
+)
 from compress.prune.least_squares import RIDGE, distance, fit, solve
-from compress.prune.obs import DAMPING, Reading, eliminate, made_up
+from compress.prune.obs import DAMPING, Reading, compensate_weight, eliminate
 from compress.prune.statistics import Sums, gather_inputs
 
 LAYERS = {
@@ -59,9 +67,9 @@ def test_a_layer_as_matrices_gives_what_it_gives(name: str) -> None:
     product = input_rows(layer, x, rows) @ read_weight(layer).mT  # [groups, rows, out / groups]
     expected = in_groups(layer, output_rows(layer, out, rows) - bias)
     torch.testing.assert_close(product, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(applied(layer, x, read_weight(layer), bias), out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(apply_layer(layer, x, read_weight(layer), bias), out, atol=1e-5, rtol=1e-5)
     write_weight(layer, 2 * read_weight(layer))
-    torch.testing.assert_close(layer(x).detach() - out, out - applied(layer, x, 0 * read_weight(layer), bias))
+    torch.testing.assert_close(layer(x).detach() - out, out - apply_layer(layer, x, 0 * read_weight(layer), bias))
 
 
 @pytest.mark.parametrize("name", ["linear", "strided", "grouped"])
@@ -102,7 +110,7 @@ def test_rows_of_padding_are_left_out_and_batches_add_up(monkeypatch: pytest.Mon
     real = x[mask.bool()].double()
     assert sums.n == len(real)
     torch.testing.assert_close(sums.xx[0], real.T @ real, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sums.centered()[0][0], torch.cov(real.T, correction=0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums.without_means()[0][0], torch.cov(real.T, correction=0), rtol=1e-5, atol=1e-6)
     with pytest.raises(PassError, match="silent: the calibration data never reaches"):
         gather_inputs(Tokens(), ["silent"], batches)
     monkeypatch.setattr(statistics, "MAX_FEATURES", 3)
@@ -112,7 +120,7 @@ def test_rows_of_padding_are_left_out_and_batches_add_up(monkeypatch: pytest.Mon
 
 def test_sampled_rows_are_few_and_the_same_each_time() -> None:
     layer, x = nn.Linear(3, 2), torch.randn(10, 5, 3)
-    chosen = [statistics.chosen_rows(layer, x, layer(x), {}, 7, seed) for seed in (1, 1, 2)]
+    chosen = [statistics.choose_rows(layer, x, layer(x), {}, 7, seed) for seed in (1, 1, 2)]
     assert len(chosen[0]) == 7
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[0], chosen[2])
@@ -154,7 +162,7 @@ def test_what_can_be_made_up_for_is_free_and_goes_first() -> None:
 def test_units_removed_together_cost_what_they_cost_together() -> None:
     x, weight = correlated(500, 40), torch.randn(4, 40, generator=torch.Generator().manual_seed(3)).double()
     found = eliminate([reading(x, weight, 1)], n_left=10, share=0.2)
-    kept = [int(unit) for unit in found.kept(10, 40)]
+    kept = [int(unit) for unit in found.choose_kept(10, 40)]
     assert found.errors[-1] == pytest.approx(refitted_error(x, weight, kept), rel=5e-3)
     assert np.all(np.diff(found.errors) >= 0)
     one_by_one = eliminate([reading(x, weight, 1)], n_left=10)
@@ -165,12 +173,12 @@ def test_units_removed_together_cost_what_they_cost_together() -> None:
 def test_the_weight_that_makes_up_for_units_is_the_least_squares_one() -> None:
     x, weight = correlated(300, 8), torch.randn(3, 8, generator=torch.Generator().manual_seed(4)).double()
     own = reading(x, weight, 2)
-    found = made_up(own, np.array([1, 3]))
+    found = compensate_weight(own, np.array([1, 3]))
     kept = [0, 1, 4, 5]
     expected = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
     torch.testing.assert_close(found[:, kept], expected, rtol=0, atol=200 * DAMPING)
     assert not found[:, [2, 3, 6, 7]].any()
-    torch.testing.assert_close(made_up(own, np.array([], np.int64)), weight, rtol=0, atol=200 * DAMPING)
+    torch.testing.assert_close(compensate_weight(own, np.array([], np.int64)), weight, rtol=0, atol=200 * DAMPING)
 
 
 def test_nothing_may_be_left_of_no_layer() -> None:
@@ -200,7 +208,7 @@ def test_new_targets_for_the_same_rows_are_as_if_they_had_been_the_first() -> No
     once, again = Sums.empty(1, 4, 2), Sums.empty(1, 4, 2)
     once.add(x, 2 * y)
     again.add(x, y)
-    again = again.retargeted()
+    again = again.without_targets()
     again.aim(x, 2 * y)
     torch.testing.assert_close(solve(once, 0.1, True), solve(again, 0.1, True))
 
@@ -301,10 +309,10 @@ def test_damage_and_activations_of_units_are_those_of_their_columns() -> None:
 
 def test_ranking_compares_globally_or_within_a_dimension() -> None:
     scores = np.array([3.0, 1.0, 2.0])
-    found = importance.ranked(scores)
+    found = importance.rank_units(scores)
     assert found.order.tolist() == [1, 2]
     assert found.errors.tolist() == [1, 3]
-    np.testing.assert_allclose(importance.ranked(10 * scores, "local").errors, [0.5, 1.5])
+    np.testing.assert_allclose(importance.rank_units(10 * scores, "local").errors, [0.5, 1.5])
     assert np.array_equal(importance.random_scores(5, 3), importance.random_scores(5, 3))
     assert not np.array_equal(importance.random_scores(5, 3), importance.random_scores(5, 4))
 
@@ -316,7 +324,7 @@ def test_the_fisher_of_outputs_is_the_curvature_of_the_loss() -> None:
     torch.testing.assert_close(found["second"], expected + 1 / 16, rtol=1e-4, atol=0)
     assert found["norm"].shape == (4,)
     batch = {"x": torch.randn(20000, 2, 3, 3)}
-    drawn = importance.output_fisher(module, ["second"], [batch], importance.sampled_label_loss(1))["second"]
+    drawn = importance.output_fisher(module, ["second"], [batch], importance.draw_label_loss(1))["second"]
     probabilities = module(**batch).softmax(1).detach()
     spread = (probabilities * (1 - probabilities)).mean(0)  # the Fisher information of logits, its diagonal
     torch.testing.assert_close(drawn.float(), spread, rtol=0.05, atol=0)

@@ -15,12 +15,12 @@ from compress.prune import curves as curves_room
 from compress.prune.compensate import compensate
 from compress.prune.coupling import find_coupling
 from compress.prune.curves import find_curves
-from compress.prune.damage import calibrated, measured, readers_of
+from compress.prune.damage import calibrate_curve, measure_damage, readers_of
 from compress.prune.dimension import Dimension
-from compress.prune.importance import sampled_label_loss
+from compress.prune.importance import draw_label_loss
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
-from compress.prune.shrink import kept_outputs, output_error, remove_all, renumbered, shrink
+from compress.prune.shrink import find_kept_outputs, output_error, remove_all, renumber_dimension, shrink
 from compress.prune.statistics import gather_inputs
 from compress.prune.surgery import remove
 from compress.zoo.cifar_resnet import CifarResNet
@@ -129,7 +129,7 @@ def test_targets_below_zero_are_free_where_a_relu_follows() -> None:
         remove_all(student, dimensions, kept, remove)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("compress.prune.compensate.RECTIFIED_STEPS", steps)
-            compensate(student, module, batches, kept_outputs(module, dimensions, kept))
+            compensate(student, module, batches, find_kept_outputs(module, dimensions, kept))
         errors[steps] = output_error(student, module, batches)
     assert errors[3] < errors[0]
 
@@ -192,7 +192,7 @@ def test_what_a_forward_raises_comes_through() -> None:
 def test_shrinking_removes_fits_and_tells() -> None:
     module, batches, dimensions = resnet()
     whole = copy.deepcopy(module)
-    curves = find_curves(module, dimensions, batches, loss=sampled_label_loss())
+    curves = find_curves(module, dimensions, batches, loss=draw_label_loss())
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name])  # measuring leaves no trace
     widths = [one.n_units // 2 for one in dimensions]
@@ -223,7 +223,7 @@ def test_full_widths_change_nothing() -> None:
 @pytest.mark.parametrize("importance", ["obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"])
 def test_every_importance_gives_an_order_of_all_units(importance: curves_room.Importance) -> None:
     module, batches, dimensions = resnet()
-    found = find_curves(module, dimensions, batches, importance, loss=sampled_label_loss())
+    found = find_curves(module, dimensions, batches, importance, loss=draw_label_loss())
     for one, curve in zip(dimensions, found, strict=True):
         assert len(set(curve.order.tolist())) == len(curve.errors) == one.n_units - 1
         assert np.all(np.diff(curve.errors) >= 0)
@@ -269,16 +269,16 @@ def test_the_measured_damage_is_that_of_the_model_without_the_units() -> None:
     points = {point.layer: point for point in find_points(module, batches[0])}
     readers = readers_of(module, one, points, gather_inputs(module, one.readers, batches))
     targets = [module(**batch) for batch in batches]
-    assert measured(module, readers, np.array([], np.int64), batches, targets) < 1e-4
-    some, more = (measured(module, readers, np.arange(n), batches, targets) for n in (4, 24))
+    assert measure_damage(module, readers, np.array([], np.int64), batches, targets) < 1e-4
+    some, more = (measure_damage(module, readers, np.arange(n), batches, targets) for n in (4, 24))
     assert 0 < some < more
     curve = Elimination(np.arange(31), np.arange(1.0, 32))
-    at_half = calibrated(curve, 32, {16: 8.0})
+    at_half = calibrate_curve(curve, 32, {16: 8.0})
     assert [at_half.error_at(width, 32) for width in (16, 8, 24)] == [8, 12, 4]
-    at_both = calibrated(curve, 32, {16: 8.0, 8: 48.0})
+    at_both = calibrate_curve(curve, 32, {16: 8.0, 8: 48.0})
     assert [at_both.error_at(width, 32) for width in (24, 16, 8, 1)] == [4, 8, 48, 62]
     assert at_both.error_at(12, 32) == pytest.approx(20 * 1.25) and (np.diff(at_both.errors) >= 0).all()
-    assert calibrated(curve, 32, {16: 0.0}) is curve
+    assert calibrate_curve(curve, 32, {16: 0.0}) is curve
 
 
 def test_dimensions_on_one_axis_are_renumbered() -> None:
@@ -286,7 +286,7 @@ def test_dimensions_on_one_axis_are_renumbered() -> None:
     layer = nn.Linear(10, 2)
     members = [np.array([[0, 1], [2, 3], [4, 5]]), np.array([[6], [7], [8], [9]])]
     both = [Dimension(f"d{i}", "neurons", {("weight", 1): m}, (), ()) for i, m in enumerate(members)]
-    after = renumbered(both[1], {("weight", 1): np.array([2, 3])})
+    after = renumber_dimension(both[1], {("weight", 1): np.array([2, 3])})
     assert after.members["weight", 1][:, 0].tolist() == [4, 5, 6, 7]
     old = layer.weight.detach().clone()
     remove_all(layer, both, [np.array([0, 2]), np.array([1, 3])], remove)
@@ -296,7 +296,7 @@ def test_dimensions_on_one_axis_are_renumbered() -> None:
 def test_kept_outputs_are_those_of_all_dimensions() -> None:
     module, _, dimensions = resnet()
     kept = [np.array([0, 3]), np.arange(32), np.arange(1, 64)]
-    found = kept_outputs(module, dimensions, kept)
+    found = find_kept_outputs(module, dimensions, kept)
     assert {name: own.tolist() for name, own in itertools.islice(found.items(), 2)} == {
         "layer1.0.conv1": [0, 3],
         "layer3.0.conv1": [*range(1, 64)],

@@ -15,12 +15,12 @@ from safetensors.numpy import load_file
 import compress
 from compress.errors import PassError, PlanError, SourceError
 from compress.facts import LayerFacts, ModelFacts, Prunable
+from compress.formats.targets import TARGETS
 from compress.models.load import load_model
 from compress.passes import PruneChannels
-from compress.passes.widths import kept_units, least_ratio, shrunk
-from compress.recipe import Recipe
-from compress.schema import ModelSpec
-from compress.targets import TARGETS
+from compress.passes.widths import count_kept_units, least_ratio, shrunk
+from compress.recipe.load import Recipe
+from compress.specs import ModelSpec
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 FAST = ["validate.gates=[]", "validate.benchmark.iterations=10", "data.evaluation.samples=200"]
@@ -60,11 +60,11 @@ def checked(**knobs: Any) -> Any:
 
 
 def test_widths_are_multiples_and_heads_are_not() -> None:
-    assert kept_units(64, "channels", 0.3, 8) == 48  # 44.8 lies nearer to 48 than to 40
-    assert kept_units(64, "channels", 0.99, 8) == 0  # less than one would stay
-    assert kept_units(64, "channels", 0.95, 8) == 8
-    assert kept_units(12, "heads", 0.25, 8) == 9
-    assert kept_units(6, "neurons", 0.5, 8) == 6  # fewer than a multiple
+    assert count_kept_units(64, "channels", 0.3, 8) == 48  # 44.8 lies nearer to 48 than to 40
+    assert count_kept_units(64, "channels", 0.99, 8) == 0  # less than one would stay
+    assert count_kept_units(64, "channels", 0.95, 8) == 8
+    assert count_kept_units(12, "heads", 0.25, 8) == 9
+    assert count_kept_units(6, "neurons", 0.5, 8) == 6  # fewer than a multiple
 
 
 def test_a_layer_s_work_is_a_product_of_its_widths() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, Prunable
+from compress.formats.targets import TARGETS
 from compress.models.facts import model_facts
 from compress.passes import PruneChannels
-from compress.schema import ModelSpec
-from compress.targets import TARGETS
+from compress.specs import ModelSpec
 
 CPU = TARGETS["onnxruntime-cpu"]
 

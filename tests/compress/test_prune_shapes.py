@@ -16,13 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from compress.blocks.sizes import shapes_of
 from compress.models.load import LoadedModel
 from compress.passes import PruneChannels
-from compress.passes.prune_batches import rows_within
 from compress.prune.configuration import fit_config
 from compress.prune.costs import macs_cost
 from compress.prune.coupling import find_coupling
-from compress.prune.importance import gradient_scores, sampled_label_loss
+from compress.prune.importance import draw_label_loss, gradient_scores
 from compress.prune.surgery import differs_from_masked, remove
-from runtime.bundle import TensorSpec
+from compress.work import apply_pass
+from compress.work.prune_batches import rows_within
+from runtime.bundle.tensors import TensorSpec
 
 EXACT = 1e-5
 
@@ -53,7 +54,7 @@ def pruned(module: nn.Module, x: np.ndarray, **knobs: Any) -> Any:
     inputs = (TensorSpec("x", "float32", ("batch", *x.shape[1:])),)
     loaded = LoadedModel("torch", "Net", inputs, (), module, parameters={"x": "x"}, task="generic")
     batches = [{"x": part} for part in np.split(x, 4)]
-    return PruneChannels(**{"ratio": 0.5, "round_to": 1} | knobs).apply(loaded, context(batches=batches))
+    return apply_pass(PruneChannels(**{"ratio": 0.5, "round_to": 1} | knobs), loaded, context(batches=batches))
 
 
 def images(n: int = 64, channels: int = 3) -> np.ndarray:
@@ -163,7 +164,7 @@ def test_numbers_that_do_not_go_together_are_passed_over() -> None:
     feeds = {"input_ids": torch.arange(5)[None]}
     neurons = next(one for one in find_coupling(module, feeds, compute=True).dimensions if one.kind == "neurons")
     remove(module, neurons, np.arange(24))
-    assert fit_config(module, built) == [] and module.config.intermediate_size == 24
+    assert fit_config(module, built) == "" and module.config.intermediate_size == 24
 
 
 def test_a_gated_feed_forward_in_one_projection_has_neurons() -> None:
@@ -262,7 +263,7 @@ def test_taylor_settles_with_more_data() -> None:
 
     def scores(seed: int) -> np.ndarray:
         batches = [{"x": part} for part in x.split(64)]
-        return gradient_scores(net, [dimension], batches, sampled_label_loss(seed), "taylor")[0]
+        return gradient_scores(net, [dimension], batches, draw_label_loss(seed), "taylor")[0]
 
     one, other = (scores(seed).argsort().argsort() for seed in (0, 1))
     assert np.corrcoef(one, other)[0, 1] > 0.95

@@ -20,6 +20,7 @@ from compress.distill import train as loop
 from compress.distill.course import Course
 from compress.errors import PassError
 from compress.export.onnx import export_float
+from compress.formats.targets import TARGETS
 from compress.graph import torch_graph
 from compress.graph.edit import append, initializer
 from compress.graph.layers import constant
@@ -28,13 +29,13 @@ from compress.graph.torch_graph import TorchGraph
 from compress.models.load import LoadedModel
 from compress.passes import Int8
 from compress.passes.qat import Qat
-from compress.passes.qat_int8 import apply_qat_int8, check_in_torch
 from compress.passes.training import Augmentation, TrainingPass
 from compress.quantize.measure import outputs_of
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
-from runtime.bundle import TensorSpec
+from compress.work import apply_pass
+from compress.work.qat_int8 import apply_qat_int8, check_in_torch
+from runtime.bundle.tensors import TensorSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,7 +136,7 @@ def test_training_ends_nearer_to_the_float_model_than_int8_does(model: ir.Model,
     context = replace(context, batches=[{"x": bright}])
     wanted = knobs(calibration="minmax", learning_rate=5e-2, freeze_observers=0.8)
     result = apply_qat_int8(wanted, GraphState(model), context)
-    int8 = Int8(calibration="minmax").apply(GraphState(model), context).model
+    int8 = apply_pass(Int8(calibration="minmax"), GraphState(model), context).model
     unseen = pictures(64, seed=9).columns
     assert error_on(result.model, model, unseen, target) < 0.9 * error_on(int8, model, unseen, target)
     assert result.model.integer == int8.integer and result.model.ranges.keys() == int8.ranges.keys()
@@ -197,7 +198,7 @@ def test_labels_alone_teach_too() -> None:
     context = around(loaded_of(model), pictures(64))
     result = apply_qat_int8(knobs(teacher=False, learn_scales=False), GraphState(model), context)
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"] - 0.01
-    start = Int8(bias_correction=False).apply(GraphState(model), context).model
+    start = apply_pass(Int8(bias_correction=False), GraphState(model), context).model
     grown = [span.high / max(start.ranges[name].high, 1e-9) for name, span in result.model.ranges.items()]
     assert max(abs(ratio - 1) for ratio in grown) > 1e-4
     for name, weight in result.model.weights.items():
@@ -279,7 +280,7 @@ def test_where_nothing_is_better_the_start_is_kept() -> None:
     model = graphs.residual_cnn()
     context = around(loaded_of(model), pictures())
     result = apply_qat_int8(knobs(steps=3, learning_rate=50.0, warmup=0.0), GraphState(model), context)
-    start = Int8(bias_correction=False).apply(GraphState(model), context).model
+    start = apply_pass(Int8(bias_correction=False), GraphState(model), context).model
     assert (result.notes[-1].level, "nothing was better than the start" in result.notes[-1].text) == ("warning", True)
     for name, weight in start.weights.items():
         np.testing.assert_array_equal(result.model.weights[name].values, weight.values)

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 import compress
-from compress.cache import StepCache
 from compress.errors import PlanError
-from compress.inputs import load_set
-from compress.journal import Journal
+from compress.execution.passes import Ground, block_passes_alone
 from compress.passes import Int8, Pass
 from compress.passes.distill import Distill
 from compress.passes.loss_terms import HiddenTerm
 from compress.passes.qat import Qat
-from compress.passing import Ground, block_passes_alone
-from compress.planner import make_plan
-from compress.schema import DataSpec, Recipe
-from runtime.bundle import verify
+from compress.planning.inputs import load_set
+from compress.planning.make_plan import make_plan
+from compress.recipe.schema import Recipe
+from compress.specs import DataSpec
+from compress.store.cache import StepCache
+from compress.store.run_log import Journal
+from runtime.bundle.format import verify
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 
@@ -41,6 +42,7 @@ def ground(cache: Path, *passes: Pass) -> Ground:
     changes = {"passes": passes, "data": recipe.data.model_copy(update={"train": train}), "validate_": judged}
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
+    (cache / "log.txt").unlink(missing_ok=True)
     return Ground(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
 
 

@@ -20,24 +20,23 @@ from compress.blocks.rounded import Rounded, read_rounded, with_rounded, write_r
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.distill import train as loop
-from compress.distill.attention import fused_attention
+from compress.distill.attention import use_fused_attention
 from compress.distill.course import Course
 from compress.distill.objective import next_token_term
 from compress.distill.watch import Seen
 from compress.errors import ExportError, PassError
 from compress.export.decoder import export_decoder
 from compress.export.integers import with_rounded_layers
-from compress.export.onnx import finished_graph
+from compress.export.onnx import finish_graph
 from compress.facts import LayerFacts
+from compress.formats.schemes import PRESETS, WeightScheme
 from compress.graph.layers import find_layers
 from compress.graph.run import clone, open_session
 from compress.models.load import LoadedModel
-from compress.models.open_streamed import streamed_module
+from compress.models.open_streamed import open_streamed_module
 from compress.passes.gptq import Gptq
-from compress.passes.loss_steps import batches_of
 from compress.passes.loss_terms import LabelsTerm, LogitsTerm
 from compress.passes.qat import Qat
-from compress.passes.qat_weights import _begin, rounding
 from compress.passes.training import TrainingPass
 from compress.passes.tune import Tune
 from compress.quantize.fake import ScaledWeight
@@ -45,8 +44,10 @@ from compress.quantize.grid import round_to_grid
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
-from compress.schemes import PRESETS, WeightScheme
 from compress.structure.find import find_structure
+from compress.work import apply_pass
+from compress.work.losses import batches_of
+from compress.work.qat_weights import _round_layers, rounding
 
 LM = replace(FACTS, task="text-generation", inputs=TOKENS)
 
@@ -79,7 +80,7 @@ def small(**more: Any) -> Qat:
 
 def qat(loaded: LoadedModel, knobs: Qat, trainset: Arrays | None = None, work: Path | None = None) -> PassResult:
     teacher = copy.deepcopy(loaded)
-    return knobs.apply(loaded, around(trainset or token_set(32), lambda: copy.deepcopy(teacher), work))
+    return apply_pass(knobs, loaded, around(trainset or token_set(32), lambda: copy.deepcopy(teacher), work))
 
 
 def logits(loaded: LoadedModel, n: int = 4) -> Tensor:
@@ -95,14 +96,14 @@ def test_what_is_simulated_is_what_the_integers_stand_for(scheme: str) -> None:
     loaded = model()
     module = loaded.module
     assert module is not None
-    begun, _ = _begin(small(scheme=scheme), module, around(None, None))
+    begun, _ = _round_layers(small(scheme=scheme), module, around(None, None))
     torch.manual_seed(0)
     for one in begun.weights.values():
         with torch.no_grad():
             one.position.add_(torch.randn_like(one.position))
             one.growth.add_(0.2 * torch.randn_like(one.growth))
         one.confine()
-        simulated, stored = one().detach(), one.frozen()
+        simulated, stored = one().detach(), one.freeze()
         assert torch.equal(simulated, torch.from_numpy(stored.dequantize()))
         low, high = PRESETS[scheme].weights.levels
         assert low <= stored.values.min() <= stored.values.max() <= high
@@ -118,7 +119,7 @@ def test_gradients_are_those_of_lsq(scheme: WeightScheme) -> None:
     weight, upstream = 1.5 * torch.randn(6, 32), torch.randn(6, 32)
     start = round_to_grid(weight, scheme)
     found = ScaledWeight(start, weight)
-    assert np.array_equal(found.frozen().values, start.values)  # where training begins
+    assert np.array_equal(found.freeze().values, start.values)  # where training begins
     with torch.no_grad():
         found.growth.uniform_(-0.3, 0.3)
     (found() * upstream).sum().backward()
@@ -166,7 +167,7 @@ def test_the_loss_held_out_is_that_of_the_model_that_is_left() -> None:
     batch = batches_of(knobs, trainset, loaded)(rows, None)
     assert len(rows) == knobs.batch_size
     assert loaded.module is not None
-    with torch.no_grad(), fused_attention(loaded.module):
+    with torch.no_grad(), use_fused_attention(loaded.module):
         seen = Seen({"logits": loaded.module(**batch.feeds)})
         loss = (next_token_term(batch, seen, seen) * batch.weights).sum() / batch.weights.sum()
     assert float(loss) == result.measured["qat"]["loss_after"]
@@ -176,12 +177,12 @@ def test_attention_is_fused_while_training_alone() -> None:
     """The same to rounding; afterwards as it was."""
     one, other = text_model(llama()), text_model(gpt2())
     expected = [logits(one), logits(other)]
-    with fused_attention(one.module, other.module):  # type: ignore[arg-type]
+    with use_fused_attention(one.module, other.module):  # type: ignore[arg-type]
         assert [config_of(model)._attn_implementation for model in (one, other)] == ["sdpa", "sdpa"]
         for model, before in zip((one, other), expected, strict=True):
             torch.testing.assert_close(logits(model), before)
     assert [config_of(model)._attn_implementation for model in (one, other)] == ["eager", "eager"]
-    with fused_attention(nn.Linear(2, 2)):
+    with use_fused_attention(nn.Linear(2, 2)):
         pass
 
 
@@ -191,14 +192,14 @@ def config_of(loaded: LoadedModel) -> Any:
 
 
 def test_without_a_teacher_labels_are_learned() -> None:
-    result = small(teacher=False, steps=20).apply(model(), around(token_set(32), None))
+    result = apply_pass(small(teacher=False, steps=20), model(), around(token_set(32), None))
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"]
 
 
 def test_scales_that_are_not_learned_stay() -> None:
     given, loaded = around(token_set(32), None), model()
-    begun, _ = _begin(small(), loaded.module, given)  # type: ignore[arg-type]
-    result = small(teacher=False, learn_scales=False, held_out=0.0).apply(loaded, given)
+    begun, _ = _round_layers(small(), loaded.module, given)  # type: ignore[arg-type]
+    result = apply_pass(small(teacher=False, learn_scales=False, held_out=0.0), loaded, given)
     for name, one in result.model.rounded.items():
         assert np.array_equal(one.weight.scales, begun.weights[name].start.scales)
     assert any(result.measured[name]["changed"] > 0 for name in result.model.rounded)
@@ -237,7 +238,7 @@ def test_a_forward_pass_that_fails_leaves_the_weights_in_place() -> None:
     loaded = model()
     module = loaded.module
     assert module is not None
-    begun, _ = _begin(small(), module, around(None, None))
+    begun, _ = _round_layers(small(), module, around(None, None))
     with rounding(module, begun), pytest.raises(ValueError, match="specify exactly one"):
         module.wrapped()  # type: ignore[operator]
     with rounding(module, begun), pytest.raises(TypeError):
@@ -308,7 +309,7 @@ def taken_up(trained: LoadedModel) -> StreamedModel:
     module = copy.deepcopy(trained.module)
     assert module is not None and trained.parameters is not None
     feeds = {name: torch.from_numpy(values) for name, values in token_set(2).columns.items()}
-    streamed = streamed_module(module, find_structure(module, feeds, compute=True), trained.parameters)
+    streamed = open_streamed_module(module, find_structure(module, feeds, compute=True), trained.parameters)
     return with_rounded(streamed, trained.rounded)
 
 
@@ -327,10 +328,10 @@ def test_a_stream_takes_the_integers_up(trained: LoadedModel) -> None:
 def test_passes_over_blocks_go_on_from_the_integers(trained: LoadedModel) -> None:
     """Tuning that changes nothing hands them on as they are, and nothing is left for gptq."""
     before = taken_up(trained)
-    after = Tune(steps=1, rounding_rate=0.0, scale_rate=0.0, norm_rate=0.0).apply(before, context(texts())).model
+    after = apply_pass(Tune(steps=1, rounding_rate=0.0, scale_rate=0.0, norm_rate=0.0), before, context(texts())).model
     for name, one in trained.rounded.items():
         _same(after.store.quantized(name), one.weight)
-    left = Gptq(group_size=32).apply(before, context(texts())).model
+    left = apply_pass(Gptq(group_size=32), before, context(texts())).model
     assert all(left.store.quantized(name) is one.weight for name, one in trained.rounded.items())
 
 
@@ -340,7 +341,7 @@ def test_the_graph_holds_the_integers_and_gives_what_training_gave(trained: Load
     for name, one in trained.rounded.items():
         assert np.array_equal(layers[name], one.weight.dequantize())  # the float graph has what was simulated
     _find_all(trained.rounded, write_state(state, "u8s8"))
-    session = open_session(finished_graph(state, TARGET), optimize=False)  # a fused kernel rounds its inputs to 8 bits
+    session = open_session(finish_graph(state, TARGET), optimize=False)  # a fused kernel rounds its inputs to 8 bits
     feeds = token_set(1).feeds(np.arange(1))
     got = session.run(["logits"], _decoder_feeds(session, feeds))[0]
     expected = logits(trained, 1).numpy()[:, : got.shape[1]]
@@ -421,13 +422,13 @@ def test_the_plan_says_what_becomes_of_the_layers() -> None:
 
 def test_what_is_wrong_at_run_time() -> None:
     with pytest.raises(PassError, match=r"qat: there is no training set; give the recipe data\.train"):
-        small().apply(model(), around(None, None))
+        apply_pass(small(), model(), around(None, None))
     with pytest.raises(PassError, match="qat: there is no teacher: an onnx: source has no torch model"):
-        small().apply(model(), around(token_set(), None))
+        apply_pass(small(), model(), around(token_set(), None))
     broken = model()
     broken.module.wrapped.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr]
     with pytest.raises(PassError, match=r"qat: model\.layers\.1\.mlp\.up_proj: the weight holds NaN or Inf"):
-        small(teacher=False).apply(broken, around(token_set(), None))
+        apply_pass(small(teacher=False), broken, around(token_set(), None))
     other = text_model(llama(vocab_size=80))
     with pytest.raises(PassError, match=r"qat: the student gives .*64\], the teacher .*80\]"):
-        small().apply(model(), around(token_set(), lambda: other))
+        apply_pass(small(), model(), around(token_set(), lambda: other))

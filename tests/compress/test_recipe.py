@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 
 from compress.errors import RecipeError, SourceError
+from compress.formats.schemes import PRESETS
 from compress.passes import PASSES
-from compress.paths import resolve_path
-from compress.reading.vocabulary import recipe_schema
-from compress.recipe import load_recipe, recipe_to_yaml
-from compress.schema import Recipe
+from compress.passes.weight_only import WeightPass
+from compress.recipe.load import load_recipe, recipe_to_yaml
+from compress.recipe.schema import Recipe
+from compress.recipe.vocabulary import recipe_schema
+from compress.specs import find_changes
+from compress.store.paths import resolve_path
 
 GOOD = """\
 version: 1
@@ -83,6 +87,20 @@ def test_resolved_yaml_reads_back_equal_and_is_stable(extra: str) -> None:
     assert again == recipe
     assert again.root != recipe.root
     assert recipe_to_yaml(again) == text
+
+
+@pytest.mark.parametrize("scheme", [None, *PRESETS])
+def test_every_scheme_in_every_pass_that_takes_one_is_written_as_it_reads(scheme: str | None) -> None:
+    """And means the same: no pass asks whether a key was given."""
+    kinds = [record.model_fields["kind"].default for record in PASSES if issubclass(record, WeightPass)]
+    assert len(kinds) > 5
+    text = "".join(f"  - {{kind: {kind}{f', scheme: {scheme}' if scheme else ''}}}\n" for kind in kinds)
+    recipe = load(f"version: 1\nname: x\n{MODEL}\npasses:\n{text}")
+    written = recipe_to_yaml(recipe)
+    again = load(written)
+    assert again == recipe and recipe_to_yaml(again) == written
+    numbers = WeightPass.model_fields
+    assert [find_changes(one, numbers) for one in again.passes] == [find_changes(one, numbers) for one in recipe.passes]
 
 
 def test_resolved_yaml_may_leave_nulls_out_because_null_is_their_default() -> None:
@@ -224,7 +242,85 @@ def test_what_is_no_mapping_is_refused_with_its_place(text: str, message: str) -
 def test_aliases_that_expand_without_end_are_refused() -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    assert only("\n".join(lines)) == "a.yaml:1:1: its aliases expand to more than 100000 values"
+    assert only("\n".join(lines)) == (
+        "a.yaml:1:37: a4.7.8.8.8.9: more than 100000 values, with those that aliases and variables stand for: "
+        "too much for a recipe"
+    )
+
+
+def grown(first: str, more: str) -> str:
+    """Forty variables, each of which holds the one before it several times."""
+    lines = [f"  v{n}: {more.replace('x', f'${{v{n - 1}}}')}" for n in range(1, 41)]
+    return GOOD + "\n".join(["vars:", f"  v0: {first}", *lines]) + "\ndescription: '${v40}'\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "more", "rule"),
+    [
+        ("aaaaaaaaaa", "'xx'", r"vars\.v\d\d: more than 4194304 characters"),
+        ("[1, 2]", "['x', 'x']", r"vars\.v1\d\.[01]: more than 100000 values"),
+        ("a", "[['x']]", r"vars\.v\d\d\.0\.0: nested more than 64 deep"),
+        ("a", "{k: 'x', l: 'x'}", r"vars\.v1\d\.[kl]: more than 100000 values"),
+    ],
+)
+def test_variables_that_grow_without_end_are_refused(first: str, more: str, rule: str) -> None:
+    assert re.fullmatch(rf"a\.yaml:\d+:\d+: {rule}.*: too much for a recipe", only(grown(first, more)))
+
+
+def test_a_long_chain_of_variables_is_refused() -> None:
+    chain = "".join(f"  v{n}: ['${{v{n + 1}}}']\n" for n in range(400))
+    assert "nested more than 64 deep" in only(f"{GOOD}vars:\n{chain}  v400: 1\n")
+
+
+def test_includes_that_double_are_refused() -> None:
+    for n in range(1, 27):
+        write(f"include: [i{n + 1}.yaml, i{n + 1}.yaml]\n", f"i{n}.yaml")
+    write("seed: 1\n", "i27.yaml")
+    assert "more than 100 files to read" in only(f"include: i1.yaml\n{GOOD}")
+
+
+def test_devices_pipes_folders_and_large_files_are_no_recipes() -> None:
+    os.mkfifo("pipe.yaml")
+    Path("folder.yaml").mkdir()
+    write("#" * 2**20 + "\n", "large.yaml")
+    for name in ("/dev/zero", "pipe.yaml", "folder.yaml"):
+        with pytest.raises(RecipeError, match="cannot be read: a folder, pipe or device, not a file"):
+            load_recipe(name)
+        assert f"{name}: cannot be read: a folder" in only(f"include: {name}\n{GOOD}")
+    with pytest.raises(RecipeError, match=r"large\.yaml: more than 1048576 bytes, which is too much for a recipe"):
+        load_recipe("large.yaml")
+
+
+def test_of_very_many_problems_the_first_are_said() -> None:
+    found = problems(GOOD + "".join(f"key{n}: 1\n" for n in range(9000)))
+    assert len(found) == 101
+    assert found[0].startswith("a.yaml:11:1: key0: unknown key")
+    assert found[-1] == "and perhaps more: reading ended at 100 problems"
+
+
+def test_a_problem_is_one_printable_line_of_bounded_length() -> None:
+    (found,) = problems(f'{GOOD}? "\\e[31m\\n{"k" * 100_000}"\n: 1\n')
+    assert len(found) < 2100 and found.isprintable() and "\\x1b[31m\\n" in found
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("0x" + "f" * 5000, "a number of 5002 characters"),
+        (str(2**64), f"{2**64} is not a number of 64 bits"),
+        ("!!int ''", "'' is not of the type that its tag says"),
+        ("!!bool 1", "'1' is not of the type that its tag says"),
+        ('"\\ud83d"', "holds half of a surrogate pair, which is no letter; write \\U and eight digits"),
+    ],
+)
+def test_scalars_that_no_recipe_can_have(value: str, rule: str) -> None:
+    assert only(f"{GOOD}seed: {value}\n") == f"a.yaml:11:7: seed: {rule}"
+
+
+def test_overrides_are_bounded_too() -> None:
+    assert "a recipe is not nested more than 64 deep" in only(GOOD, "model.args" + ".a" * 10_000 + "=1")
+    assert "nested more than 64 deep" in only(GOOD, "model.args=" + "[" * 10_000)
+    assert "more than 4194304 characters" in only(GOOD, "description=" + "a" * 5_000_000)
 
 
 def test_files_that_cannot_be_read() -> None:

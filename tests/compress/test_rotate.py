@@ -15,12 +15,13 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.stream import Stream
 from compress.errors import PassError
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.formats.schemes import PRESETS
+from compress.formats.targets import TARGETS
 from compress.passes.rotate import Rotate
-from compress.passes.rotate_steps import rotate_module
 from compress.quantize.hadamard import orthogonal, paley
-from compress.schemes import PRESETS
 from compress.structure.find import find_structure
-from compress.targets import TARGETS
+from compress.work import apply_pass
+from compress.work.rotate import rotate_module
 
 CPU = TARGETS["onnxruntime-cpu"]
 PLAIN = ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
@@ -51,8 +52,8 @@ def test_the_fast_product_is_that_with_the_matrix() -> None:
         sylvester = torch.cat([torch.cat([sylvester, sylvester], 1), torch.cat([sylvester, -sylvester], 1)])
     slow = turn.signs.diag() @ torch.kron(turn.core, sylvester) / 48**0.5
     x = torch.randn(2, 5, 48, dtype=torch.float64)
-    torch.testing.assert_close(turn.turned(x), x @ slow)
-    assert turn.turned(x.float()).dtype == torch.float32
+    torch.testing.assert_close(turn.turn(x), x @ slow)
+    assert turn.turn(x.float()).dtype == torch.float32
 
 
 def test_rotations_are_the_same_for_the_same_seed() -> None:
@@ -130,7 +131,7 @@ def test_a_stream_turns_as_a_module_does(tied: bool, tmp_path: Path) -> None:
     feeds = together(texts())
     with torch.no_grad():
         before: Tensor = model.materialise()(**feeds)
-    result = Rotate().apply(model, context())
+    result = apply_pass(Rotate(), model, context())
     with torch.no_grad():
         after = result.model.materialise()(**feeds)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
@@ -163,7 +164,7 @@ def test_a_rounded_model_is_not_turned() -> None:
             if layer.endswith("up_proj"):
                 step.put(layer, nearest(step.matrix(layer)), PRESETS["W4A16"].with_group(16))
     with pytest.raises(PassError, match="up_proj is rounded already; put rotate before the pass that does it"):
-        Rotate().apply(stream.result().model, context())
+        apply_pass(Rotate(), stream.result().model, context())
 
 
 def facts(structure: Structure | None, tied: bool = True, bits: float = 32) -> ModelFacts:
@@ -227,7 +228,7 @@ def test_zeros_are_not_filled_unseen() -> None:
     module = llama().requires_grad_(False)
     first = module.model.layers[0].mlp.up_proj.weight
     first.masked_fill_(torch.arange(first.numel()).reshape(first.shape) % 2 == 0, 0.0)
-    result = Rotate().apply(streamed(module), context())
+    result = apply_pass(Rotate(), streamed(module), context())
     warned = [note.text for note in result.notes if note.level == "warning"]
     assert warned == ["rotate: model.layers.0.mlp.up_proj.weight came with zeros, which are filled now"]
 
@@ -236,4 +237,4 @@ def test_without_a_plain_stream_apply_refuses() -> None:
     model = streamed(llama())
     bare = replace(model, structure=replace(model.structure, residual=None, notes=("because",)))
     with pytest.raises(PassError, match=r"cannot be rotated \(because\); set residual: false"):
-        Rotate().apply(bare, context())
+        apply_pass(Rotate(), bare, context())

@@ -11,20 +11,21 @@ from graphs import context, facts_of, written
 from pydantic import ValidationError
 
 from compress.errors import PassError
+from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.passes import Rtn
 from compress.quantize.measure import output_cosine
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 CPU = TARGETS["onnxruntime-cpu"]
 OPEN = TARGETS["openvino"]
 
 
 def state_of(**knobs: Any) -> GraphState:
-    state: GraphState = Rtn(**knobs).apply(GraphState(graphs.transformer()), context([])).model
+    state: GraphState = apply_pass(Rtn(**knobs), GraphState(graphs.transformer()), context([])).model
     return state
 
 
@@ -63,7 +64,7 @@ def test_more_bits_and_smaller_groups_are_closer() -> None:
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_negative_scales_come_out_of_the_fused_product(size: int) -> None:
     """MatMulNBits computes with 8-bit inputs, so that its products differ from a float product's by a little."""
-    state = Rtn(group_size=size).apply(GraphState(graphs.one_layer(64, 32)), context([])).model
+    state = apply_pass(Rtn(group_size=size), GraphState(graphs.one_layer(64, 32)), context([])).model
     feeds = graphs.vectors(64, 4)
     assert (state.weights["fc"].scales < 0).any()
     plain = written(state, feeds)
@@ -75,7 +76,7 @@ def test_negative_scales_come_out_of_the_fused_product(size: int) -> None:
 
 
 def test_only_matrix_products_are_rounded_and_the_rest_says_why() -> None:
-    result = Rtn(ignore=("down",)).apply(GraphState(graphs.transformer()), context([]))
+    result = apply_pass(Rtn(ignore=("down",)), GraphState(graphs.transformer()), context([]))
     decided = {decision.layer: decision for decision in result.decisions}
     assert result.model.weight_only == ["query", "key", "value", "projection", "up"]
     assert decided["embedding"].reason == "not a matrix product"
@@ -99,7 +100,7 @@ def test_onnx_runtime_fuses_every_layout(op: str, knobs: dict[str, Any], tmp_pat
     import onnx_ir as ir
     import onnxruntime as ort
 
-    state = Rtn(**knobs).apply(GraphState(graphs.one_layer(64, 32, op)), context([])).model
+    state = apply_pass(Rtn(**knobs), GraphState(graphs.one_layer(64, 32, op)), context([])).model
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 3
@@ -112,14 +113,14 @@ def test_onnx_runtime_fuses_every_layout(op: str, knobs: dict[str, Any], tmp_pat
 
 def test_block_wise_weights_raise_the_opset() -> None:
     model = graphs.transformer()
-    state = Rtn().apply(GraphState(model), context([])).model
+    state = apply_pass(Rtn(), GraphState(model), context([])).model
     assert write_state(state, "u8s8").opset_imports[""] == 21
     assert model.opset_imports[""] == 20
     model.opset_imports[""] = 17
     with pytest.raises(
         PassError, match="rtn: block-wise weights need a graph of opset 20 or later, and this one has 17"
     ):
-        Rtn().apply(GraphState(model), context([]))
+        apply_pass(Rtn(), GraphState(model), context([]))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -130,7 +131,7 @@ def test_bad_weights_are_named(value: float) -> None:
     weight[0, 0] = value
     initializer(model, "up.weight", weight)
     with pytest.raises(PassError, match="rtn: up: the weight holds NaN or Inf"):
-        Rtn().apply(GraphState(model), context([]))
+        apply_pass(Rtn(), GraphState(model), context([]))
 
 
 @pytest.mark.parametrize(
@@ -191,13 +192,14 @@ def test_a_preset_and_its_contrary_are_refused() -> None:
     with pytest.raises(ValidationError, match="scheme W4A16_ASYM stands for symmetric: false"):
         Rtn(scheme="W4A16_ASYM", symmetric=True)
     assert Rtn(scheme="W8A16", bits=8).bits == 8
+    assert (Rtn(scheme="W2A16_ASYM").bits, Rtn(scheme="W2A16_ASYM").symmetric) == (2, False)
 
 
 def test_a_further_target_is_asked_about_every_format() -> None:
     tensorrt = TARGETS["tensorrt"]
-    assert Rtn().refused_by(tensorrt) is None
-    assert "4 bits only" in (Rtn(scheme="W8A16").refused_by(tensorrt) or "")
-    assert "4 bits only" in (Rtn(overrides=({"targets": ("up",), "bits": 8},)).refused_by(tensorrt) or "")
+    assert Rtn().explain_refusal(tensorrt) is None
+    assert "4 bits only" in (Rtn(scheme="W8A16").explain_refusal(tensorrt) or "")
+    assert "4 bits only" in (Rtn(overrides=({"targets": ("up",), "bits": 8},)).explain_refusal(tensorrt) or "")
 
 
 def test_a_plan_counts_the_scales() -> None:

@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compress.blocks.sharing import Share, from_main, gathered, main_process, share, summed, wait
+from compress.blocks.sharing import (
+    Share,
+    from_main,
+    gather_from_processes,
+    main_process,
+    share,
+    sum_over_processes,
+    wait,
+)
 
 HERE = Path(__file__).parent
 SCRIPT = textwrap.dedent("""
@@ -22,7 +30,7 @@ SCRIPT = textwrap.dedent("""
     torch.set_num_threads(1)
     from streaming import W4, context, llama, nearest, streamed, texts
     from compress.blocks import activations
-    from compress.blocks.sharing import gathered, share, summed
+    from compress.blocks.sharing import gather_from_processes, share, sum_over_processes
     from compress.blocks.stream import Stream
     activations.ROWS = 24
     out = Path(sys.argv[2])
@@ -38,7 +46,7 @@ SCRIPT = textwrap.dedent("""
 
         def act(reading):
             width = step.layers[reading.layers[0]].in_features
-            gram = summed(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
+            gram = sum_over_processes(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
             traces.append(float(gram.trace()))
             for layer in reading.layers:
                 step.put(layer, nearest(step.matrix(layer)), W4, float(gram.diagonal().mean()))
@@ -51,8 +59,8 @@ SCRIPT = textwrap.dedent("""
             step.lockstep(visit, act)
     model = stream.result().model
     assert len(model.quantized_layers()) == 22
-    assert len(set(map(str, gathered(traces)))) == 1
-    torch.save({"calls": gathered(calls), "traces": traces, "scales": dict(model.activation_scales),
+    assert len(set(map(str, gather_from_processes(traces)))) == 1
+    torch.save({"calls": gather_from_processes(calls), "traces": traces, "scales": dict(model.activation_scales),
                 "weights": {name: model.store.read(name) for name in model.store.names()}}, out / f"{share().rank}.pt")
 """)
 
@@ -82,6 +90,6 @@ def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
 def test_one_process_is_alone() -> None:
     assert share() == Share(0, 1) and main_process()
     tensor = torch.ones(2)
-    assert summed(tensor) is tensor and gathered("a") == ["a"] and from_main(3) == 3
+    assert sum_over_processes(tensor) is tensor and gather_from_processes("a") == ["a"] and from_main(3) == 3
     wait()
     assert [i for i in range(5) if Share(1, 2).mine(i)] == [1, 3]

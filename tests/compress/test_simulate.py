@@ -22,6 +22,7 @@ from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.simulate import LearnedRange, LearnedScales, fake_bias, fake_quantize
 from compress.quantize.simulated import SimulatedGraph
 from compress.quantize.state import Flavour, GraphState, Range
+from compress.work import apply_pass
 
 FLAVOURS: tuple[Flavour, ...] = ("u8s8", "s8s8")
 CNN, TRANSFORMER = (graphs.residual_cnn(), graphs.images()), (graphs.transformer(), graphs.tokens())
@@ -38,7 +39,7 @@ CASES: list[tuple[tuple[ir.Model, list[Feeds]], dict[str, Any]]] = [
 
 
 def int8_state(model: ir.Model, feeds: list[Feeds], **knobs: Any) -> GraphState:
-    state: GraphState = Int8(bias_correction=False, **knobs).apply(GraphState(model), context(feeds)).model
+    state: GraphState = apply_pass(Int8(bias_correction=False, **knobs), GraphState(model), context(feeds)).model
     return state
 
 
@@ -69,7 +70,7 @@ def test_what_is_simulated_is_what_is_written(
     """Up to float32 sums; one of them may send a value to the next level, which a few outputs then show."""
     model, feeds = given
     module = trained(int8_state(model, feeds, **knobs), flavour)
-    expected = graphs.written(module.decided(), feeds, flavour)
+    expected = graphs.written(module.decide(), feeds, flavour)
     error = np.abs(simulated(module, feeds) - expected) / np.abs(expected).max()
     assert np.quantile(error, 0.8) < 2e-6 and error.max() < 0.05
     assert np.abs(np.concatenate(graphs.run(model, feeds)) - expected).max() > 1e-3  # it does round
@@ -100,7 +101,7 @@ def test_outputs_are_equal_to_the_bit_where_sums_are_exact(flavour: Flavour, gro
     with torch.no_grad():
         for one in (*module.ranges, *module.scales):
             one.growth.fill_(growth)
-    expected = graphs.written(module.decided(), feeds, flavour)
+    expected = graphs.written(module.decide(), feeds, flavour)
     np.testing.assert_array_equal(simulated(module, feeds), expected)
     assert len(np.unique(expected)) > 20
 
@@ -113,7 +114,7 @@ def test_stored_scales_and_zero_points_are_the_simulated_ones(flavour: Flavour) 
         one = LearnedRange(Range(low, high, max(-low, high) * 0.9), flavour, learn=True)
         with torch.no_grad():
             one.growth.copy_(torch.from_numpy(random.uniform(-0.5, 2, len(one.growth))))
-        scale, zero = one.decided().parameters(flavour)
+        scale, zero = one.decide().parameters(flavour)
         found = one.numbers()
         assert found[0].item() == scale.item() and found[1].item() == zero.item()
 
@@ -125,7 +126,7 @@ def test_stored_integers_are_the_simulated_weight() -> None:
     with torch.no_grad():
         one.growth.uniform_(-0.6, 0.6)  # so that some weights lie outside
         rounded = one(weight, 0)
-    decided = one.decided(weight)
+    decided = one.decide(weight)
     np.testing.assert_array_equal(decided.dequantize(), rounded.numpy())
     assert np.abs(decided.values).max() == 127 and not np.array_equal(decided.values, one.start.numpy())
     np.testing.assert_array_equal(one(weight.movedim(0, 1), 1).detach().movedim(1, 0).numpy(), rounded.numpy())
@@ -134,15 +135,15 @@ def test_stored_integers_are_the_simulated_weight() -> None:
 def test_a_stored_bias_is_the_simulated_one() -> None:
     feeds = graphs.images()
     module = trained(int8_state(graphs.residual_cnn(), feeds), "u8s8")
-    model = write_state(module.decided(), "u8s8")
+    model = write_state(module.decide(), "u8s8")
     held = model.graph.initializers
     for layer in find_layers(module.state.model):
         if layer.bias is None:
             continue
         source = layer.data_input.name or ""
         source = source if source in module.sources else "pooled"  # a Flatten shares its range
-        bias = module.graph.trained(layer.bias.name or "")
-        step = module._range(source).numbers()[0], module._scales(layer.name).scales()
+        bias = module.graph.parameter_of(layer.bias.name or "")
+        step = module._get_range(source).numbers()[0], module._get_scales(layer.name).scales()
         stored = constant(held[f"{layer.name}/bias/int32"]).astype(np.float32)
         stored = stored * constant(held[f"{layer.name}/bias/scale"])
         np.testing.assert_array_equal(fake_bias(bias, *step).detach().numpy(), stored)
@@ -150,7 +151,7 @@ def test_a_stored_bias_is_the_simulated_one() -> None:
 
 def test_ranges_that_tensors_share_are_one() -> None:
     module = SimulatedGraph(int8_state(*CNN), "u8s8", learn=True)
-    model = write_state(module.decided(), "u8s8")
+    model = write_state(module.decide(), "u8s8")
     assert len(module.ranges) < sum(node.op_type == "QuantizeLinear" for node in model.graph)
     assert "DequantizeLinear" in makers(model, "pooled")
 
@@ -227,7 +228,7 @@ def test_ranges_that_are_not_learned_follow_the_mean_magnitude() -> None:
         one.seen.zero_()
         one(torch.full((2, 4), magnitude))
         one.follow(one.seen)
-    span = one.decided()
+    span = one.decide()
     assert span.low == pytest.approx(-1.04) and span.high == pytest.approx(2.08)  # 2 per cent of the way to three times
     one.observing = False
     one(torch.full((2, 4), 100.0))
@@ -267,7 +268,7 @@ def test_the_other_flavour_gets_ranges_stretched_alike() -> None:
         one = LearnedRange(Range(-1.0, 4.0, 3.5), flavour, learn=True)
         with torch.no_grad():
             one.growth.fill_(0.5)
-        span = one.decided()
+        span = one.decide()
         assert (span.low, span.high, span.peak) == (-1.5, 6.0, 5.25)
 
 
@@ -277,11 +278,11 @@ def test_train_and_eval_mode_compute_the_same_and_the_state_stays() -> None:
     before = {name: constant(value).copy() for name, value in state.model.graph.initializers.items()}
     module = trained(state, "u8s8")
     np.testing.assert_array_equal(simulated(module, feeds), simulated(module.train(), feeds))
-    module.decided()
+    module.decide()
     assert all(np.array_equal(before[name], constant(v)) for name, v in state.model.graph.initializers.items())
 
 
 def test_corrected_biases_are_refused() -> None:
-    state = Int8().apply(GraphState(graphs.residual_cnn()), context(graphs.images())).model
+    state = apply_pass(Int8(), GraphState(graphs.residual_cnn()), context(graphs.images())).model
     with pytest.raises(ValueError, match="biases have been corrected"):
         SimulatedGraph(state, "u8s8", learn=True)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from compress.errors import PassError
+from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import find_layers
 from compress.passes import Equalize, Int8, SmoothQuant
@@ -18,7 +19,7 @@ from compress.quantize.rounding import round_to_nearest
 from compress.quantize.smooth import search_smoothing, smoothing_scales
 from compress.quantize.smooth_graph import apply_smoothing, input_groups
 from compress.quantize.state import GraphState
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 
 def relative(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
@@ -128,7 +129,7 @@ def test_the_search_leaves_even_channels_alone() -> None:
 
 def test_the_pass_smooths_outliers_and_keeps_the_function() -> None:
     model, feeds = graphs.transformer(post_norm=False, outlier=50), graphs.tokens()
-    result = SmoothQuant().apply(GraphState(model), graphs.context(feeds))
+    result = apply_pass(SmoothQuant(), GraphState(model), graphs.context(feeds))
     assert relative(graphs.run(result.model.model, feeds), graphs.run(model, feeds)) < 1e-4
     decided = {decision.layer: decision for decision in result.decisions}
     assert decided["query"].action == "smoothed"
@@ -141,19 +142,19 @@ def test_the_pass_smooths_outliers_and_keeps_the_function() -> None:
 
 
 def test_a_fixed_alpha_is_applied_whatever_it_does() -> None:
-    result = SmoothQuant(alpha=0.5).apply(GraphState(graphs.transformer()), graphs.context(graphs.tokens()))
+    result = apply_pass(SmoothQuant(alpha=0.5), GraphState(graphs.transformer()), graphs.context(graphs.tokens()))
     reasons = {decision.reason.partition(",")[0] for decision in result.decisions if decision.action == "smoothed"}
     assert reasons == {"alpha 0.5"}
 
 
 def test_a_group_with_an_ignored_layer_is_left_and_says_so() -> None:
     model = graphs.transformer()
-    result = SmoothQuant(ignore=("key",)).apply(GraphState(model), graphs.context(graphs.tokens()))
+    result = apply_pass(SmoothQuant(ignore=("key",)), GraphState(model), graphs.context(graphs.tokens()))
     decided = {decision.layer: decision for decision in result.decisions}
     assert decided["key"].reason == "ignore: key"
     assert decided["query"].action == "kept"
     assert "reads embedded with a layer that is kept" in decided["query"].reason
-    nothing = SmoothQuant(ignore=("Linear",)).apply(GraphState(model), graphs.context(graphs.tokens()))
+    nothing = apply_pass(SmoothQuant(ignore=("Linear",)), GraphState(model), graphs.context(graphs.tokens()))
     assert all(decision.action == "kept" for decision in nothing.decisions)
 
 
@@ -162,12 +163,12 @@ def test_bad_values_are_named() -> None:
     feeds = graphs.vectors(6)
     feeds[0]["x"][0, 0] = np.inf
     with pytest.raises(PassError, match="smoothquant: tensor 'x': NaN or Inf"):
-        SmoothQuant().apply(GraphState(model), graphs.context(feeds))
+        apply_pass(SmoothQuant(), GraphState(model), graphs.context(feeds))
     initializer(model, "fc.weight", np.full((6, 4), np.nan, np.float32))
     with pytest.raises(PassError, match="smoothquant: fc: the weight holds NaN or Inf"):
-        SmoothQuant().apply(GraphState(model), graphs.context(graphs.vectors(6)))
+        apply_pass(SmoothQuant(), GraphState(model), graphs.context(graphs.vectors(6)))
     with pytest.raises(PassError, match="no calibration data"):
-        SmoothQuant().apply(GraphState(model), graphs.context([]))
+        apply_pass(SmoothQuant(), GraphState(model), graphs.context([]))
 
 
 def test_check_refuses_what_matches_nothing_and_says_what_it_costs() -> None:
@@ -181,7 +182,7 @@ def test_check_refuses_what_matches_nothing_and_says_what_it_costs() -> None:
 
 def test_equalizing_keeps_the_function_and_evens_the_channels() -> None:
     model, feeds = graphs.residual_cnn(), graphs.images()
-    result = Equalize().apply(GraphState(model), graphs.context(feeds))
+    result = apply_pass(Equalize(), GraphState(model), graphs.context(feeds))
     equalized = {decision.layer for decision in result.decisions if decision.action == "equalized"}
     assert equalized == {"one.conv2", "two.conv2"}  # the others read a tensor that a residual sum reads too
     assert relative(graphs.run(result.model.model, feeds), graphs.run(model, feeds)) < 1e-5
@@ -200,11 +201,11 @@ def test_what_others_see_or_another_pass_rounded_is_not_equalized() -> None:
     feeds = graphs.vectors(4)
 
     def equalized(state: GraphState) -> list[str]:
-        decisions = Equalize().apply(state, graphs.context(feeds)).decisions
+        decisions = apply_pass(Equalize(), state, graphs.context(feeds)).decisions
         return [decision.layer for decision in decisions if decision.action == "equalized"]
 
     assert equalized(GraphState(graphs.build(nodes, weights, {"x": shape}, {"y": shape}))) == ["b"]
     for seen in ("h", "r"):
         assert not equalized(GraphState(graphs.build(nodes, weights, {"x": shape}, {"y": shape, seen: shape})))
     model = graphs.build(nodes, weights, {"x": shape}, {"y": shape})
-    assert not equalized(Int8(targets=("a",)).apply(GraphState(model), graphs.context(feeds)).model)
+    assert not equalized(apply_pass(Int8(targets=("a",)), GraphState(model), graphs.context(feeds)).model)

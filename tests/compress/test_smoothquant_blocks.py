@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from compress.context import PassResult
 from compress.facts import ModelFacts
+from compress.formats.targets import TARGETS
 from compress.passes import SmoothQuant
 from compress.quantize.smooth import search_smoothing
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 
 def outlying(net: nn.Module) -> nn.Module:
@@ -29,7 +30,7 @@ def outlying(net: nn.Module) -> nn.Module:
 
 def applied(**knobs: Any) -> PassResult:
     surroundings = replace(streaming.context(streaming.texts(8)), target=TARGETS["vllm"])
-    return SmoothQuant(**knobs).apply(streaming.streamed(outlying(streaming.llama(layers=2))), surroundings)
+    return apply_pass(SmoothQuant(**knobs), streaming.streamed(outlying(streaming.llama(layers=2))), surroundings)
 
 
 def output(model: Any) -> Tensor:

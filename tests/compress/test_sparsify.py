@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.prune.masks import global_counts, lowest, pruned, wanda_scores
+from compress.prune.masks import choose_zeros, global_counts, lowest, wanda_scores
 from compress.prune.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
 from compress.prune.refit import refit
 from compress.prune.sparsegpt import sparsegpt
@@ -43,7 +43,7 @@ def error(weight: Tensor, found: Tensor, gram: Tensor) -> float:
 
 
 def zeroed(weight: Tensor, scores: Tensor, sparsity: Sparsity, scope: Any = "layer") -> Tensor:
-    return weight.masked_fill(pruned(scores, sparsity, scope), 0.0)
+    return weight.masked_fill(choose_zeros(scores, sparsity, scope), 0.0)
 
 
 def obvious(scores: Tensor, sparsity: Sparsity, scope: str) -> np.ndarray[Any, Any]:
@@ -64,7 +64,7 @@ def obvious(scores: Tensor, sparsity: Sparsity, scope: str) -> np.ndarray[Any, A
 def test_the_lowest_scores_go(sparsity: Sparsity, scope: Any, ties: bool) -> None:
     scores = weight_of(groups=2).abs()
     scores = (scores * 3).round() if ties else scores
-    np.testing.assert_array_equal(pruned(scores, sparsity, scope).numpy(), obvious(scores, sparsity, scope))
+    np.testing.assert_array_equal(choose_zeros(scores, sparsity, scope).numpy(), obvious(scores, sparsity, scope))
 
 
 def test_none_of_them_is_none() -> None:

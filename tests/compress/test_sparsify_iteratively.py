@@ -19,18 +19,19 @@ from streaming import context
 from torch import Tensor, nn
 
 import compress
-import compress.passes.sparsify_iteratively_steps as steps_room
+import compress.work.sparsify_iteratively as steps_room
 from compress.context import PassContext, PassResult
 from compress.distill.rewind import Rewind
 from compress.distill.state import module_state
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
+from compress.formats.targets import TARGETS
 from compress.models.load import LoadedModel
 from compress.passes import SparsifyIteratively
 from compress.passes.loss_terms import LabelsTerm, LogitsTerm
 from compress.prune.lottery import round_shares, set_to_zero, smallest
-from compress.targets import TARGETS
-from runtime.bundle import TensorSpec
+from compress.work import apply_pass
+from runtime.bundle.tensors import TensorSpec
 
 RECIPE = Path(__file__).parents[2] / "recipes/digits-lottery-ticket.yaml"
 TARGET = TARGETS["onnxruntime-cpu"]
@@ -126,7 +127,7 @@ def test_weights_go_back_where_they_were(
     """To the start, to a step of the first training, or nowhere: norms, biases and statistics too, zeros excepted."""
     watch, net = Watch(monkeypatch), noisy(conv_net())
     came = {f"student.{name}": value for name, value in module_state(net).items()}
-    small(rewind=rewind).apply(image_model(net), around())
+    apply_pass(small(rewind=rewind), image_model(net), around())
     assert len(watch.before) == (3 if rewind == "never" else 4)
     if rewind != "never":
         assert all(torch.equal(watch.before[0][name], value) for name, value in came.items())
@@ -143,7 +144,7 @@ def test_weights_go_back_where_they_were(
 def test_the_smallest_of_what_was_trained_go_and_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, of each layer: the lowest magnitudes at the end of the training before, during all steps of the next."""
     watch, net = Watch(monkeypatch), noisy(conv_net())
-    small(scope="layer", rewind=0.0).apply(image_model(net), around())
+    apply_pass(small(scope="layer", rewind=0.0), image_model(net), around())
     for number, share in enumerate(round_shares(0.8, 3), start=1):
         trained = kernel(watch.after[number - 1]).abs().reshape(-1)
         n = round(share * len(trained))
@@ -160,20 +161,20 @@ def zeros(net: ConvNet) -> dict[str, float]:
 
 def test_the_share_is_that_of_all_layers_or_of_each() -> None:
     net = conv_net()
-    result = small(scope="global").apply(image_model(net), around())
+    result = apply_pass(small(scope="global"), image_model(net), around())
     sizes = {name: net.get_submodule(name).weight.numel() for name in MATRICES}  # type: ignore[union-attr, operator]
     n_zero = sum(zeros(net)[name] * sizes[name] for name in MATRICES)
     assert round(n_zero) == round(0.8 * sum(sizes.values()))
     assert len(set(zeros(net).values())) > 1
     assert {name: result.measured[name]["sparsity"] for name in MATRICES} == zeros(net)
     each = conv_net()
-    small(scope="layer", ignore=("fc",)).apply(image_model(each), around())
+    apply_pass(small(scope="layer", ignore=("fc",)), image_model(each), around())
     assert zeros(each) == pytest.approx({"conv1": 0.8, "conv2": 0.8, "fc": 0.0}, abs=0.01)
 
 
 def test_the_report_tells_each_round() -> None:
     net = noisy(conv_net())
-    result = small(rewind=0.25, ignore=("fc",)).apply(image_model(net), around())
+    result = apply_pass(small(rewind=0.25, ignore=("fc",)), image_model(net), around())
     assert [decision.action for decision in result.decisions] == ["sparse", "sparse", "kept"]
     assert result.decisions[0].reason.endswith(
         "its part of 0.8 by magnitude in 3 round(s), the rest rewound to 25% of the training"
@@ -192,7 +193,9 @@ def test_rounds_lose_less_than_everything_at_once() -> None:
     losses = {}
     for rounds in (1, 4):
         more = {"rewind": "never", "scope": "layer", "steps": 60, "batch_size": 16, "learning_rate": 0.02}
-        result = small(rounds=rounds, sparsity=0.9, **more).apply(image_model(conv_net()), around(None, images(96)))
+        result = apply_pass(
+            small(rounds=rounds, sparsity=0.9, **more), image_model(conv_net()), around(None, images(96))
+        )
         losses[rounds] = result.measured["sparsify_iteratively"]["loss_after"]
     assert losses[4] < 0.8 * losses[1]
 
@@ -209,12 +212,12 @@ def test_a_teacher_is_asked_unless_labels_are_all() -> None:
         asked.append(1)
         return image_model(conv_net())
 
-    result = default.apply(image_model(noisy(conv_net())), around(trainset=unlabelled, teacher=teacher))
+    result = apply_pass(default, image_model(noisy(conv_net())), around(trainset=unlabelled, teacher=teacher))
     assert asked == [1] and result.measured["sparsify_iteratively"]["loss_after"] > 0
     with pytest.raises(PassError, match="sparsify_iteratively: there is no teacher"):
-        default.apply(image_model(conv_net()), around())
+        apply_pass(default, image_model(conv_net()), around())
     with pytest.raises(PassError, match=r"sparsify_iteratively: there is no training set; give the recipe data\.train"):
-        labels.apply(image_model(conv_net()), replace(around(), train=None))
+        apply_pass(labels, image_model(conv_net()), replace(around(), train=None))
 
 
 class Interrupted(Exception):
@@ -229,7 +232,7 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     knobs = small(rewind=0.25)
     monkeypatch.setattr(SparsifyIteratively, "course", _saving_always(SparsifyIteratively.course))
     whole = noisy(conv_net())
-    expected = knobs.apply(image_model(whole), around())
+    expected = apply_pass(knobs, image_model(whole), around())
     net, left = noisy(conv_net()), [calls]
 
     def broken_off(steps: Any, text: str) -> Iterator[Any]:
@@ -240,9 +243,9 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
             yield step
 
     with pytest.raises(Interrupted):
-        knobs.apply(image_model(net), replace(around(tmp_path), progress=broken_off))
+        apply_pass(knobs, image_model(net), replace(around(tmp_path), progress=broken_off))
     again = noisy(conv_net())
-    found = knobs.apply(image_model(again), around(tmp_path))
+    found = apply_pass(knobs, image_model(again), around(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
     assert without_seconds(found) == without_seconds(expected)
 
@@ -259,7 +262,9 @@ def test_a_training_that_ends_too_early_has_no_point_to_go_back_to() -> None:
     with pytest.raises(
         PassError, match=r"ended before step 9, to which rewind 0\.75 goes back; use a lower rewind, or"
     ):
-        small(rewind=0.75, patience=1, evaluate_every=1, learning_rate=1e-9).apply(image_model(conv_net()), around())
+        apply_pass(
+            small(rewind=0.75, patience=1, evaluate_every=1, learning_rate=1e-9), image_model(conv_net()), around()
+        )
 
 
 def test_a_state_is_kept_on_disk_once_it_is_reached(tmp_path: Path) -> None:
@@ -278,7 +283,7 @@ def test_a_layer_that_would_be_empty_is_refused() -> None:
     net = conv_net()
     net.conv2.weight.mul_(1e-6)
     with pytest.raises(PassError, match=r"round 1 of 1 leaves none of the weights of conv2; ignore it, take a lower"):
-        small(sparsity=0.9, rounds=1, rewind="never").apply(image_model(net), around())
+        apply_pass(small(sparsity=0.9, rounds=1, rewind="never"), image_model(net), around())
 
 
 FACTS = ModelFacts(

@@ -11,15 +11,16 @@ from streaming import context, llama, streamed, texts
 from torch import Tensor
 
 from compress.blocks import activations
+from compress.formats.schemes import WeightScheme
 from compress.passes import AutoRound, Gptq, Tune
 from compress.passes.sparsify import Sparsify
-from compress.prune.masks import pruned
+from compress.prune.masks import choose_zeros
 from compress.prune.sparsity import Sparsity
 from compress.quantize.fake import FakeWeight, LearnedWeight, ShiftedWeight
 from compress.quantize.gptq import PUBLISHED, Rules, gptq_round, gptq_round_together, invert_hessian, round_columns
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.sparse import LEAST, keep_zeros, zeros_to_keep
-from compress.schemes import WeightScheme
+from compress.work import apply_pass
 
 N = 48
 
@@ -41,7 +42,7 @@ def dense(rows: int = 12, seed: int = 1) -> Tensor:
 
 def sparse(rows: int = 12, seed: int = 1) -> Tensor:
     weight = dense(rows, seed)
-    return weight.masked_fill(pruned(weight.abs()[None], Sparsity.of("2:4"), "row")[0], 0.0)
+    return weight.masked_fill(choose_zeros(weight.abs()[None], Sparsity.of("2:4"), "row")[0], 0.0)
 
 
 def test_a_weight_with_few_zeros_is_dense() -> None:
@@ -112,7 +113,7 @@ def test_learning_moves_no_zero(kind: Any, symmetric: bool) -> None:
         learned.confine()
     values = learned()
     assert (values[weight == 0] == 0).all() and (values[weight != 0] != 0).any()
-    np.testing.assert_array_equal(learned.frozen().dequantize(), values.detach().numpy())
+    np.testing.assert_array_equal(learned.freeze().dequantize(), values.detach().numpy())
     values.square().sum().backward()
     (position,) = learned.rounding()
     assert position.grad is not None and not position.grad.reshape(weight.shape)[weight == 0].any()
@@ -128,11 +129,11 @@ PASSES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", PASSES)
 def test_zeros_stay_through_passes(name: str) -> None:
-    result = Sparsify(pattern="2:4").apply(streamed(llama(layers=2)), context(texts()))
+    result = apply_pass(Sparsify(pattern="2:4"), streamed(llama(layers=2)), context(texts()))
     layers = [one.layer for one in result.decisions if one.action == "sparse"]
     model = result.model
     for one in PASSES[name]:
-        model = one.apply(model, context(texts())).model
+        model = apply_pass(one, model, context(texts())).model
     assert set(model.quantized_layers()) == set(layers)
     for layer in layers:
         before, after = (store.read(f"{layer}.weight") for store in (result.model.store, model.store))

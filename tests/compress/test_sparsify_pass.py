@@ -21,13 +21,14 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.errors import PassError, SourceError
 from compress.facts import LayerFacts, ModelFacts, Structure
-from compress.models.open_streamed import streamed_module
+from compress.formats.targets import TARGETS
+from compress.models.open_streamed import open_streamed_module
 from compress.passes import Awq, Hqq, Rtn
 from compress.passes.sparsify import Sparsify
-from compress.prune.masks import pruned
+from compress.prune.masks import choose_zeros
 from compress.prune.sparsity import Sparsity
 from compress.structure.find import find_structure
-from compress.targets import TARGETS
+from compress.work import apply_pass
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -63,7 +64,7 @@ def conv_net() -> nn.Module:
 
 def streamed_images(net: nn.Module) -> StreamedModel:
     structure = find_structure(copy.deepcopy(net).to("meta"), {"image": torch.zeros(2, 3, 8, 8, device="meta")})
-    return streamed_module(copy.deepcopy(net), structure, {"image": "image"})
+    return open_streamed_module(copy.deepcopy(net), structure, {"image": "image"})
 
 
 def images(n: int = 4) -> list[dict[str, np.ndarray]]:
@@ -72,7 +73,7 @@ def images(n: int = 4) -> list[dict[str, np.ndarray]]:
 
 
 def run(model: StreamedModel, work: Path | None = None, batches: Any = None, **knobs: Any) -> PassResult:
-    return Sparsify(**knobs).apply(model, context(texts() if batches is None else batches, work))
+    return apply_pass(Sparsify(**knobs), model, context(texts() if batches is None else batches, work))
 
 
 def on_images(**knobs: Any) -> PassResult:
@@ -143,7 +144,7 @@ def test_errors_are_those_of_the_outputs() -> None:
         before: Any = layer.weight
         change = before - weight(result, "model.layers.0.self_attn.q_proj")
         scores = before.abs() * x.square().sum(0).sqrt()
-        assert torch.equal(change != 0, pruned(scores[None], Sparsity(0.5), "row")[0])
+        assert torch.equal(change != 0, choose_zeros(scores[None], Sparsity(0.5), "row")[0])
         expected = (x @ change.T).square().sum() / (x @ before.T).square().sum()
     told = result.measured["model.layers.0.self_attn.q_proj"]
     assert told["output_error"] == pytest.approx(float(expected), rel=1e-4)
@@ -165,7 +166,7 @@ def test_global_scope_takes_the_smallest_of_all_layers() -> None:
     knobs = Sparsify.model_validate_json(
         json.dumps({"method": "magnitude", "scope": "global", "sparsity": 0.4, "overrides": [override]})
     )
-    result = knobs.apply(streamed(net), context(texts()))
+    result = apply_pass(knobs, streamed(net), context(texts()))
     layers = [name for name in touched(result) if name != "model.layers.0.mlp.down_proj"]
     assert zeros(result, ["model.layers.0.mlp.down_proj"]) == 0.125
     assert zeros(result, layers) == pytest.approx(0.4, abs=1e-4)
@@ -178,7 +179,7 @@ def test_global_scope_takes_the_smallest_of_all_layers() -> None:
 def test_the_last_override_wins_and_what_is_ignored_stays() -> None:
     overrides = [{"targets": ["Linear"], "sparsity": 0.75}, {"targets": ["re:.*mlp"], "pattern": "1:4"}]
     given = {"pattern": "2:4", "method": "wanda", "ignore": ["re:.*layers.0"], "overrides": overrides}
-    result = Sparsify.model_validate_json(json.dumps(given)).apply(streamed(llama()), context(texts()))
+    result = apply_pass(Sparsify.model_validate_json(json.dumps(given)), streamed(llama()), context(texts()))
     how = {one.layer: (one.action, one.reason) for one in result.decisions}
     assert how["model.layers.0.self_attn.q_proj"] == ("kept", "ignore: re:.*layers.0")
     assert how["model.layers.1.self_attn.q_proj"] == ("sparse", "0.75 by wanda")
@@ -191,7 +192,7 @@ def test_the_last_override_wins_and_what_is_ignored_stays() -> None:
 def test_a_sparse_model_stays_as_it_is() -> None:
     """Zeros go first, and refitting what is not changed changes nothing."""
     once = run(streamed(llama()), method="magnitude", sparsity=0.5)
-    twice = Sparsify(method="magnitude", sparsity=0.5).apply(once.model, context())
+    twice = apply_pass(Sparsify(method="magnitude", sparsity=0.5), once.model, context())
     for name in once.model.store.names():
         assert torch.equal(once.model.store.read(name), twice.model.store.read(name))
 
@@ -206,7 +207,7 @@ def test_a_layer_that_no_row_reaches_goes_by_magnitude_and_is_named() -> None:
     result = run(streamed(with_idle()))
     assert [note.text for note in result.notes] == [f"sparsify: {name}: no calibration data reaches it; by magnitude"]
     idle: Any = with_idle().get_submodule(name)
-    gone = pruned(idle.weight.detach().abs()[None], Sparsity(0.5), "layer")[0]
+    gone = choose_zeros(idle.weight.detach().abs()[None], Sparsity(0.5), "layer")[0]
     assert torch.equal(weight(result, name), idle.weight.detach().masked_fill(gone, 0.0))
     with pytest.raises(PassError, match=f"sparsify: {name}: no calibration data reaches it"):
         run(streamed(with_idle()), strict=True)
@@ -260,7 +261,7 @@ def test_patterns_go_along_channels() -> None:
 @pytest.mark.parametrize("later", [Rtn, Hqq, Awq], ids=lambda kind: kind.__name__)
 def test_zeros_stay_where_weights_are_rounded_one_by_one(later: Any, symmetric: bool) -> None:
     result = run(streamed(llama()), pattern="2:4")
-    rounded = later(group_size=16, symmetric=symmetric).apply(result.model, context(texts()))
+    rounded = apply_pass(later(group_size=16, symmetric=symmetric), result.model, context(texts()))
     layers = touched(result)
     assert set(rounded.model.quantized_layers()) == set(layers)
     for layer in layers:
@@ -278,7 +279,7 @@ def files(work: Path) -> dict[str, bytes]:
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(
     knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.passes import sparsify_blocks
+    from compress.work import sparsify as sparsify_blocks
 
     whole = run(streamed(llama()), tmp_path / "whole", **knobs)
     finish, left = sparsify_blocks._Work.finish, 0

@@ -22,11 +22,12 @@ SHARED = textwrap.dedent("""
     import torch
     torch.set_num_threads(1)
     import test_sparsify_pass as own
-    from compress.blocks.sharing import share
+    from compress.blocks.sharing import share, wait
     own.activations.ROWS = 24
     for name, result in (("llama", own.run(own.streamed(own.llama()))), ("conv", own.on_images())):
         store = result.model.store
         torch.save({one: store.read(one) for one in store.names()}, f"{sys.argv[2]}/{name}-{share().rank}.pt")
+    wait()  # the files are the first process's, and go with it
 """)
 
 

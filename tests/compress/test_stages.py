@@ -10,48 +10,56 @@ import onnx_ir as ir
 import pytest
 from graphs import one_layer
 
-from compress.cache import StepCache
 from compress.context import PassResult
 from compress.errors import ExportError, OutputError
+from compress.execution.cached import _refuse_broken, _save_arrays, example_batch, pass_step
+from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note
 from compress.graph.layers import find_layers
-from compress.inputs import fixed_batch
+from compress.planning.inputs import fixed_batch
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState, Range
-from compress.runner import layer_rows
-from compress.stages import _refuse_broken, _save_arrays, example_batch, pass_step
-from runtime.bundle import TensorSpec
+from compress.store.cache import StepCache
+from compress.work import WORK, apply_pass
+from runtime.bundle.tensors import TensorSpec
 
 
 class Rounding:
     """A pass that counts how often it works."""
 
+    kind = "rounding"
     calls = 0
 
-    def apply(self, model: Any, context: Any) -> PassResult:
-        self.calls += 1
-        graph = one_layer()
-        state = GraphState(
-            graph,
-            integer=["fc"],
-            weights={"fc": round_to_nearest(find_layers(graph)[0].matrix(), 4, 32, False)},
-            biases={"fc": np.arange(8, dtype=np.float32)},
-            ranges={"x": Range(-1.5, 2.0, 2.0)},
-            half="float16",
-            half_kept=["node_y"],
-        )
-        return PassResult(
-            state,
-            (LayerDecision("fc", "Linear", "int8", "because"),),
-            (Note("warning", "look"),),
-            {"fc": {"sqnr_db": 31.5}},
-        )
+
+@pytest.fixture(autouse=True)
+def _work_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORK, "rounding", f"{__name__}:apply_rounding")
+
+
+def apply_rounding(config: Rounding, model: Any, context: Any) -> PassResult:
+    config.calls += 1
+    graph = one_layer()
+    state = GraphState(
+        graph,
+        integer=["fc"],
+        weights={"fc": round_to_nearest(find_layers(graph)[0].matrix(), 4, 32, False)},
+        biases={"fc": np.arange(8, dtype=np.float32)},
+        ranges={"x": Range(-1.5, 2.0, 2.0)},
+        half="float16",
+        half_kept=["node_y"],
+    )
+    return PassResult(
+        state,
+        (LayerDecision("fc", "Linear", "int8", "because"),),
+        (Note("warning", "look"),),
+        {"fc": {"sqnr_db": 31.5}},
+    )
 
 
 def test_a_pass_is_done_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
     store, one = StepCache(tmp_path), Rounding()
     first, second = (pass_step(store, "k", one, None, None) for _ in range(2))  # type: ignore[arg-type]
-    made = Rounding().apply(None, None)
+    made = apply_pass(Rounding(), None, None)
     assert one.calls == 1
     for found in (first, second):
         assert (found.decisions, found.notes, found.measured) == (made.decisions, made.notes, made.measured)

@@ -17,16 +17,16 @@ from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, 
 from torch import nn
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from compress.blocks.materialise import emptied, empty_weights, memory_store, tied_names
+from compress.blocks.materialise import copy_without_weights, empty_weights, memory_store, tied_names
 from compress.blocks.store import Packed, WeightStore
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
 from compress.facts import BlockFacts, Reading, Structure
-from compress.models.open_streamed import streamed_model
+from compress.formats.schemes import PRESETS
+from compress.models.open_streamed import open_streamed_model
 from compress.quantize.rounding import QuantizedWeight
-from compress.schema import ModelSpec
-from compress.schemes import PRESETS
+from compress.specs import ModelSpec
 from compress.structure.find import find_structure
 
 FEEDS: Any = {"input_ids": ((12,), "int64"), "attention_mask": ((12,), "int64"), "token_type_ids": ((12,), "int64")}
@@ -34,7 +34,7 @@ ONE = Structure((BlockFacts("", ()),))
 
 
 def load(folder: Path, task: str = "text-generation", **more: Any) -> StreamedModel:
-    return streamed_model(ModelSpec(source=f"dir:{folder}", task=task, **more), Path(), FEEDS, ONE)  # type: ignore[arg-type]
+    return open_streamed_model(ModelSpec(source=f"dir:{folder}", task=task, **more), Path(), FEEDS, ONE)  # type: ignore[arg-type]
 
 
 def save(net: nn.Module, folder: Path, size: str = "20kB") -> Path:
@@ -181,7 +181,7 @@ def test_factories(factory: str, weights: str | None, note: str | None, tmp_path
     torch.save(net.state_dict(), tmp_path / "w.pt")
     save_file(net.state_dict(), tmp_path / "w.safetensors")
     spec = ModelSpec(source=f"python:{tmp_path}/m.py:{factory}", task="generic", weights=weights)
-    model = streamed_model(spec, tmp_path, {"input": ((8,), "float32")}, ONE)
+    model = open_streamed_model(spec, tmp_path, {"input": ((8,), "float32")}, ONE)
     assert (note is None and not model.notes) or (note is not None and note in model.notes[0])
     x = torch.randn(3, 8)
     with torch.no_grad():
@@ -295,7 +295,7 @@ def test_unknown_names() -> None:
 
 def test_emptied_modules_keep_their_ties_and_buffers() -> None:
     net = llama(tied=True)
-    copy = emptied(net)
+    copy = copy_without_weights(net)
     assert tied_names(copy) == tied_names(net) == {"lm_head.weight": "model.embed_tokens.weight"}
     buffers = dict(copy.named_buffers())
     assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())

@@ -15,14 +15,14 @@ from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, 
 from torch import Tensor, nn
 
 from compress.blocks import activations
-from compress.blocks.materialise import emptied, memory_store
+from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.step import BlockStep
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import BlockFacts, LayerDecision, Note, Reading, Structure
-from compress.models.open_streamed import streamed_model
-from compress.schema import ModelSpec
+from compress.models.open_streamed import open_streamed_model
+from compress.specs import ModelSpec
 
 MODELS: list[Callable[[], nn.Module]] = [llama, bert, gpt2]
 
@@ -227,7 +227,7 @@ def test_a_model_without_a_chain_is_one_step() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval().requires_grad_(False)
     structure = Structure((BlockFacts("", (Reading(("0",)), Reading(("2",)))),))
     batches = [{"x": np.random.default_rng(k).normal(size=(3, 8)).astype(np.float32)} for k in range(4)]
-    model = StreamedModel(lambda: emptied(net), memory_store(net), structure, {"x": "input"})
+    model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "input"})
     stream = Stream(model, context(batches), float_too=True)
     x = torch.from_numpy(np.concatenate([one["x"] for one in batches]))
     for step in stream:
@@ -240,7 +240,7 @@ def test_a_model_without_a_chain_is_one_step() -> None:
 
 
 def round_all_w8(step: BlockStep) -> Callable[[Reading], None]:
-    from compress.schemes import PRESETS
+    from compress.formats.schemes import PRESETS
 
     def act(reading: Reading) -> None:
         for layer in reading.layers:
@@ -289,7 +289,7 @@ def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.Monkey
         )
     )
     batches = [{"x": np.random.default_rng(k).normal(size=(1, 2, 8)).astype(np.float32)} for k in range(6)]
-    model = StreamedModel(lambda: emptied(net), memory_store(net), structure, {"x": "x"})
+    model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
     stream = Stream(model, context(batches), float_too=True)
     for step in stream:
         rows: dict[str, int] = {}
@@ -443,7 +443,7 @@ def test_padding_on_the_left_leaves_no_nan(tmp_path: Path) -> None:
     feeds: Any = dict.fromkeys(("input_ids", "attention_mask"), ((12,), "int64"))
     batches = texts(2, padded=False)
     batches[1]["attention_mask"][0, :5] = 0
-    stream = Stream(streamed_model(spec, tmp_path, feeds, streamed(net).structure), context(batches))
+    stream = Stream(open_streamed_model(spec, tmp_path, feeds, streamed(net).structure), context(batches))
     for step in stream:
         step.lockstep(nothing, nothing)
         assert all(bool(torch.isfinite(out).all()) for out in step.outputs())
@@ -502,7 +502,7 @@ def test_chains_that_are_none(how: str, message: str) -> None:
     net = Wayward(how).eval().requires_grad_(False)
     names = [f"layers.{k}" for k in range(3)]
     structure = Structure(tuple(BlockFacts(name, (Reading((f"{name}.0",)),)) for name in names))
-    model = StreamedModel(lambda: emptied(net), memory_store(net), structure, {"x": "x"})
+    model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
     batches = [{"x": np.ones((2, 4), np.float32)}]
     with pytest.raises(PassError, match=message):
         next(iter(Stream(model, context(batches))))

@@ -17,8 +17,8 @@ import torch
 from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
-from compress.blocks import activations, blockfiles
-from compress.blocks.blockfiles import finished_steps, step_file
+from compress.blocks import activations
+from compress.blocks.blockfiles import read_finished_steps, step_file
 from compress.blocks.step import BlockStep
 from compress.blocks.stream import Stream, result_of
 from compress.blocks.streamed import StreamedModel
@@ -82,6 +82,7 @@ def files(work: Path) -> dict[str, Any]:
     for path in work.glob("*.json"):
         record = json.loads(path.read_text())
         assert set(record.pop("timing")) == {"seconds", "peak_rss_mib"}
+        del record["digest"]
         found[path.name] = record
     return found
 
@@ -102,7 +103,7 @@ def test_raised_at_each_block(make: Any, how: dict[str, Any], lockstep: bool, tm
     assert files(broken) == files(tmp_path / "whole") and len(files(broken)) == 2 * n
     same_results(result, whole)
     same_results(run(model, broken, lockstep, **how), whole)  # nothing is left to do
-    same_results(result_of(model, finished_steps(broken)), whole)
+    same_results(result_of(model, read_finished_steps(broken)), whole)
 
 
 def same_results(one: PassResult, other: PassResult) -> None:
@@ -140,7 +141,18 @@ def damage_other_block(path: Path) -> None:
     record.write_text(record.read_text().replace('"name": "model.layers.1"', '"name": "model.layers.7"'))
 
 
-@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_record, damage_no_record, damage_other_block])
+def damage_number(path: Path) -> None:
+    """Still JSON, still of that form."""
+    record = path.with_suffix(".json")
+    text = record.read_text()
+    record.write_text(text.replace('"peak_rss_mib": ', '"peak_rss_mib": 1'))
+    assert json.loads(record.read_text()) != json.loads(text)
+
+
+DAMAGES = [damage_cut, damage_flip, damage_record, damage_no_record, damage_other_block, damage_number]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
     """And everything after it, because it rests on it."""
     model, work = streamed(llama()), tmp_path / "work"
@@ -161,15 +173,15 @@ def test_finished_results_need_every_step(tmp_path: Path) -> None:
     run(model, tmp_path, True)
     step_file(tmp_path, 2).with_suffix(".json").unlink()
     with pytest.raises(OutputError, match="does not hold every block of a finished pass; run it again"):
-        finished_steps(tmp_path)
+        read_finished_steps(tmp_path)
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(blockfiles.os, "replace", full)
-    with pytest.raises(OutputError, match="No space left on device; finished blocks are kept, run again"):
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OutputError, match="the disk is full; finished steps are kept, free some space and run again"):
         run(streamed(llama()), tmp_path, True)
 
 

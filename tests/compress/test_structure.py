@@ -13,7 +13,7 @@ from torch.nn import functional
 from compress.blocks.folding import fold_scales, norm_weight_offset, source_scales, tie_scales
 from compress.facts import Reading, Structure
 from compress.models.facts import model_facts
-from compress.schema import ModelSpec
+from compress.specs import ModelSpec
 from compress.structure.find import find_structure, one_block
 from compress.structure.sources import n_inputs
 

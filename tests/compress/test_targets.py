@@ -10,9 +10,9 @@ import pytest
 from graphs import facts_of
 
 from compress.facts import BlockFacts, PassPlan, Reading, Structure
+from compress.formats.targets import TARGETS, Format, Target, TargetName
 from compress.passes import Autocast, Fp8, Int8, Pass, Rtn
 from compress.passes.kv_cache import KvCache
-from compress.targets import TARGETS, Format, Target, TargetName
 
 ONE_BLOCK = Structure((BlockFacts("", (Reading(("projection",), "value", "value", 1, 8),)),))
 PASS_FOR: dict[str, Pass] = {
@@ -61,10 +61,10 @@ def test_every_fact_reaches_the_plan(name: str, one: str) -> None:
         assert len(in_problems) == 1
         assert not in_notes
         assert in_problems[0].startswith(f"{PASS_FOR[one].kind}: target {name} ")
-        assert PASS_FOR[one].refused_by(target) == in_problems[0]
+        assert PASS_FOR[one].explain_refusal(target) == in_problems[0]
     else:
         assert not found.problems
-        assert PASS_FOR[one].refused_by(target) is None
+        assert PASS_FOR[one].explain_refusal(target) is None
         assert [note.level for note in in_notes] == ["slow" if fact.verdict == "slow" else "info"]
         assert in_notes[0].text.startswith(f"{name}: {one}: ")
 

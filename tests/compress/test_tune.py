@@ -21,17 +21,17 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
+from compress.formats.schemes import PRESETS, Scheme, WeightScheme
+from compress.formats.targets import TARGETS
 from compress.passes import tune as tune_record
-from compress.passes.learning_parts import float_module, samples
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
-from compress.passes.tune_steps import END, apply_tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
 from compress.quantize.learn import Course, learn
-from compress.quantize.lessons import arranged, divergence, relative_error, softened
+from compress.quantize.lessons import arrange_batches, divergence, relative_error, soften_logits
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.tune import student_of, tune_module, vectors
-from compress.schemes import PRESETS, Scheme, WeightScheme
-from compress.targets import TARGETS
+from compress.work.learning import float_module, samples
+from compress.work.tune import END, apply_tune
 
 W2 = Scheme(WeightScheme(2, 16))
 GRIDS = [(2, 16, True), (3, -1, True), (4, 8, False), (8, 0, True), (2, 16, False)]
@@ -56,6 +56,20 @@ def in_two_bits(model: StreamedModel, scheme: Scheme = W2) -> StreamedModel:
             if type(module).__name__ in ("Linear", "Conv1D") and layer != "lm_head":
                 step.put(layer, nearest(step.matrix(layer), scheme), scheme)
     return stream.result().model
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1.0, 1e30])
+@pytest.mark.parametrize("layer", ["model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj"])
+def test_a_model_with_a_layer_of_extremes_is_tuned(layer: str, size: float) -> None:
+    net = llama(layers=1)
+    weight = net.get_submodule(layer).weight.data
+    weight.copy_(torch.full_like(weight, size) if size == 1 else weight * size * 10)
+    result = apply_tune(Tune(steps=2, block_steps=2, blockwise=True), in_two_bits(streamed(net)), context(texts(3)))
+    for name in result.model.quantized_layers():
+        found = result.model.store.quantized(name)
+        assert found is not None and np.isfinite(found.dequantize()).all() and (found.scales != 0).all()
+    for numbers in result.measured.values():
+        assert np.isfinite([value for key, value in numbers.items() if key.endswith("loss")]).all()
 
 
 def small_net(seed: int = 0) -> nn.Module:
@@ -101,7 +115,7 @@ def test_it_starts_as_what_it_was_given(kind: Any, grid: tuple[int, int, bool]) 
     start = rounded(weight, *grid)
     for before in (weight, None, weight * 10):
         fake = kind(start, before)
-        assert same(fake.frozen(), start)
+        assert same(fake.freeze(), start)
         np.testing.assert_array_equal(fake().detach().numpy(), start.dequantize())
 
 
@@ -115,7 +129,7 @@ def test_what_is_learned_with_is_what_is_stored(kind: Any, grid: tuple[int, int,
         for parameter in [*fake.rounding(), *fake.scaling()]:
             parameter.add_(torch.randn(parameter.shape, generator=generator))
     fake.confine()
-    found, (low, high) = fake.frozen(), level_range(fake.start)
+    found, (low, high) = fake.freeze(), level_range(fake.start)
     np.testing.assert_array_equal(fake().detach().numpy(), found.dequantize())
     assert found.values.dtype == fake.start.values.dtype and found.values.min() >= low and found.values.max() <= high
     assert found.scales.shape == fake.start.scales.shape and found.scales.dtype == np.float32
@@ -159,7 +173,7 @@ def test_what_is_not_made_of_integers_is_refused() -> None:
 
 def test_the_divergence_is_torchs() -> None:
     logits, other = torch.randn(7, 11, requires_grad=True), torch.randn(7, 11)
-    ours = divergence(logits, *softened(other))
+    ours = divergence(logits, *soften_logits(other))
     (gradient,) = torch.autograd.grad(ours, logits)
     theirs = nn.functional.kl_div(logits.log_softmax(-1), other.log_softmax(-1), log_target=True, reduction="batchmean")
     (expected,) = torch.autograd.grad(theirs, logits)
@@ -172,13 +186,13 @@ def test_samples_are_put_together_by_length() -> None:
     lengths = [5, 2, 7, 3, 4]
     taken = samples([{"ids": np.arange(12)[None], "m": (np.arange(12) < n).astype(np.int64)[None]} for n in lengths],
                     {"ids": "input_ids", "m": "attention_mask"})  # fmt: skip
-    batches = arranged(taken, 2)
+    batches = arrange_batches(taken, 2)
     assert [batch["attention_mask"].sum(1).tolist() for batch in batches] == [[2, 3], [4, 5], [7]]
     assert batches[0]["input_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
     left = {"input_ids": torch.arange(4)[None], "attention_mask": torch.tensor([[0, 0, 1, 1]])}
-    assert arranged([left], 2)[0]["input_ids"].tolist() == [[2, 3]]
+    assert arrange_batches([left], 2)[0]["input_ids"].tolist() == [[2, 3]]
     images = [{"x": torch.zeros(1, 3, n)} for n in (4, 4, 5)]
-    assert [batch["x"].shape for batch in arranged(images, 4)] == [(2, 3, 4), (1, 3, 5)]
+    assert [batch["x"].shape for batch in arrange_batches(images, 4)] == [(2, 3, 4), (1, 3, 5)]
 
 
 @pytest.mark.parametrize("kind", ["kl", "hidden"])
@@ -377,8 +391,10 @@ def test_the_plan() -> None:
     plan = Tune(kind="tune").check(facts(5.0), target)
     assert not plan.problems and {d.action for d in plan.decisions} == {"tuned"}
     assert any("learned end to end" in note.text for note in plan.notes)
-    plan = Tune(kind="tune", bits=4, group_size=32).check(facts(5.0), target)
+    plan = Tune(kind="tune", bits=3, group_size=32).check(facts(5.0), target)
     assert plan.problems == ("tune: an earlier pass has rounded the layers; leave bits, group_size out",)
+    plan = Tune(kind="tune", scheme="W2A16").check(facts(5.0), target)
+    assert plan.problems == ("tune: an earlier pass has rounded the layers; leave scheme out",)
     plan = Tune(kind="tune", targets=(up(1),)).check(facts(5.0), target)
     assert [d.action for d in plan.decisions] == ["kept", "tuned"]
     assert "no quantized layer is left" in Tune(kind="tune", ignore=("Linear",)).check(facts(5.0), target).problems[0]
@@ -395,7 +411,7 @@ SCRIPT = textwrap.dedent("""
     torch.set_num_threads(1)
     from streaming import context, llama, streamed, texts
     from test_tune import END, in_two_bits, Tune, apply_tune
-    from compress.blocks.sharing import gathered, share
+    from compress.blocks.sharing import gather_from_processes, share
     out = Path(sys.argv[2])
     before = in_two_bits(streamed(llama(layers=2)))
     found = {}
@@ -403,7 +419,7 @@ SCRIPT = textwrap.dedent("""
         knobs = Tune(kind="tune", steps=5, block_steps=4, batch_size=3, blockwise=blockwise, loss="kl", held_out=0.3)
         result = apply_tune(knobs, before, context(texts(7)))
         digest = sum(float(result.model.store.read(name).double().abs().sum()) for name in result.model.store.names())
-        assert len(set(gathered(digest))) == 1
+        assert len(set(gather_from_processes(digest))) == 1
         found[str(blockwise)] = [result.measured[END]["start_loss"], result.measured[END]["end_loss"]]
     if share().rank == 0:
         (out / "found.json").write_text(json.dumps(found))

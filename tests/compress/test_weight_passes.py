@@ -11,12 +11,13 @@ from graphs import facts_of
 from pydantic import ValidationError
 
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.formats.schemes import PRESETS
+from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
+from compress.passes.autoround import AutoRound
 from compress.passes.awq import Awq
 from compress.passes.hqq import Hqq
-from compress.passes.weight_rules import described, fitted, format_of
-from compress.schemes import PRESETS
-from compress.targets import TARGETS
+from compress.passes.weight_rules import describe_scheme, fit_group_size, format_of
 
 CPU, VLLM, ANY = TARGETS["onnxruntime-cpu"], TARGETS["vllm"], TARGETS["transformers"]
 ATTENTION, MLP = "layers.0.attention", "layers.0.mlp"
@@ -40,17 +41,17 @@ def decoder(ffn: int = 172, **bits: float) -> ModelFacts:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_taken_by_its_name_in_any_case(name: str) -> None:
-    assert Rtn(scheme=name.lower()).wanted(layer("a")) == PRESETS[name]
+    assert Rtn(scheme=name.lower()).find_scheme(layer("a")) == PRESETS[name]
     assert format_of(PRESETS[name]) in ANY.formats
-    assert not Gptq(scheme=name).check(decoder(256), ANY).problems
+    assert not Rtn(scheme=name).check(decoder(256), ANY).problems
 
 
 def test_without_a_scheme_groups_are_of_32() -> None:
-    assert described(Rtn(bits=3, symmetric=False).wanted(layer("a"))) == "W3A16_ASYM, group 32"
-    assert described(Rtn(scheme="W4A16").wanted(layer("a"))) == "W4A16, group 128"
-    assert described(Rtn(scheme="W4A16", group_size=64).wanted(layer("a"))) == "W4A16, group 64"
-    assert described(Rtn(scheme="W8A8").wanted(layer("a"))) == "W8A8, per channel"
-    assert described(Rtn(scheme="FP8").wanted(layer("a"))) == "FP8, one scale"
+    assert describe_scheme(Rtn(bits=3, symmetric=False).find_scheme(layer("a"))) == "W3A16_ASYM, group 32"
+    assert describe_scheme(Rtn(scheme="W4A16").find_scheme(layer("a"))) == "W4A16, group 128"
+    assert describe_scheme(Rtn(scheme="W4A16", group_size=64).find_scheme(layer("a"))) == "W4A16, group 64"
+    assert describe_scheme(Rtn(scheme="W8A8").find_scheme(layer("a"))) == "W8A8, per channel"
+    assert describe_scheme(Rtn(scheme="FP8").find_scheme(layer("a"))) == "FP8, one scale"
 
 
 def test_an_unknown_scheme_is_refused() -> None:
@@ -62,7 +63,7 @@ def test_overrides_have_schemes_and_signs_of_their_own() -> None:
     first = {"targets": ("re:.*mlp",), "scheme": "w8a16_asym"}
     second = {"targets": ("re:.*down",), "group_size": 16}
     one = Rtn(scheme="W4A16", group_size=32, overrides=(first, second, {"targets": ("lm_head",), "symmetric": False}))
-    said = {name: described(one.wanted(layer(name))) for name in ("q", "mlp.up", "mlp.down", "lm_head")}
+    said = {name: describe_scheme(one.find_scheme(layer(name))) for name in ("q", "mlp.up", "mlp.down", "lm_head")}
     assert said == {
         "q": "W4A16, group 32",
         "mlp.up": "W8A16_ASYM, per channel",
@@ -92,7 +93,7 @@ def test_ignoring_every_layer_is_refused() -> None:
     [(32, 128, (), 32), (32, 172, (), 43), (128, 172, (), 86), (32, 172, (32, 64), -1), (128, 96, (32, 64, 128), 32)],
 )
 def test_a_fitted_group_divides(size: int, inputs: int, kernels: tuple[int, ...], expected: int) -> None:
-    assert fitted(size, inputs, kernels) == expected
+    assert fit_group_size(size, inputs, kernels) == expected
 
 
 def test_a_group_that_does_not_divide_is_fitted_and_named() -> None:
@@ -177,6 +178,12 @@ def test_where_a_pass_works_depends_on_the_source() -> None:
 def test_integers_of_their_own_alone(one: Any) -> None:
     problems = one.check(decoder(256), ANY).problems
     assert any(text.startswith(f"{one.kind}: {one.scheme}: ") for text in problems)
+
+
+@pytest.mark.parametrize("one", [Gptq(scheme="FP8_DYNAMIC"), AutoRound(scheme="FP8")])
+def test_what_rounds_to_integers_refuses_float8(one: Any) -> None:
+    text = f"{one.kind}: {one.scheme} is no integer grid, and this pass rounds to one; use rtn"
+    assert one.check(decoder(256), ANY).problems == (text,)
 
 
 def test_awq_needs_a_module_that_takes_a_scale_and_may_leave_weights_float() -> None:

@@ -9,21 +9,30 @@ from typing import Any
 import pytest
 from makers import REPOSITORY, apply, cli, image_recipe
 
-from runtime.probe import Probe
+from compress.models.fresh_reader import answer
+from runtime.measure.probe import Probe
 
 
 @pytest.fixture(autouse=True)
 def quick_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge on the main backend alone and without the probes of load time and memory, which each take a process."""
-    monkeypatch.setattr("runtime.validate.available_others", lambda manifest, main: ())
-    monkeypatch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+    monkeypatch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
+    monkeypatch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def read_back_here() -> Iterator[None]:
+    """Load checkpoints back in this process: the one of their own, which takes seconds, has its test elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compress.export.loading_back.ask", lambda work, seconds: answer(work))
+        yield
 
 
 @pytest.fixture(scope="module")
 def unprobed() -> Iterator[None]:
     """Without these probes, for the bundles that the tests of a module share."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
         yield
 
 
@@ -52,7 +61,7 @@ def bundle(net: tuple[Path, dict[str, Any]], cache: Path, tmp_path_factory: pyte
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The bundle of recipes/quickstart.yaml by the real command, its speed gate made lenient, and what was printed."""
     folder = tmp_path_factory.mktemp("quickstart")
-    speed = ["--set", "validate.gates.3.min_speedup=0.001", "--set", "validate.benchmark.iterations=20"]
+    speed = ["--set", "validate.gates.3.min_speedup=0.001", "--set", "validate.benchmark.iterations=40"]
     recipe = str(REPOSITORY / "recipes/quickstart.yaml")
     done = cli(["apply", recipe, "--out", "out/q", "--cache", "cache", *speed], folder)
     assert done.returncode == 0, done.stderr

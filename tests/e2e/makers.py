@@ -15,7 +15,7 @@ import numpy as np
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
-MEASURED = ("compress.log", "report.json", "report.md", "report.steps.json", "report.xml")
+MEASURED = ("compress.log", "host.json", "report.json", "report.md", "report.steps.json", "report.xml")
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}
 """Benchmark settings under which nothing about speed can be said, which no test here does."""
 
@@ -59,8 +59,8 @@ def changed(recipe: dict[str, Any], **parts: Any) -> dict[str, Any]:
 
 def apply(recipe: dict[str, Any], out: Path, cache: Path, root: Path | None = None) -> Any:
     """Run a recipe that stands in `root` (default: beside `out`); the report."""
-    from compress.recipe import load_recipe
-    from compress.runner import apply_recipe
+    from compress.execution.run import apply_recipe
+    from compress.recipe.load import load_recipe
 
     out.parent.mkdir(parents=True, exist_ok=True)
     file = write_recipe((root or out.parent) / f"{out.name}.yaml", recipe)
@@ -69,8 +69,8 @@ def apply(recipe: dict[str, Any], out: Path, cache: Path, root: Path | None = No
 
 def plan(recipe: dict[str, Any], root: Path, cache: Path) -> Any:
     """The plan of a recipe that stands in `root`."""
-    from compress.planner import make_plan
-    from compress.recipe import load_recipe
+    from compress.planning.make_plan import make_plan
+    from compress.recipe.load import load_recipe
 
     return make_plan(load_recipe(write_recipe(root / "planned.yaml", recipe)), cache)
 
@@ -145,7 +145,7 @@ def write_texts(path: Path, n: int, pairs: bool = False, seed: int = 0) -> Path:
 
 
 def bundle_bytes(bundle: Path) -> dict[str, str]:
-    """Relative name -> sha256 of every file that is not a measurement."""
+    """Relative name -> sha256 of every file that is not a measurement, or of one machine."""
     files = [path for path in bundle.rglob("*") if path.is_file()]
     names = {path.relative_to(bundle).as_posix(): path for path in files}
     return {name: sha256(path.read_bytes()).hexdigest() for name, path in names.items() if name not in MEASURED}

@@ -14,8 +14,8 @@ from makers import REPOSITORY, changed, write_recipe
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
-from compress.planner import make_plan
-from compress.recipe import load_recipe
+from compress.planning.make_plan import make_plan
+from compress.recipe.load import load_recipe
 
 Net = tuple[Path, dict[str, Any]]
 QUICKSTART = str(REPOSITORY / "recipes/quickstart.yaml")

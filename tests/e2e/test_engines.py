@@ -12,15 +12,15 @@ from makers import REPOSITORY, apply, changed, cli, plan
 from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
 import compress
-from compress.compile import compile_bundle
+from compress.commands.compile import compile_bundle
 from compress.errors import ExportError, PlanError
-from compress.recipe import load_recipe
-from runtime.bundle import read_manifest, verify
+from compress.recipe.load import load_recipe
+from runtime.bundle.format import read_manifest, verify
 
 RTX = {"kind": "tensorrt-rtx", "compute_capabilities": ["8.6", "12.0"]}
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None,
-    reason="TensorRT for RTX is not installed: pip install 'compress[tensorrt-rtx]'",
+    reason="TensorRT for RTX is not installed: pip install '.[tensorrt-rtx]'",
 )
 
 
@@ -110,7 +110,9 @@ def test_speed_is_not_judged_on_another_runtime(net: tuple[Path, dict[str, Any]]
 def test_where_it_cannot_be_compiled_the_order_waits(
     net: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.engine.compile._library_trouble", lambda runtime: f"{runtime} is not installed")
+    monkeypatch.setattr(
+        "compress.engine.compile._explain_library_trouble", lambda runtime: f"{runtime} is not installed"
+    )
     recipe = engines(net, passes=[{"kind": "equalize"}, {"kind": "int8"}], validate={"gates": []})
     made = plan(recipe, net[0], cache)
     assert any("finishes it on the target machine" in note.text for note in made.notes)
@@ -120,8 +122,8 @@ def test_where_it_cannot_be_compiled_the_order_waits(
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         return
     with monkeypatch.context() as broken:
-        broken.setattr("compress.engine.compile._library_trouble", lambda runtime: "")
-        broken.setattr("compress.compile.validate", lambda path: 1 / 0)
+        broken.setattr("compress.engine.compile._explain_library_trouble", lambda runtime: "")
+        broken.setattr("compress.commands.compile.validate", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compile_bundle(tmp_path / "b")
     assert verify(tmp_path / "b").waiting()  # it is as it was

@@ -18,7 +18,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("architectures")
     for name in ARCHITECTURES:
         language_folder(folder / name, name, hidden_size=128, intermediate_size=256)
-    write_texts(folder / "texts.jsonl", 24, length=40)
+    write_texts(folder / "texts.jsonl", 72, length=40)
     return folder
 
 
@@ -29,7 +29,7 @@ def overrides(models: Path, path: Path) -> list[str]:
         "preprocess.max_length=64",
         "preprocess.pack=20",
         f"data.calibration={{source: '{texts}', samples: 12}}",
-        f"data.evaluation={{source: '{texts}', skip: 12, samples: 12}}",
+        f"data.evaluation={{source: '{texts}', skip: 12, samples: 60}}",
         "validate={gates: [{metric: nll, max: 20}, {metric: size_ratio, min: 1}]}",
         *(f"validate.benchmark.{name}={value}" for name, value in QUICK_DECODING.items()),
     ]
@@ -37,8 +37,8 @@ def overrides(models: Path, path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_plans_on_a_tiny_model_of_its_architecture(path: Path, models: Path, tmp_path: Path) -> None:
-    from compress.planner import make_plan
-    from compress.recipe import load_recipe
+    from compress.planning.make_plan import make_plan
+    from compress.recipe.load import load_recipe
 
     plan = make_plan(load_recipe(path, overrides(models, path)), tmp_path)
     assert plan.after.n_bytes < plan.before.n_bytes
@@ -51,8 +51,8 @@ def test_every_architecture_has_recipes() -> None:
 
 @pytest.mark.parametrize("name", ["llama-w8a8-smoothquant", "qwen-w4a16-awq-gptq", "gemma-fp8-kv8", "phi-w4a16-gptq"])
 def test_a_recipe_runs_on_a_tiny_model(name: str, models: Path, tmp_path: Path, quick_judge: None) -> None:
-    from compress.recipe import load_recipe
-    from compress.runner import apply_recipe
+    from compress.execution.run import apply_recipe
+    from compress.recipe.load import load_recipe
 
     path = REPOSITORY / f"recipes/llm/{name}.yaml"
     report = apply_recipe(load_recipe(path, overrides(models, path)), tmp_path / "out", tmp_path / "c", True)

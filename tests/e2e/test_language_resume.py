@@ -24,10 +24,11 @@ import json, os, signal, sys
 from pathlib import Path
 import torch, onnxruntime, onnxscript, transformers
 from transformers import LlamaForCausalLM
-import compress.blocks.stream, compress.runner
-import compress.export.bundle, compress.passes.gptq_steps, compress.passes.autoround_steps, compress.passes.awq_steps
-from compress.recipe import load_recipe
-from runtime.report import Report, Side
+import compress.blocks.stream, compress.execution.run
+import compress.export.bundle, compress.work.gptq, compress.work.autoround, compress.work.awq
+from compress.recipe.load import load_recipe
+from runtime.report.report import Report
+from runtime.report.render import Side
 
 torch.set_num_threads(1)
 real_write = compress.blocks.stream.write_step
@@ -53,12 +54,12 @@ def arm(kill):
             die()
         return path
     compress.blocks.stream.write_step = write
-    compress.runner.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+    compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     return calls
 
 def run(task):
     calls = arm(task["kill"])
-    compress.runner.apply_recipe(load_recipe(task["recipe"]), Path(task["out"]), Path(task["cache"]), quiet=True)
+    compress.execution.run.apply_recipe(load_recipe(task["recipe"]), Path(task["out"]), Path(task["cache"]), quiet=True)
     Path(task["done"]).write_text(str(len(calls)))
 
 for line in sys.stdin:

@@ -14,13 +14,13 @@ import pytest
 from makers import apply, changed, cli
 from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
-from compress.parity import bundle_parity
+from compress.commands.parity import bundle_parity
 from runtime import open_bundle
 from runtime.backends import BACKENDS, find_backend
-from runtime.bundle import verify
-from runtime.engine import ENGINES
-from runtime.gpu import gpu_here
-from runtime.kv_cache import Decoder
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.format import verify
+from runtime.decode.kv_cache import Decoder
+from runtime.nvidia.gpu import gpu_here
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,7 +110,7 @@ def test_a_bundle_is_finished_here(
 ) -> None:
     needs(runtime)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("compress.engine.compile._library_trouble", lambda name: f"{name} is not installed")
+        elsewhere.setattr("compress.engine.compile._explain_library_trouble", lambda name: f"{name} is not installed")
         apply(engine_recipe(net, runtime, "int8"), tmp_path / "b", cache, net[0])
     done = cli(["compile", str(tmp_path / "b"), "--json"], tmp_path)
     assert done.returncode == 0, done.stderr

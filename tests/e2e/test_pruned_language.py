@@ -37,6 +37,6 @@ def test_a_configuration_that_cannot_say_it_is_named(cache: Path, tmp_path: Path
     apply(language_recipe(tmp_path, [only_first], export=BOTH), tmp_path / "out", cache, tmp_path)
     rows = json.loads((tmp_path / "out/layers.json").read_text())
     notes = [row["reason"] for row in rows if row["type"] == "note"]
-    assert any("no config.json describes the pruned model (of LlamaForCausalLM" in text for text in notes)
+    assert any("no config.json describes the pruned LlamaForCausalLM (none gives" in text for text in notes)
     record = json.loads((tmp_path / "out/checkpoint/shapes.json").read_text())
     assert record["tensors"]["model.layers.0.mlp.down_proj.weight"] == [64, 64]

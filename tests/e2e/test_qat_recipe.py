@@ -16,8 +16,8 @@ from test_language import BOTH, CHECKPOINT, EXACT, ROUNDED, actions, load_checkp
 from tiny_lm import language_folder, language_recipe, write_texts
 
 from compress.errors import PlanError
-from compress.planner import make_plan
-from compress.recipe import load_recipe
+from compress.planning.make_plan import make_plan
+from compress.recipe.load import load_recipe
 
 QAT: dict[str, Any] = {"kind": "qat", "scheme": "W4A16", "group_size": 32, "steps": 6, "batch_size": 8}
 

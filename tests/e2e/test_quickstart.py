@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from runtime.bundle import verify
+from compress.cli import app
+from runtime.bundle.format import verify
 
 FILES = {
     "README.md",
     "baseline/model.onnx",
     "compress.log",
+    "host.json",
     "evaluation/baseline_outputs.npz",
     "evaluation/samples.npz",
     "layers.json",
@@ -84,8 +87,16 @@ def test_the_lock_names_what_went_in(quickstart: tuple[Path, str]) -> None:
     assert len(lock["model"]["digest"]) == len(lock["steps"]["float"]) == 64
 
 
-def test_the_recipe_in_the_bundle_is_the_one_that_was_applied(quickstart: tuple[Path, str]) -> None:
-    from compress.recipe import load_recipe
+def test_the_recipe_in_the_bundle_is_the_one_that_was_applied(
+    quickstart: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compress.recipe.load import load_recipe
 
-    recipe = load_recipe(quickstart[0] / "recipe.yaml")
+    file = quickstart[0] / "recipe.yaml"
+    recipe = load_recipe(file)
     assert recipe.name == "quickstart-digits" and recipe.validate_.gates[3].min_speedup == 0.001
+    monkeypatch.chdir(tmp_path)
+    cache = quickstart[0].parents[1] / "cache"
+    planned = CliRunner().invoke(app, ["plan", str(file), "--cache", str(cache), "--json"])
+    assert planned.exit_code == 0, planned.output
+    assert all(step["cached"] for step in json.loads(planned.stdout)["steps"])

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
-from compress.output import reserved
-from runtime.bundle import canonical_json
+from compress.store.output import reserve_output
+from runtime.bundle.format import canonical_json
 
 Net = tuple[Path, dict[str, Any]]
 RTN = {"kind": "rtn", "targets": ["Linear"]}
@@ -262,7 +262,7 @@ class Bomb:
 def test_two_runs_of_one_output(net: Net) -> None:
     out = Path("out/b").resolve()
     for _ in range(2):  # a refused run leaves the lock in place
-        with reserved(out):
+        with reserve_output(out):
             refused = [run("apply", net[1]) for _ in range(2)]
         for done in refused:
             assert (done.exit_code, done.stderr) == (
@@ -274,8 +274,8 @@ def test_two_runs_of_one_output(net: Net) -> None:
 @pytest.mark.parametrize(
     ("out", "said"),
     [
-        ("net.py/b", "net.py: cannot be written: "),
-        ("/proc/nobody/b", "/proc/nobody: cannot be written: "),
+        ("net.py/b", "net.py: cannot be read or written: "),
+        ("/proc/nobody/b", "/proc/nobody: cannot be read or written: "),
         ("net.py", "net.py: a file; --out names a folder"),
         ("mine", "mine: holds other things than a whole bundle; choose another --out or empty it"),
         (".", "here: the working directory lies in it"),
@@ -298,14 +298,19 @@ def test_what_was_added_to_a_bundle_is_not_lost(net: Net, bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", ["compress.stages.write_graph", "compress.export.bundle.write_samples", "runtime.validate.write_report"]
+    "stage",
+    [
+        "compress.execution.cached.write_graph",
+        "compress.export.bundle.write_samples",
+        "runtime.judge.validate.write_report",
+    ],
 )
 def test_a_full_disk(net: Net, bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", "/some/file")
 
     shutil.copytree(bundle, "out/b")
-    if "stages" not in stage:
+    if "cached" not in stage:
         shutil.copytree(cache, "cache")
     monkeypatch.setattr(stage, full)
     done = run("apply", net[1], "--quiet")

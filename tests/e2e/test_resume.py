@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from makers import bundle_bytes, write_recipe
 
-from compress.cache import StepCache
-from runtime.bundle import verify
+from compress.store.cache import StepCache
+from runtime.bundle.format import verify
 
 Net = tuple[Path, dict[str, Any]]
 
@@ -24,14 +24,15 @@ SERVER = '''
 import json, os, signal, sys
 from pathlib import Path
 import torch, onnxruntime, onnxscript
-import compress.cache, compress.export.bundle, compress.runner
-from compress.recipe import load_recipe
-from runtime.report import Report, Side
+import compress.store.cache, compress.export.bundle, compress.execution.run
+from compress.recipe.load import load_recipe
+from runtime.report.report import Report
+from runtime.report.render import Side
 
 example = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 3)).eval()
 torch.onnx.export(example, (torch.zeros(2, 1, 8, 8),), dynamo=True, verbose=False)  # imports a good deal more
 
-real_put, real_rename = compress.cache.StepCache.put, os.rename
+real_put, real_rename = compress.store.cache.StepCache.put, os.rename
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -46,24 +47,24 @@ def arm(point, n):
         return real_put(self, key, half if point == "write" and len(puts) == n else write)
     def rename(source, target):
         source = Path(source)
-        if point == "finish" and len(puts) == n and source.name.startswith(".draft-"):
+        if point == "finish" and len(puts) == n and source.parent.name.startswith(".draft-"):
             die()
-        if point == "publish" and source.name.endswith(".partial"):
+        if point == "publish" and source.parent.name.endswith(".partial") and source.name == "new":
             die()
         real_rename(source, target)
-        if point == "published" and source.name.endswith(".partial"):
+        if point == "published" and source.parent.name.endswith(".partial") and source.name == "new":
             die()
-    compress.cache.StepCache.put, os.rename = put, rename
-    compress.runner.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+    compress.store.cache.StepCache.put, os.rename = put, rename
+    compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     if point == "assemble":
         compress.export.bundle.write_bundle = die
     if point == "judge":
-        compress.runner.validate = die
+        compress.execution.run.validate = die
     return puts
 
 def run(task):
     puts = arm(task["point"], task["n"])
-    compress.runner.apply_recipe(load_recipe(task["recipe"]), Path(task["out"]), Path(task["cache"]), quiet=True)
+    compress.execution.run.apply_recipe(load_recipe(task["recipe"]), Path(task["out"]), Path(task["cache"]), quiet=True)
     Path(task["done"]).write_text(str(len(puts)))
 
 for line in sys.stdin:
@@ -152,7 +153,7 @@ def test_a_killed_run_goes_on_from_its_last_finished_step(
 ) -> None:
     runs.killed(point, n)
     assert not runs.out.exists() and not complaints(runs.cache)
-    assert runs.out.with_name("b.compress.log").is_file()
+    assert runs.out.with_name(".b.partial").joinpath("new/compress.log").is_file()
     assert runs.finished() == left
     assert bundle_bytes(runs.out) == bundle_bytes(unbroken.out)
     assert [path.name for path in runs.out.parent.iterdir()] == ["b"]
@@ -163,8 +164,8 @@ def test_an_earlier_bundle_outlives_a_killed_run(runs: Runs, unbroken: Runs, poi
     shutil.copytree(unbroken.out, runs.out)
     shutil.copytree(unbroken.cache, runs.cache)
     runs.killed(point)
-    left = runs.out if runs.out.exists() else runs.out.with_name(".b.previous")
-    assert left.name == ("b" if point != "publish" else ".b.previous")
+    left = runs.out if runs.out.exists() else runs.out.with_name(".b.partial") / "old"
+    assert left.name == ("b" if point != "publish" else "old")
     verify(left)
     assert runs.finished() == 0
     assert bundle_bytes(runs.out) == bundle_bytes(unbroken.out)

@@ -52,7 +52,7 @@ def test_python_factory_of_a_package(tmp_path: Path, cache: Path) -> None:
 
 
 def test_bfloat16_is_judged_where_it_runs(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'compress[openvino]'")
+    pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install '.[openvino]'")
     gates = {"gates": [{"metric": "top1", "max_drop": 0.5}], "benchmark": QUICK}
     recipe = changed(net[1], passes=[{"kind": "autocast", "dtype": "bfloat16"}], target="openvino", validate=gates)
     report = apply(recipe, tmp_path / "b", tmp_path / "cache", net[0])
@@ -164,7 +164,7 @@ def test_onnx_as_torch_exports_it_in_its_own_words(cache: Path, tmp_path: Path) 
         verbose=False,
     )
     rng = np.random.default_rng(0)
-    arrays = {"first": rng.normal(size=(80, 16)), "second": rng.normal(size=(80, 8))}
+    arrays = {"first": rng.normal(size=(160, 16)), "second": rng.normal(size=(160, 8))}
     np.savez(tmp_path / "d.npz", **{name: array.astype(np.float32) for name, array in arrays.items()})
     recipe: dict[str, Any] = {
         "version": 1,
@@ -172,7 +172,7 @@ def test_onnx_as_torch_exports_it_in_its_own_words(cache: Path, tmp_path: Path) 
         "model": {"source": "onnx:two.onnx", "task": "generic"},
         "data": {
             "calibration": {"source": "npz:d.npz", "samples": 32},
-            "evaluation": {"source": "npz:d.npz", "samples": 48, "skip": 32},
+            "evaluation": {"source": "npz:d.npz", "samples": 128, "skip": 32},
         },
         "passes": [{"kind": "int8"}],
         "validate": {"gates": [{"metric": "cosine", "min": 0.99}], "benchmark": QUICK},
@@ -276,8 +276,8 @@ def test_a_vision_transformer(cache: Path, tmp_path: Path) -> None:
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, 5, 64)
-    np.savez(tmp_path / "d.npz", image=rng.integers(0, 256, (64, 20, 18, 3), dtype=np.uint8), label=labels)
+    labels = rng.integers(0, 5, 256)
+    np.savez(tmp_path / "d.npz", image=rng.integers(0, 256, (256, 20, 18, 3), dtype=np.uint8), label=labels)
     recipe: dict[str, Any] = {
         "version": 1,
         "name": "vit",

@@ -84,7 +84,7 @@ def language_recipe(folder: Path, passes: list[dict[str, Any]], **parts: Any) ->
     if not (folder / "lm").exists():
         language_folder(folder / "lm")
     write_texts(folder / "calibration.jsonl", 16)
-    write_texts(folder / "evaluation.jsonl", 12, seed=1)
+    write_texts(folder / "evaluation.jsonl", 60, seed=1)
     return {
         "version": 1,
         "name": "tiny-lm",

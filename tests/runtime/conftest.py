@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtime.backends import BACKENDS, Session
-from runtime.bundle import (
+from runtime.bundle.format import (
     Artifact,
     Benchmark,
     Generation,
@@ -26,8 +27,7 @@ from runtime.bundle import (
     write_outputs,
     write_samples,
 )
-from runtime.predict import run_samples
-from runtime.preprocess import (
+from runtime.encode.preprocess import (
     ImagePreprocess,
     LanguagePreprocess,
     PreprocessSpec,
@@ -35,6 +35,7 @@ from runtime.preprocess import (
     make_preprocessor,
     spec_to_dict,
 )
+from runtime.tasks.predict import run_samples
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "mat", "dog", "ran", "far"]
 IMAGE = ImagePreprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
@@ -134,25 +135,28 @@ def image_columns() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def image_bundle(tmp_path: Path, image_columns: dict[str, np.ndarray]) -> Path:
-    root = tmp_path / "bundle"
+    return write_image_bundle(tmp_path / "bundle", image_columns)
+
+
+def write_image_bundle(root: Path, columns: dict[str, np.ndarray]) -> Path:
     image_model(root / "model/model.onnx")
     image_model(root / "baseline/model.onnx", seed=1)
-    write_bundle(root, stage(root, "image-classification", IMAGE, image_columns))
+    write_bundle(root, stage(root, "image-classification", IMAGE, columns))
     return root
 
 
 @pytest.fixture
 def make_text_bundle(tmp_path: Path) -> Callable[..., Path]:
-    def make(task: str, columns: dict[str, Any], **spec: Any) -> Path:
-        root = tmp_path / "bundle"
-        kind = "hidden" if task == "feature-extraction" else "logits"
-        text_model(root / "model/model.onnx", kind)
-        text_model(root / "baseline/model.onnx", kind, seed=1)
-        write_tokenizer(root / "model")
-        write_bundle(root, stage(root, task, TextPreprocess(**spec), columns))
-        return root
+    return partial(write_text_bundle, tmp_path / "bundle")
 
-    return make
+
+def write_text_bundle(root: Path, task: str, columns: dict[str, Any], **spec: Any) -> Path:
+    kind = "hidden" if task == "feature-extraction" else "logits"
+    text_model(root / "model/model.onnx", kind)
+    text_model(root / "baseline/model.onnx", kind, seed=1)
+    write_tokenizer(root / "model")
+    write_bundle(root, stage(root, task, TextPreprocess(**spec), columns))
+    return root
 
 
 # decoders
@@ -329,7 +333,7 @@ def decoder_manifest(root: Path, spec: LanguagePreprocess, columns: dict[str, An
         class_names=(),
         artifacts=tuple(replace(one, cache=caches[one.name]) for one in manifest.artifacts),
         generation=Generation(CONTEXT, VOCAB, 256, (257,)),
-        judgement=Judgement(benchmark=Benchmark(warmup=1, iterations=10, prompt_tokens=8, new_tokens=5), resamples=50),
+        judgement=Judgement(benchmark=Benchmark(warmup=1, iterations=40, prompt_tokens=8, new_tokens=5)),
     )
 
 
@@ -338,24 +342,24 @@ STORIES = [
     "a dog ran far",
     "one day",
     "she saw a café and a 🐈",
-    *(f"story {i} of many" for i in range(8)),
+    *(f"story {i} of many" for i in range(56)),
 ]
 
 
 @pytest.fixture
 def make_decoder_bundle(tmp_path: Path) -> Callable[..., Path]:
-    def make(shared: bool = False, noise: float = 0.3, gates: Any = (), **changes: Any) -> Path:
-        root = tmp_path / "bundle"
-        decoder_model(root / "model/model.onnx", shared=shared, noise=noise)
-        decoder_model(root / "baseline/model.onnx")
-        write_byte_tokenizer(root / "model", changes.pop("config", None))
-        spec = LanguagePreprocess(max_length=20, bos_token_id=256)
-        manifest = decoder_manifest(root, spec, {"text": STORIES}, shared)
-        judgement = replace(manifest.judgement, gates=tuple(gates), **changes.pop("judgement", {}))
-        write_bundle(root, replace(manifest, judgement=judgement, **changes))
-        return root
+    return partial(write_decoder_bundle, tmp_path / "bundle")
 
-    return make
+
+def write_decoder_bundle(root: Path, shared: bool = False, noise: float = 0.3, gates: Any = (), **changes: Any) -> Path:
+    decoder_model(root / "model/model.onnx", shared=shared, noise=noise)
+    decoder_model(root / "baseline/model.onnx")
+    write_byte_tokenizer(root / "model", changes.pop("config", None))
+    spec = LanguagePreprocess(max_length=20, bos_token_id=256)
+    manifest = decoder_manifest(root, spec, {"text": STORIES}, shared)
+    judgement = replace(manifest.judgement, gates=tuple(gates), **changes.pop("judgement", {}))
+    write_bundle(root, replace(manifest, judgement=judgement, **changes))
+    return root
 
 
 class Tiny:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import cuda, tensorrt_api
-from runtime.profiles import Ranges, profile_of
+from runtime.bundle.profiles import Ranges, profile_of
+from runtime.nvidia import cuda, tensorrt_api
 
 RECORDED = sorted((Path(__file__).parent / "tensorrt_api").glob("*.json"))
 ANSWERS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,21 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from runtime.advice import faster_elsewhere, larger, noisy, reasons, slower
-from runtime.bundle import Judgement
-from runtime.evidence import Evidence, size_evidence, timing_evidence
-from runtime.onnx_graph import GraphFacts, graph_facts
+from runtime.bundle.format import Judgement
+from runtime.bundle.onnx_graph import GraphFacts, graph_facts
+from runtime.judge.advice import (
+    Subject,
+    advise,
+    disagreeing,
+    faster_elsewhere,
+    larger,
+    noisy,
+    reason_not_smaller,
+    reasons,
+    slower,
+)
+from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
+from runtime.report.units import interval_words
 
 
 def qdq_model(path: Path, zero_point: Any) -> Path:
@@ -45,7 +57,7 @@ def test_graph_facts_are_those_of_onnx(tmp_path: Path, dtype: Any) -> None:
 
 def latency(before_ms: float, after_ms: float) -> dict[str, Evidence]:
     seconds = np.array([[before_ms], [after_ms]]) / 1000 * np.linspace(0.99, 1.01, 40)
-    judgement = Judgement(resamples=100)
+    judgement = Judgement()
     return {
         name: timing_evidence(name, p, seconds, judgement) for name, p in (("latency_p50", 50), ("latency_p99", 99))
     }
@@ -53,10 +65,16 @@ def latency(before_ms: float, after_ms: float) -> dict[str, Evidence]:
 
 X86 = {"cpu_flags": ["avx2"]}
 PLAIN = GraphFacts({"MatMul": 9}, {})
+SIGNED = GraphFacts({"QuantizeLinear": 9, "MatMul": 9}, {"int8": 9})
+
+
+def on(backend: str, environment: dict[str, Any], graph: GraphFacts) -> Subject:
+    """A bundle that is made for the backend which runs it."""
+    return Subject(backend, backend, environment, graph)
 
 
 def test_a_slower_candidate_is_told_first_with_the_reason() -> None:
-    (said,) = slower(latency(2, 3), "onnxruntime-cpu", X86, GraphFacts({"QuantizeLinear": 9, "MatMul": 9}, {"int8": 9}))
+    (said,) = slower(latency(2, 3), on("onnxruntime-cpu", X86, SIGNED))
     assert said.startswith("The candidate is SLOWER than the baseline: 3 ms against 2 ms on onnxruntime-cpu, 0.67x.")
     assert "9 activations are signed int8" in said
     assert "no VNNI or AMX" in said
@@ -64,37 +82,91 @@ def test_a_slower_candidate_is_told_first_with_the_reason() -> None:
 
 def test_casts_between_float_types_are_a_reason_on_a_cpu() -> None:
     half = GraphFacts({"Cast": 12, "MatMul": 9}, {})
-    (said,) = reasons(3.0, "onnxruntime-cpu", X86, half)
+    (said,) = reasons(3.0, on("onnxruntime-cpu", X86, half))
     assert said.startswith("12 casts stand between float types: onnxruntime has few half-precision kernels for CPUs")
-    assert reasons(3.0, "openvino", X86, half) == []
+    assert reasons(3.0, on("openvino", X86, half)) == []
 
 
 @pytest.mark.parametrize(("after", "told"), [(99, False), (100, True), (120, True)])
 def test_a_candidate_that_is_not_smaller_is_told(after: int, told: bool) -> None:
-    said = larger(size_evidence(100, after))
+    said = larger(size_evidence(100, after), "its scales take room")
     assert bool(said) == told
     assert all(text.startswith(f"The candidate is NOT SMALLER than the baseline: {after} bytes") for text in said)
 
 
+def test_a_bundle_for_an_engine_is_not_called_slow_where_another_backend_stands_in() -> None:
+    evidence = latency(2, 3) | size_evidence(100, 50)
+    subject = Subject("onnxruntime-cpu", "tensorrt", X86, SIGNED, speed_counts=False)
+    rows = [row("onnxruntime-cpu", "baseline", "float32", 1.0), row("onnxruntime-cpu", "candidate", "int8", 0.5)]
+    said = advise(
+        evidence, subject, [*rows, row("openvino", "baseline", "bf16", 3.0)], ["It was made for tensorrt."], ""
+    )
+    assert said == [
+        "It was made for tensorrt.",
+        "Its times here (3 ms against 2 ms) are those of onnxruntime-cpu: "
+        "they say nothing about its speed on tensorrt, which it is made for.",
+    ]
+    (asked,) = slower(evidence, Subject("onnxruntime-cpu", "tensorrt", X86, SIGNED))
+    assert "SLOWER" in asked and "9 activations are signed int8, as tensorrt wants them, for which onnxruntime" in asked
+
+
+@pytest.mark.parametrize(
+    ("precision", "layers", "reason"),
+    [
+        (
+            "int8",
+            [{"action": "int8", "history": ["sparsify: sparse 0.5"]}],
+            "too few for what their scales and operators",
+        ),
+        (
+            "float32",
+            [{"action": "sparse", "history": ["sparsify: sparse 50% by magnitude"]}],
+            "zeros are stored as any",
+        ),
+        (
+            "as it was",
+            [{"action": "distilled", "history": ["sparsify: sparse 2:4", "distill: distilled"]}],
+            "zeros are",
+        ),
+        ("float32", [{"action": "kept", "history": ["sparsify: kept not selected"]}], "no pass left fewer weights"),
+        ("float32", [], "no pass left fewer weights"),
+    ],
+)
+def test_the_reason_why_files_are_no_smaller_is_what_was_done(
+    precision: str, layers: list[dict[str, Any]], reason: str
+) -> None:
+    assert reason in reason_not_smaller(precision, layers)
+
+
+def test_an_unknown_interval_is_told_in_words() -> None:
+    few = np.array([[2.0], [2.0]]) / 1000 * np.linspace(0.99, 1.01, 5)
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, few, Judgement())}
+    (said,) = slower(evidence, on("onnxruntime-cpu", X86, PLAIN))
+    assert said.endswith("2 ms against 2 ms on onnxruntime-cpu, 1.00x (interval unknown).")
+    assert (
+        interval_words(-math.inf, 2.0) == "at most 2" and interval_words(1.0, math.inf, ".1f", "x") == "at least 1.0x"
+    )
+
+
 def test_a_reason_that_cannot_be_seen_is_not_invented() -> None:
-    (said,) = slower(latency(2, 3), "onnxruntime-cpu", X86, PLAIN)
+    (said,) = slower(latency(2, 3), on("onnxruntime-cpu", X86, PLAIN))
     assert "No reason for it can be seen from here" in said
 
 
 def test_no_difference_is_told_and_a_faster_candidate_is_not() -> None:
-    (said,) = slower(latency(2, 2), "onnxruntime-cpu", X86, PLAIN)
+    (said,) = slower(latency(2, 2), on("onnxruntime-cpu", X86, PLAIN))
     assert "not measurably faster" in said
-    assert slower(latency(3, 2), "onnxruntime-cpu", X86, PLAIN) == []
+    assert slower(latency(3, 2), on("onnxruntime-cpu", X86, PLAIN)) == []
 
 
 def test_reasons_fit_the_machine_and_the_graph() -> None:
     signed = GraphFacts({"QuantizeLinear": 9, "DequantizeLinear": 60, "MatMul": 9}, {"int8": 9})
     modern = {"cpu_flags": ["avx2", "avx512_vnni"]}
-    assert len(reasons(5.0, "onnxruntime-cpu", modern, signed)) == 2  # signed activations, unfused pairs
-    assert len(reasons(5.0, "openvino", modern, signed)) == 1
-    (said,) = reasons(5.0, "onnxruntime-cpu", modern, GraphFacts({"DequantizeLinear": 9, "MatMul": 9}, {}))
+    assert len(reasons(5.0, on("onnxruntime-cpu", modern, signed))) == 2  # signed activations, unfused pairs
+    assert len(reasons(5.0, on("openvino", modern, signed))) == 1
+    (said,) = reasons(5.0, on("onnxruntime-cpu", modern, GraphFacts({"DequantizeLinear": 9, "MatMul": 9}, {})))
     assert said.startswith("only the weights are in fewer bits")
-    assert reasons(0.01, "openvino", modern, PLAIN) == [
+    assert reasons(0.01, on("openvino", modern, PLAIN)) == [
         "a call is so short that its fixed cost dominates: compare throughput at a larger batch"
     ]
 
@@ -104,9 +176,20 @@ def test_a_busy_machine_is_told() -> None:
     assert noisy(latency(3, 2), {"load_average": None, "cores": 2}) == []
     (said,) = noisy(latency(3, 2), {"load_average": 4.0, "cores": 2})
     assert "load average 4 on 2 cores" in said
-    late = timing_evidence("latency_p99", 99, np.full((2, 20), 0.1), Judgement(resamples=50))
+    late = timing_evidence("latency_p99", 99, np.full((2, 20), 0.1), Judgement())
     (said,) = noisy({**latency(3, 2), "latency_p99": late}, {})
     assert "p99 is 50.0x p50" in said
+
+
+def test_a_ratio_that_is_not_that_of_the_times_beside_it_is_explained() -> None:
+    before = np.array([9.5] * 11 + [1.0] * 9)
+    rounds = np.array([before, np.concatenate([before[:9] / 1.04, [6.8] * 2, before[11:] / 1.04])]) / 1000
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, rounds, Judgement())}
+    (said,) = disagreeing(evidence)
+    assert said.startswith(
+        "latency_p50: the two medians differ by 1.40x, and in the median round the candidate is 1.04x"
+    )
+    assert disagreeing(latency(3, 2)) == []
 
 
 def row(name: str, artifact: str, precision: str, speedup: float) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from runtime.backends import BACKENDS, Session, find_backend
-from runtime.bundle import TensorSpec
-from runtime.engine import ENGINES
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 X = np.random.default_rng(0).normal(size=(3, 3, 4, 4)).astype(np.float32)
@@ -80,7 +82,7 @@ def test_dtypes_have_numpys_names(tmp_path: Path, tiny: Any, backend: str, dtype
 def test_threads_and_options(backend: str, model: Path) -> None:
     one, two = (BACKENDS[backend].open(model, threads, {}).run({"x": X})["logits"] for threads in (1, 2))
     np.testing.assert_allclose(one, two, rtol=1e-6)
-    with pytest.raises(UsageError, match=f"{backend}: threads is 0; give 1 or more"):
+    with pytest.raises(UsageError, match=f"{backend}: threads is 0; give 1 to 1024"):
         BACKENDS[backend].open(model, 0, {})
     with pytest.raises(UsageError, match=f"{backend}: unknown option 'speed'; known: "):
         BACKENDS[backend].open(model, 1, {"speed": 11})
@@ -94,6 +96,31 @@ def test_openvino_precision(model: Path) -> None:
     np.testing.assert_allclose(full, exact, rtol=1e-5, atol=1e-6)
     with pytest.raises(UsageError, match="precision is 'int8'; give f32, bf16"):
         BACKENDS["openvino"].open(model, 1, {"precision": "int8"})
+
+
+@pytest.mark.parametrize("name", ["onnxruntime-cpu", "openvino"])
+def test_a_signal_after_a_session_ends_the_run_in_order(name: str, model: Path) -> None:
+    """And not by a segmentation fault, on a stack for signal handlers that went with a library's memory."""
+    if reason := BACKENDS[name].available():
+        pytest.skip(reason)
+    code = f"""
+import gc, signal
+from pathlib import Path
+from runtime.backends import BACKENDS
+from runtime.processes.endings import end_command
+def run():
+    sessions = [BACKENDS[{name!r}].open(Path({str(model)!r}), 1, {{}}) for _ in range(2)]
+    while sessions:
+        sessions.pop(0).close()
+        gc.collect()
+    signal.raise_signal(signal.SIGTERM)
+raise SystemExit(end_command(run, False))
+"""
+    unmapped = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}  # freed memory is not there any more
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | unmapped, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 143, done.stderr
 
 
 def test_wrong_feeds(session: Session) -> None:
@@ -162,3 +189,10 @@ def test_unknown_backend() -> None:
     with pytest.raises(UsageError, match="unknown backend 'tpu'; known: onnxruntime-cpu, openvino"):
         find_backend("tpu")
     assert all(backend.name == name for name, backend in BACKENDS.items())
+
+
+def test_a_message_that_is_no_unicode_is_told_all_the_same(tmp_path: Path, tiny: Any) -> None:
+    path = tiny.image_model(tmp_path / "model.onnx")
+    path.write_bytes(path.read_bytes().replace(b"Flatten", b"Fl\xd9tten"))
+    with pytest.raises(BundleError, match=r"model\.onnx: ONNX Runtime .* cannot load the model"):
+        tiny.open_onnx(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.alternatives import available_others
 from runtime.backends import BACKENDS, tensorrt
-from runtime.benchmark import (
+from runtime.bundle.engine import EngineRecord
+from runtime.bundle.format import Benchmark, Judgement, read_manifest, write_bundle
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
+from runtime.errors import BundleError, RuntimeFailure, UsageError
+from runtime.judge.alternatives import available_others
+from runtime.measure.benchmark import (
     BenchmarkResult,
     backend_of,
     benchmark,
@@ -24,16 +30,12 @@ from runtime.benchmark import (
     settings_for,
     speed_evidence,
 )
-from runtime.bundle import Benchmark, Judgement, TensorSpec, read_manifest, write_bundle
-from runtime.engine import EngineRecord
-from runtime.environment import cpu_info, environment
-from runtime.errors import BundleError, RuntimeFailure, UsageError
-from runtime.feeds import make_feeds, stretch
-from runtime.gpu import Gpu
+from runtime.measure.environment import cpu_info, environment
+from runtime.measure.feeds import make_feeds, stretch
+from runtime.measure.probe import probe
+from runtime.measure.timing import MIN_ROUNDS, time_rounds
 from runtime.metrics import MEASURED
-from runtime.preprocess import TensorPreprocess, make_preprocessor
-from runtime.probe import probe
-from runtime.timing import MIN_ROUNDS, time_rounds
+from runtime.nvidia.gpu import Gpu
 
 FAST = Benchmark(batch_size=2, throughput_batch_size=4, warmup=1, iterations=12)
 
@@ -41,7 +43,7 @@ FAST = Benchmark(batch_size=2, throughput_batch_size=4, warmup=1, iterations=12)
 def rewrite(root: Path, benchmark: Benchmark, **more: Any) -> Path:
     """The bundle with another benchmark in its judgement."""
     manifest = read_manifest(root)
-    write_bundle(root, replace(manifest, judgement=Judgement(benchmark=benchmark, resamples=50), **more))
+    write_bundle(root, replace(manifest, judgement=Judgement(benchmark=benchmark), **more))
     return root
 
 
@@ -67,6 +69,11 @@ def test_feeds_repeat_samples_where_there_are_too_few(rows: Any) -> None:
     (feed,) = make_feeds(rows, columns(3), 8, seed=0, sequence_length=None)
     assert feed["x"].shape == (8, 1)
     assert set(feed["x"].ravel()) == {0, 1, 2}
+
+
+def test_a_batch_that_no_memory_holds_is_refused_before_it_is_made(rows: Any) -> None:
+    with pytest.raises(UsageError, match=r"a batch of 65536 samples has about .* MiB, more than 8192"):
+        make_feeds(rows, columns(3), 2**16, seed=0, sequence_length=2**20)
 
 
 def test_feeds_are_the_same_for_the_same_seed(rows: Any) -> None:
@@ -119,8 +126,40 @@ def diary_of(rounds: int, warmup: int, seed: int, budget_s: float = 60.0) -> tup
     return diary, seconds
 
 
+class Clock:
+    """Times of calls that are told, by the session's name and how often it was timed; each is how long it takes."""
+
+    def __init__(self, paces: dict[str, Callable[[int], float]]) -> None:
+        self.now, self.paces, self.calls = 0.0, paces, Counter[str]()
+
+    def timed(self, session: Recorder, feeds: Any) -> float:
+        self.calls[session.name] += 1
+        seconds = self.paces[session.name](self.calls[session.name])
+        self.now += seconds
+        return seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def rounds_made(monkeypatch: pytest.MonkeyPatch, pace_of_b: Callable[[int], float]) -> int:
+    clock = Clock({"a": lambda call: 0.01 + 1e-4 * (call * 7 % 13), "b": pace_of_b})
+    monkeypatch.setattr("runtime.measure.timing._time_call", clock.timed)
+    monkeypatch.setattr("runtime.measure.timing.time.perf_counter", clock.perf_counter)
+    feeds = [{"x": np.array([0])}]
+    return time_rounds([Recorder(n, []) for n in "ab"], [feeds, feeds], 40, 1, 0, 60.0, 5.0).shape[1]
+
+
+def test_rounds_whose_ratio_drifts_are_added_to_until_it_does_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rounds_made(monkeypatch, lambda call: 0.01) == 40
+    slower_once = rounds_made(monkeypatch, lambda call: 0.01 * (2 if 20 <= call < 30 else 1) + 1e-5 * (call * 5 % 11))
+    assert slower_once in (80, 160)
+    for_ever = rounds_made(monkeypatch, lambda call: 0.01 * (1 + call / 100))
+    assert 100 < for_ever < 200, "all of five seconds, no more"
+
+
 def test_every_round_calls_each_model_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.timing.SETTLED_S", np.inf)
+    monkeypatch.setattr("runtime.measure.timing.SETTLED_S", np.inf)
     diary, seconds = diary_of(rounds=40, warmup=2, seed=0)
     assert seconds.shape == (2, 40)
     assert (seconds > 0).all()
@@ -134,13 +173,13 @@ def test_every_round_calls_each_model_on_the_same_batch(monkeypatch: pytest.Monk
 
 
 def test_slow_calls_are_made_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.timing.SETTLED_S", 0.0)
+    monkeypatch.setattr("runtime.measure.timing.SETTLED_S", 0.0)
     diary, _ = diary_of(rounds=10, warmup=1, seed=0)
     assert len(diary) == 2 + 20
 
 
 def test_the_order_within_a_round_is_random_and_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.timing.SETTLED_S", np.inf)
+    monkeypatch.setattr("runtime.measure.timing.SETTLED_S", np.inf)
     firsts = [diary_of(40, 1, seed)[0][2::4] for seed in (0, 0, 1)]
     assert {name for name, _ in firsts[0]} == {"a", "b"}
     assert firsts[0] == firsts[1]
@@ -164,7 +203,7 @@ def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None
     assert result.latency_s.shape == (2, 12)
     assert result.limited is not None
     assert [best and best[0] for best in result.limited] == [1024, 1024]
-    found = speed_evidence(result, Judgement(resamples=50))
+    found = speed_evidence(result, Judgement())
     assert set(found) == {name for name, metric in MEASURED.items() if "image-classification" in metric.tasks}
     assert all(e.candidate.value > 0 or e.name == "peak_memory" for e in found.values())
 
@@ -172,7 +211,7 @@ def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None
 def test_a_limit_that_nothing_keeps_gives_no_batch(image_bundle: Path) -> None:
     result = benchmark(rewrite(image_bundle, replace(FAST, latency_limit_ms=1e-6)))
     assert result.limited == (None, None)
-    assert speed_evidence(result, Judgement(resamples=50))["throughput_under_latency"].candidate.value == 0
+    assert speed_evidence(result, Judgement())["throughput_under_latency"].candidate.value == 0
 
 
 def test_texts_of_a_given_length_are_measured(make_text_bundle: Callable[..., Path]) -> None:

@@ -19,7 +19,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from runtime.bundle import (
+from runtime.bundle.format import (
+    Artifact,
     Benchmark,
     Gate,
     Judgement,
@@ -33,11 +34,12 @@ from runtime.bundle import (
     write_bundle,
     write_samples,
 )
+from runtime.bundle.onnx_file import external_files
+from runtime.bundle.records import from_json, to_json
+from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, write_jsonl, write_npz
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.preprocess import ImagePreprocess, spec_from_dict
 from runtime.errors import BundleError, UsageError
-from runtime.onnx_file import external_files
-from runtime.preprocess import ImagePreprocess, spec_from_dict
-from runtime.records import from_json, to_json
-from runtime.samples import digest_columns, read_jsonl, read_npz, write_jsonl, write_npz
 
 
 def snapshot(root: Path) -> dict[str, bytes]:
@@ -116,7 +118,7 @@ def test_samples_of_any_kind_come_back(tmp_path: Path) -> None:
 
 
 def test_measurements_are_outside_the_manifest(image_bundle: Path) -> None:
-    for name in ("report.json", "report.md", "report.xml", "compress.log"):
+    for name in ("report.json", "report.md", "report.xml", "compress.log", "host.json"):
         (image_bundle / name).write_text("measured later")
     assert not verify(image_bundle).files.keys() & {"report.json", "compress.log"}
     (image_bundle / "model/report.json").write_text("not at the top")
@@ -279,6 +281,42 @@ def test_manifest_that_is_wrong_but_signed(
         read_manifest(image_bundle)
 
 
+NO_USE = ["numpy.py", "model/Numpy.PY", "x.py.", "m.so", "m.so.1", "site.pth", "evaluation/a.pkl", "w.bin", "a.pyc"]
+
+
+@pytest.mark.parametrize("name", [*NO_USE, "numpy/data.json", "model/x.dist-info/METADATA", "__pycache__/x.txt"])
+def test_a_bundle_that_lists_code_is_refused(image_bundle: Path, name: str) -> None:
+    manifest = read_manifest(image_bundle)
+    (image_bundle / name).parent.mkdir(exist_ok=True, parents=True)
+    (image_bundle / name).write_text("print('ran')")
+    with pytest.raises(BundleError, match=f"{name.replace('.', '[.]')}.*no use"):
+        write_bundle(image_bundle, manifest)
+    with pytest.raises(BundleError, match="no use"):
+        verify(image_bundle)
+
+
+def test_code_under_the_name_of_a_report_is_refused(image_bundle: Path) -> None:
+    (image_bundle / "report.py").write_text("print('ran')")
+    with pytest.raises(BundleError, match=r"report\.py: .*no use"):
+        verify(image_bundle)
+
+
+def test_a_checkpoint_s_own_code_lies_beside_it_where_its_recipe_trusted_it(image_bundle: Path) -> None:
+    manifest = read_manifest(image_bundle)
+    folder = image_bundle / "checkpoint"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "modeling_own.py"):
+        (folder / name).write_text("{}")
+    checkpoint = replace(manifest.artifacts[0], name="checkpoint", path="checkpoint/config.json", kind="checkpoint")
+    trusted = replace(checkpoint, size_bytes=2, remote_code=True)
+    write_bundle(image_bundle, replace(manifest, artifacts=(*manifest.artifacts, trusted)))
+    assert "checkpoint/modeling_own.py" in verify(image_bundle).files
+    with pytest.raises(BundleError, match=r"modeling_own\.py: .*no use"):
+        write_bundle(
+            image_bundle, replace(manifest, artifacts=(*manifest.artifacts, replace(trusted, remote_code=False)))
+        )
+
+
 def test_no_bundle_there(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"manifest\.json: No such file or directory; is this a bundle's folder\?"):
         read_manifest(tmp_path)
@@ -325,7 +363,7 @@ def test_model_that_is_not_onnx(image_bundle: Path) -> None:
 
 def test_pickles_are_never_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "evil.npz", a=np.array([{"x": 1}], dtype=object))
-    with pytest.raises(BundleError, match="Object arrays cannot be loaded"):
+    with pytest.raises(BundleError, match="holds Python objects"):
         read_npz(tmp_path / "evil.npz")
     (tmp_path / "no.npz").write_bytes(b"not a zip")
     with pytest.raises(BundleError, match="cannot be read as arrays"):
@@ -342,11 +380,18 @@ def test_samples_that_cannot_be_frozen(tmp_path: Path) -> None:
         ({"x": [1, 2], "label": [1]}, "columns differ in length: x 2, label 1"),
         ({"x": np.array([None])}, "column 'x' holds object values"),
         ({"text": ["a", 3]}, "column 'text', sample 1: expected a text, found int"),
-        ({"image": np.zeros((2, 4, 4, 3), np.float32)}, "image 0: pixels are float32"),
+        ({"image": [np.zeros((4, 4, 3), np.float32)] * 2}, "image 0: pixels are float32"),
         ({"text": "abc"}, "column 'text' is str"),
     ):
         with pytest.raises(UsageError, match=message):
             write_samples(tmp_path, columns)
+
+
+def test_an_input_called_image_that_takes_floats_is_frozen_as_it_is(tmp_path: Path) -> None:
+    tensor = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
+    (tmp_path / "evaluation").mkdir()
+    write_samples(tmp_path, {"image": tensor})
+    assert np.array_equal(read_npz(tmp_path / "evaluation/samples.npz")["image"], tensor)
 
 
 def test_evaluation_set_must_be_there_and_whole(image_bundle: Path) -> None:
@@ -367,6 +412,11 @@ def test_evaluation_set_must_be_there_and_whole(image_bundle: Path) -> None:
         (lambda: Gate("top1", min=2, max=1), "min 2 is above max 1"),
         (lambda: Gate("latency_p50", min_speedup=0), "min_speedup is 0, not above 0"),
         (lambda: Benchmark(threads=0), "threads is 0, below 1"),
+        (lambda: Benchmark(threads=10**9), "threads is 1000000000, above 1024"),
+        (lambda: Benchmark(throughput_batch_size=100_000), "throughput_batch_size is 100000, above 65536"),
+        (lambda: Judgement(batch_size=2**40), "batch_size is 1099511627776, above 65536"),
+        (lambda: ImagePreprocess(resize=2**20), "at least 1 pixel, 16384 at most"),
+        (lambda: Artifact("a", "a", "t", "p", (TensorSpec("x", "int8", (0,)),), (), 1), "its inputs have a batch of 0"),
         (lambda: Benchmark(latency_limit_ms=-1), "latency_limit_ms is -1, not a positive number"),
         (lambda: Judgement(confidence=1.0), r"confidence is 1\.0, not between 0 and 1"),
     ],
@@ -378,7 +428,8 @@ def test_records_refuse_what_cannot_be_judged(make: Callable[[], object], messag
 
 def test_format_and_preprocessing_import_nothing_heavy() -> None:
     code = (
-        "import sys, runtime, runtime.bundle, runtime.preprocess, runtime.backends, runtime.predict\n"
+        "import sys, runtime, runtime.bundle.format, runtime.encode.preprocess, runtime.backends\n"
+        "import runtime.tasks.predict\n"
         "heavy = {'onnxruntime', 'openvino', 'PIL', 'tokenizers', 'torch', 'onnx', 'yaml', 'pydantic'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runtime.curves import BARS, WIDTH, Curve, curve_line, curves_svg, find_curves, sparkline
+from runtime.report.curves import BARS, WIDTH, Curve, curve_line, curves_svg, find_curves, sparkline
 
 
 def row(name: str, **numbers: Any) -> dict[str, Any]:

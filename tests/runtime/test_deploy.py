@@ -12,13 +12,13 @@ from typing import Any, get_args
 import pytest
 
 from compress.deploy.pbtxt import Word, to_pbtxt
-from compress.deploy.places import Place, deploy, known_place
+from compress.deploy.places import Place, deploy, find_place
 from compress.deploy.triton import Serving
 from compress.errors import ExportError, PlaceError
-from runtime.bundle import verify, write_bundle
-from runtime.engine import EngineRecord
+from runtime.bundle.engine import EngineRecord
+from runtime.bundle.format import verify, write_bundle
+from runtime.bundle.profiles import InputShapes
 from runtime.errors import UsageError
-from runtime.profiles import InputShapes
 
 
 def instructions(dockerfile: str) -> list[tuple[str, list[str]]]:
@@ -36,9 +36,9 @@ def test_a_context_holds_all_that_its_dockerfile_copies(image_bundle: Path, tmp_
     command = dict(found)["CMD"]
     assert command[:4] == ["python", "-m", "runtime", "serve"] and command[-1] == "onnxruntime-cpu"
     names = [line.partition("==")[0] for line in (out / "requirements.txt").read_text(encoding="utf-8").splitlines()]
-    assert names == ["numpy", "onnxruntime", "pillow"]
+    assert names == ["numpy", "onnxruntime", "pillow", "starlette", "uvicorn", "h11"]
     verify(out / "bundle")
-    assert (out / "runtime" / "serve.py").is_file()
+    assert (out / "runtime" / "serving" / "server.py").is_file()
 
 
 def with_engine(bundle: Path, runtime: str, **record: Any) -> Path:
@@ -100,7 +100,7 @@ def test_refusals(image_bundle: Path, make_decoder_bundle: Callable[..., Path], 
     with pytest.raises(ExportError, match="docker: openvino does not run decoders"):
         deploy(make_decoder_bundle(), "docker", tmp_path / "image", Serving(backend="openvino"))
     with pytest.raises(PlaceError, match="--to heroku: known: triton, docker, genai"):
-        known_place("heroku")
+        find_place("heroku")
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name or path.name == "genai"] == []
 
 

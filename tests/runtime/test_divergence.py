@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from runtime.divergence import AT_ONCE, first_divergence, relative_error
+from runtime.judge.divergence import AT_ONCE, first_divergence, relative_error
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 100, 1000])

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tensorrt_fakes import RECORDED, GraphEngine, HostCuda, Library, load_engine
 
-from compress.parity import compare_outputs, sample_batches
+from compress.commands.parity import compare_outputs, sample_batches
 from runtime.backends import tensorrt
-from runtime.bundle import verify
+from runtime.bundle.format import verify
+from runtime.decode.kv_cache import Decoder
+from runtime.decode.kv_engine import ResidentKeys
 from runtime.errors import UsageError
-from runtime.kv_cache import Decoder
-from runtime.kv_engine import ResidentKeys
 
 PROMPTS = [np.arange(5), np.array([3]), np.arange(9, 2, -1)]
 STEPS = 6

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.bundle import Benchmark, Gate, Judgement
+from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
-from runtime.evidence import (
+from runtime.judge.evidence import (
     Evidence,
     quality_evidence,
     range_evidence,
@@ -18,7 +18,7 @@ from runtime.evidence import (
     throughput_under_latency_evidence,
     timing_evidence,
 )
-from runtime.gates import GateResult, check_gates, judge, overall
+from runtime.judge.gates import GateResult, check_gates, judge, overall
 from runtime.metrics import METRICS, NonFiniteOutputs
 
 IMAGE = "image-classification"
@@ -154,7 +154,7 @@ def test_identical_outputs_keep_the_tightest_bounds(pair: Any) -> None:
 
 
 def test_without_labels_every_metric_against_the_baseline_is_evidence(pair: Any) -> None:
-    judgement = Judgement(resamples=50)
+    judgement = Judgement()
     metrics = select_metrics(IMAGE, pair[1], None, judgement)
     found = quality_evidence(metrics, pair[0], pair[1], None, judgement)
     assert set(found) == {"agreement", "kl", "cosine", "sqnr_db", "mse_baseline"}
@@ -167,7 +167,7 @@ def test_bootstrap_differences_are_paired() -> None:
     label = rng.normal(size=400)
     theirs = {"logits": (label + rng.normal(size=400)).astype(np.float32)[:, None]}
     ours = {"logits": theirs["logits"] + 0.01 * rng.normal(size=(400, 1)).astype(np.float32)}
-    judgement = Judgement(metrics=("spearman",), resamples=300)
+    judgement = Judgement(metrics=("spearman",))
     metrics = select_metrics("text-classification", theirs, label, judgement)
     (found,) = quality_evidence(metrics, ours, theirs, label, judgement).values()
     assert found.difference is not None
@@ -190,7 +190,8 @@ def test_speedup_of_a_model_twice_as_fast() -> None:
 
 
 def test_a_slower_model_has_dropped_in_latency_and_throughput() -> None:
-    seconds = np.stack([np.linspace(0.010, 0.011, 50), np.linspace(0.020, 0.022, 50)])
+    pace = np.random.default_rng(0).permutation(np.linspace(1.0, 1.1, 200))
+    seconds = np.stack([0.010 * pace, 0.020 * pace])
     evidence = {
         "latency_p95": timing_evidence("latency_p95", 95, seconds, Judgement()),
         "throughput": timing_evidence("throughput", 50, seconds, Judgement(), batch_size=8),
@@ -209,13 +210,15 @@ def test_few_rounds_cannot_tell() -> None:
     evidence = {"latency_p50": timing_evidence("latency_p50", 50, np.full((2, 3), 0.01), Judgement())}
     (result,) = judge(Judgement(gates=(Gate("latency_p50", max=20),)), evidence)
     assert result.verdict == "undecided"
-    assert "at least 10 would be needed" in result.why
+    assert "at least 15 would be needed" in result.why
 
 
 def test_fresh_processes_are_judged_by_their_whole_range() -> None:
     evidence = {
-        "load_time": range_evidence("load_time", (100.0, 110.0, 120.0), (50.0, 52.0, 60.0)),
-        "peak_memory": range_evidence("peak_memory", (4e6, 4e6, 4e6), (1e6, 1e6, 2e6)),
+        "load_time": range_evidence(
+            "load_time", (100.0, 102, 110, 111, 118, 120), (50.0, 51, 52, 52, 57, 60), Judgement()
+        ),
+        "peak_memory": range_evidence("peak_memory", (4e6,) * 6, (1e6,) * 5 + (2e6,), Judgement()),
     }
     gates = (
         Gate("load_time", min_speedup=1.6),
@@ -226,6 +229,10 @@ def test_fresh_processes_are_judged_by_their_whole_range() -> None:
     results = judge(Judgement(gates=gates), evidence)
     assert [r.verdict for r in results] == ["pass", "undecided", "pass", "undecided"]
     assert evidence["peak_memory"].speedup is None
+    few = {"load_time": range_evidence("load_time", (100.0, 110.0, 120.0), (50.0, 52.0, 60.0), Judgement())}
+    (result,) = judge(Judgement(gates=(Gate("load_time", max=90),)), few)
+    assert result.verdict == "undecided"
+    assert "at least 6 would be needed" in result.why
 
 
 def test_sizes_are_exact() -> None:

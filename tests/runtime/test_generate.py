@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 
 import runtime
 from runtime import Bundle, open_bundle
-from runtime.bundle import KvCache, read_manifest
+from runtime.bundle.format import KvCache, read_manifest
+from runtime.decode.kv_cache import Decoder
+from runtime.decode.text_stream import TextStream
 from runtime.errors import BundleError, UsageError
-from runtime.kv_cache import Decoder
-from runtime.text_stream import TextStream
 
 MakeBundle = Callable[..., Path]
 PROMPTS = ["Once upon a time", "x", "a dog and a cat"]
@@ -259,7 +260,7 @@ def test_a_chat_is_what_the_template_makes_of_it(make_decoder_bundle: MakeBundle
 
 
 def test_a_template_in_its_own_file_comes_first_and_runs_in_a_sandbox(tmp_path: Path) -> None:
-    from runtime.chat import render_chat
+    from runtime.encode.chat import render_chat
 
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "from the config"}')
     messages = [{"role": "user", "content": "<b>"}]
@@ -273,6 +274,58 @@ def test_a_template_in_its_own_file_comes_first_and_runs_in_a_sandbox(tmp_path: 
     file.write_text("{% for %}")
     with pytest.raises(BundleError, match="chat template cannot be read"):
         render_chat(tmp_path, messages)
+
+
+ENDLESS = "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set x = namespace(t='ab') %}{% for i in range(60) %}{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 1 / 0 }}", "fails on the messages: ZeroDivisionError: division by zero"),
+        ("{{ range(10 ** 9) | list }}", "fails on the messages: OverflowError: Range too big"),
+        (ENDLESS, "fails on the messages: RecursionError"),
+        (LOOPS, r"does not end with these messages within 0\.5 s"),
+        ("{{ 10 ** (10 ** 10) }}", "does not end with these messages|takes more than 256 MiB"),
+        ("{{ 'x' * 10 ** 10 }}", "takes more than 256 MiB"),
+        (DOUBLED, "takes more than 256 MiB|makes .* characters"),
+        ("{{ 'x' | center(10 ** 10) }}{{ '%999999999999d' % 1 }}", "takes more than 256 MiB"),
+        ("{{ 'x' * 2 ** 25 }}", "makes 33554432 characters, more than 16777216"),
+    ],
+)
+def test_a_template_has_a_budget(template: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.encode.chat import render_chat
+
+    monkeypatch.setattr("runtime.encode.chat.SECONDS", 0.5 if problem.startswith("does not end") else 60.0)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UsageError, match=problem):
+        render_chat(tmp_path, [{"role": "user", "content": "hi"}])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.setattr("runtime.encode.chat.SECONDS", 60.0)
+    assert render_chat(tmp_path, [{"role": "user", "content": "hi\n\u2028"}]) == "hi\n\u2028"
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "error"),
+    [
+        ({"chat_template": [{"name": [], "template": "x"}]}, None, UsageError),
+        ({"chat_template": "x" * (2**20 + 1)}, None, BundleError),
+        ({}, b"\xff\xfe", BundleError),
+        ({}, b"{{ messages", BundleError),
+    ],
+)
+def test_templates_that_are_none(
+    config: dict[str, Any], template: bytes | None, error: type[Exception], tmp_path: Path
+) -> None:
+    from runtime.encode.chat import render_chat
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(error, match=r"chat template|cannot be read"):
+        render_chat(tmp_path, [{"role": "user", "content": "hi"}])
 
 
 # refusals
@@ -316,7 +369,7 @@ def test_what_is_no_decoder_generates_nothing(image_bundle: Path, opened: Callab
             Decoder(bundle.session, None)
         with pytest.raises(BundleError, match=r"the graph has no past_key_values\.2\.key"):
             Decoder(bundle.session, tiny.kv_cache(layers=3))
-        with pytest.raises(BundleError, match="has no chat template"):
+        with pytest.raises(UsageError, match="has no chat template"):
             bundle.generate("x", chat=True)
     with pytest.raises(UsageError, match="it keeps no cache between calls"):
         Decoder(object(), KvCache(1, 1, 1))  # type: ignore[arg-type]

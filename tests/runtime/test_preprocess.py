@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runtime.bundle import TensorSpec
-from runtime.errors import BundleError, UsageError
-from runtime.images import image_pixels, resized
-from runtime.preprocess import (
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.images import compute_resized, image_pixels
+from runtime.encode.preprocess import (
     ImagePreprocess,
     Preprocessor,
     TensorPreprocess,
@@ -27,6 +26,7 @@ from runtime.preprocess import (
     spec_from_dict,
     spec_to_dict,
 )
+from runtime.errors import BundleError, UsageError
 
 FREE = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
 
@@ -98,7 +98,7 @@ def test_crop_of_a_smaller_image_adds_black_like_pillow_up_to_rounding() -> None
     [((480, 640), (256, 341)), ((640, 480), (341, 256)), ((10, 10), (256, 256)), ((1, 999), (256, 255744))],
 )
 def test_shorter_side(size: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert resized(*size, 256) == expected
+    assert compute_resized(*size, 256) == expected
 
 
 def test_batch_is_its_images_one_by_one() -> None:
@@ -133,13 +133,20 @@ def test_files_are_read_upright(tmp_path: Path) -> None:
     np.testing.assert_array_equal(out[0], out[1])
 
 
+def test_a_long_thin_image_does_not_become_a_thousand_times_larger() -> None:
+    spec = ImagePreprocess(resize=256, crop=(224, 224))
+    assert encode(spec, [np.zeros((1, 32, 3), np.uint8)]).shape == (1, 3, 224, 224)
+    with pytest.raises(UsageError, match=r"image 0: 1x1000 becomes 256x256000 .* differ by at most 32 times"):
+        encode(spec, [np.zeros((1, 1000, 3), np.uint8)])
+
+
 def test_images_of_the_right_size_need_no_pillow() -> None:
     code = (
         "import sys; sys.modules['PIL'] = None\n"
         "import numpy as np\n"
-        "from runtime.bundle import TensorSpec\n"
+        "from runtime.bundle.tensors import TensorSpec\n"
         "from runtime.errors import MissingDependency\n"
-        "from runtime.preprocess import ImagePreprocess, make_preprocessor\n"
+        "from runtime.encode.preprocess import ImagePreprocess, make_preprocessor\n"
         "def run(size, **spec):\n"
         "    x = TensorSpec('x', 'float32', ('b', 3, 8, 8))\n"
         "    images = np.zeros((2, size, size, 3), np.uint8)\n"
@@ -229,8 +236,8 @@ def test_spec_through_json(spec: Any) -> None:
         ({}, r"preprocess\.kind: None is not one of image, text, tensor"),
         ({"kind": "image", "size": 3}, r"preprocess\.size: unknown key; known: kind, resize"),
         ({"kind": "image", "resize": 0}, "must be at least 1 pixel"),
-        ({"kind": "image", "mean": [1, 2]}, r"mean is \(1.0, 2.0\): give 1 or 3 finite numbers for RGB images"),
-        ({"kind": "image", "std": [0]}, r"std \(0.0,\) must not be 0"),
+        ({"kind": "image", "mean": [1, 2]}, r"mean is \(1.0, 2.0\): give 1 or 3 numbers for RGB images"),
+        ({"kind": "image", "std": [0]}, r"std is \(0.0,\): give numbers of at least 1e-12"),
         ({"kind": "text", "max_length": 0}, "max_length is 0, below 1"),
         (
             {"kind": "text", "tokenizer": "../t.json"},
@@ -337,6 +344,13 @@ def test_pooling_in_a_loop(pooling: Any, left: bool, normalize: bool) -> None:
             expected = expected / math.sqrt(sum(v * v for v in expected))
         np.testing.assert_allclose(out[i], expected, rtol=1e-6)
     assert out.dtype == np.float32
+
+
+def test_large_values_are_normalised_and_not_zeroed() -> None:
+    hidden = np.array([[[3e30, 4e30]], [[3.0, 4.0]]], np.float32)
+    assert pool(hidden, np.ones((2, 1)), TextPreprocess(pooling="cls")) == pytest.approx(np.tile([0.6, 0.8], (2, 1)))
+    lost = pool(np.array([[[np.inf, 1.0]]], np.float32), np.ones((1, 1)), TextPreprocess(pooling="mean"))
+    assert np.isnan(lost).any()
 
 
 def test_pooling_none_takes_what_is_pooled() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.manifest import TensorSpec
-from runtime.profiles import InputShapes, free_dimensions, profile_for, profile_of, range_problems
+from runtime.bundle.profiles import InputShapes, free_dimensions, profile_for, profile_of, range_problems
+from runtime.bundle.tensors import TensorSpec
 
 DECODER = (
     TensorSpec("input_ids", "int64", ("batch", "sequence")),

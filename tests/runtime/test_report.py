@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -11,12 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runtime.errors import RuntimeFailure
-from runtime.gates import GateResult
-from runtime.report import (
-    Report,
+from runtime.errors import RuntimeFailure, UsageError
+from runtime.judge.gates import GateResult
+from runtime.report.render import (
     Side,
-    remove_report,
+    prepare_folder,
     render_json,
     render_junit,
     render_markdown,
@@ -26,6 +26,7 @@ from runtime.report import (
     verdict_line,
     write_report,
 )
+from runtime.report.report import Report
 
 GATES = (
     GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),
@@ -56,6 +57,7 @@ def report() -> Report:
         baseline=before,
         candidate=replace(after, intervals={"top1": (0.919, 0.939), "kl": (-math.inf, math.inf)}),
         ratios={"size": 3.9, "latency_p50": 2.0, "latency_p95": 2.0, "latency_p99": 2.0, "throughput": 1.0},
+        ratio_intervals={"latency_p50": (1.9, 2.1), "latency_p95": (-math.inf, math.inf)},
         differences={"top1": {"value": -0.001, "interval": (-0.003, 0.001), "method": "Tango paired score"}},
         gates=GATES,
         advice=("The candidate is SLOWER.",),
@@ -78,8 +80,9 @@ def test_the_table_has_a_row_for_each_thing_that_was_measured(report: Report) ->
     rows = {row.name: (row.before, row.after, row.change) for row in table_rows(report)}
     assert rows["size"] == ("90.90 MB", "23.30 MB", "3.90x")
     assert rows["top1"] == ("0.9300 [0.9200, 0.9400]", "0.9290 [0.9190, 0.9390]", "-0.0010 [-0.0030, +0.0010]")
-    assert rows["kl"] == ("-", "0.0100", "")
-    assert rows["latency p50"] == ("4 ms", "2 ms", "2.00x")
+    assert rows["kl"] == ("-", "0.0100 [unknown]", "")
+    assert rows["latency p50"] == ("4 ms", "2 ms", "2.00x [1.90, 2.10]")
+    assert rows["latency p95"] == ("6 ms", "3 ms", "2.00x [unknown]")
     assert rows["throughput, batch 64"] == ("100/s", "100/s", "1.00x")
     assert list(rows) == [
         *("size", "top1", "kl", "latency p50", "latency p95", "latency p99"),
@@ -202,9 +205,21 @@ def test_reports_are_written_whole_and_removed(report: Report, tmp_path: Path) -
     write_report(report, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md", "report.xml"]
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "fail"
-    remove_report(tmp_path)
+    prepare_folder(tmp_path)
     assert not list(tmp_path.iterdir())
-    remove_report(tmp_path)
+    prepare_folder(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EROFS, "Read-only file system"), PermissionError(13, "Denied")])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> object:
+        raise error
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(UsageError, match=f"cannot be written there: {error.strerror}; name a folder .* --report DIR"):
+        prepare_folder(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(report: Report, tmp_path: Path) -> None:

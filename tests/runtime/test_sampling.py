@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.sampling import Sampling, choose, penalise, probabilities
+from runtime.decode.sampling import Sampling, choose, penalise, probabilities
 
 V = 40
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import scoring
 from runtime.backends import Session
+from runtime.bundle.tensors import TensorSpec
+from runtime.decode import scoring
+from runtime.decode.scoring import score
+from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.preprocess import TensorPreprocess, make_preprocessor, spec_from_dict, spec_to_dict
 from runtime.errors import BundleError, UsageError
-from runtime.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
-from runtime.manifest import TensorSpec
 from runtime.metrics import METRICS
-from runtime.predict import run_samples
-from runtime.preprocess import TensorPreprocess, make_preprocessor, spec_from_dict, spec_to_dict
-from runtime.scoring import score
+from runtime.tasks.predict import run_samples
 
 BOS = 256
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared"])
@@ -189,7 +189,7 @@ def test_the_spec_is_kept_in_a_manifest() -> None:
         ({"max_length": 1}, "max_length is 1, below 2"),
         ({"pack": 1}, "pack is 1: give 2 to max_length, 512"),
         ({"pack": 513}, "pack is 513"),
-        ({"bos_token_id": -1}, "bos_token_id is -1, below 0"),
+        ({"bos_token_id": -1}, "bos_token_id is -1: give 0 to 2147483647"),
         ({"tokenizer": "a/b"}, "tokenizer is 'a/b'"),
     ],
 )

@@ -13,16 +13,16 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from runtime.bundle import Benchmark, Gate, Judgement, Manifest, model_size, read_outputs, verify, write_bundle
+from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, model_size, read_outputs, verify, write_bundle
+from runtime.bundle.manifest import KvCache
+from runtime.decode.scoring import score
+from runtime.encode.preprocess import make_preprocessor
 from runtime.errors import BundleError
-from runtime.manifest import KvCache
-from runtime.predict import bundle_preprocessor, run_samples
-from runtime.preprocess import make_preprocessor
-from runtime.report import render_markdown, render_text, to_dict
-from runtime.scoring import score
-from runtime.stats import paired_difference
-from runtime.steps import STEPS, StepModel, StepRow
-from runtime.validate import validate
+from runtime.judge.stats import paired_difference
+from runtime.judge.validate import validate
+from runtime.report.render import render_markdown, render_text, to_dict
+from runtime.report.steps import STEPS, StepModel, StepRow
+from runtime.tasks.predict import bundle_preprocessor, run_samples
 
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
 N = 300
@@ -40,7 +40,7 @@ def bundle(tmp_path: Path, tiny: Any) -> Path:
     right = outputs_of(root / "baseline/model.onnx", images, tiny)["logits"].argmax(axis=1)
     labels = np.where(rng.random(N) < 0.75, right, rng.integers(0, 5, N))
     manifest: Manifest = tiny.stage(root, "image-classification", tiny.image_spec, {"image": images, "label": labels})
-    judgement = Judgement(gates=(Gate("top1", max_drop=1.0),), benchmark=FAST, resamples=100)
+    judgement = Judgement(gates=(Gate("top1", max_drop=1.0),), benchmark=FAST)
     write_bundle(root, replace(manifest, judgement=judgement))
     return root
 
@@ -109,7 +109,7 @@ def test_times_are_of_the_same_rounds(bundle: Path, tiny: Any, monkeypatch: pyte
     def timed(sessions: Sequence[Any], feeds: Any, rounds: int, *more: Any) -> np.ndarray:
         return np.outer(np.arange(1, len(sessions) + 1), np.arange(1, rounds + 1)) / 1000
 
-    monkeypatch.setattr("runtime.benchmark.time_rounds", timed)
+    monkeypatch.setattr("runtime.measure.benchmark.time_rounds", timed)
     report = validate(bundle, ONE, steps=[step(bundle, bundle / "model/model.onnx", tiny), StepModel("last", 2.0)])
     assert report.steps is not None
     assert [row.latency_ms for row in report.steps.rows] == pytest.approx([6.5, 19.5, 13.0])
@@ -179,7 +179,7 @@ def test_a_broken_candidate_is_a_row_without_quality(bundle: Path, tiny: Any) ->
     onnx.save(graph, model)
     images, labels = images_and_labels(bundle)
     manifest = tiny.stage(root, "image-classification", tiny.image_spec, {"image": images, "label": labels})
-    write_bundle(root, replace(manifest, judgement=Judgement(benchmark=FAST, resamples=100)))
+    write_bundle(root, replace(manifest, judgement=Judgement(benchmark=FAST)))
     report = validate(root, ONE, steps=[step(bundle, bundle / "baseline/model.onnx", tiny), StepModel("last", 2.0)])
     assert report.verdict == "fail" and report.steps is not None
     assert report.steps.rows[-1].metrics == {} and "broken" in report.steps.rows[-1].error

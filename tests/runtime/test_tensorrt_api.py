@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tensorrt_fakes import ANSWERS, RECORDED, Library
 
-from runtime import tensorrt_api as api
 from runtime.errors import MissingDependency, RuntimeFailure, UsageError
+from runtime.nvidia import tensorrt_api as api
 
 ALL = api.BuildOptions(
     workspace_bytes=2**20,

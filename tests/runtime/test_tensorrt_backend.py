@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from tensorrt_fakes import RECORDED, Doubling, HostCuda, Library, load_engine
 
-from runtime import cuda, tensorrt_api
 from runtime.backends import tensorrt
-from runtime.engine import EngineRecord, Here, why_not_here
+from runtime.bundle.engine import EngineRecord, Here, why_not_here
+from runtime.bundle.manifest import Artifact
+from runtime.bundle.opening import open_options
+from runtime.bundle.profiles import InputShapes
 from runtime.errors import BundleError, RuntimeFailure, UsageError
-from runtime.gpu import Gpu
-from runtime.manifest import Artifact
-from runtime.opening import open_options
-from runtime.profiles import InputShapes
-from runtime.timing import device_rounds
+from runtime.measure.timing import device_rounds
+from runtime.nvidia import cuda, tensorrt_api
+from runtime.nvidia.gpu import Gpu
 
 RECORD = EngineRecord(
     runtime="tensorrt",

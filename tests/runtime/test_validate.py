@@ -16,10 +16,19 @@ import pytest
 
 from runtime.__main__ import main
 from runtime.backends import BACKENDS
-from runtime.bundle import Benchmark, Gate, Judgement, Manifest, read_manifest, verify, write_bundle, write_outputs
+from runtime.bundle.format import (
+    Benchmark,
+    Gate,
+    Judgement,
+    Manifest,
+    read_manifest,
+    verify,
+    write_bundle,
+    write_outputs,
+)
+from runtime.encode.preprocess import TensorPreprocess
 from runtime.errors import BundleError, UsageError
-from runtime.preprocess import TensorPreprocess
-from runtime.validate import validate
+from runtime.judge.validate import validate
 
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
 N = 400
@@ -39,7 +48,7 @@ def make_bundle(tmp_path: Path, tiny: Any) -> MakeBundle:
         columns |= {"label": rng.integers(0, 5, N)} if labels is None else {"label": labels} if labels.size else {}
         manifest: Manifest = tiny.stage(root, "image-classification", tiny.image_spec, columns)
         (root / "layers.json").write_text('[{"name": "fc", "bits": 8}]')
-        judgement = Judgement(gates=gates, benchmark=FAST, resamples=200, **more)
+        judgement = Judgement(gates=gates, benchmark=FAST, **more)
         write_bundle(root, replace(manifest, judgement=judgement))
         return root
 
@@ -140,11 +149,11 @@ def make_broken(root: Path, tiny: Any) -> None:
 
 def test_texts_are_judged_by_the_cosine_of_their_embeddings(make_text_bundle: Callable[..., Path]) -> None:
     words = ["the cat sat", "dog ran far", "on the mat", "cat", "far far dog"]
-    columns = {"text": words * 4, "text_pair": (words[1:] + words[:1]) * 4, "label": np.linspace(0, 5, 20)}
+    columns = {"text": words * 12, "text_pair": (words[1:] + words[:1]) * 12, "label": np.linspace(0, 5, 60)}
     root = make_text_bundle("feature-extraction", columns)
     manifest = read_manifest(root)
     gates = (Gate("spearman", min=-1.0), Gate("cosine", max=1.0))
-    write_bundle(root, replace(manifest, judgement=Judgement(gates=gates, benchmark=FAST, resamples=100)))
+    write_bundle(root, replace(manifest, judgement=Judgement(gates=gates, benchmark=FAST)))
     report = validate(root, ONE)
     assert report.verdict == "pass"
     assert set(report.candidate.metrics) == {"spearman", "pearson", "cosine", "sqnr_db", "mse_baseline"}
@@ -155,10 +164,10 @@ def test_a_generic_model_is_judged_against_the_baseline(tmp_path: Path, tiny: An
     root = tmp_path / "bundle"
     tiny.image_model(root / "model/model.onnx", seed=1)
     tiny.image_model(root / "baseline/model.onnx", seed=1)
-    columns = {"x": np.random.default_rng(0).normal(size=(20, 3, 4, 4)).astype(np.float32)}
+    columns = {"x": np.random.default_rng(0).normal(size=(60, 3, 4, 4)).astype(np.float32)}
     manifest = tiny.stage(root, "generic", TensorPreprocess(), columns)
     gates = (Gate("sqnr_db", min=100), Gate("cosine", max_drop=1e-9))
-    write_bundle(root, replace(manifest, judgement=Judgement(gates=gates, benchmark=FAST, resamples=100)))
+    write_bundle(root, replace(manifest, judgement=Judgement(gates=gates, benchmark=FAST)))
     assert validate(root, ONE).verdict == "pass"
 
 
@@ -216,7 +225,7 @@ def test_a_run_that_fails_leaves_no_earlier_report(make_bundle: MakeBundle, monk
     def fail(*_: Any) -> None:
         raise BundleError("cannot run")
 
-    monkeypatch.setattr("runtime.validate.run_samples", fail)
+    monkeypatch.setattr("runtime.judge.validate.run_samples", fail)
     with pytest.raises(BundleError, match="cannot run"):
         validate(root, ONE)
     assert not (root / "report.json").exists()
@@ -233,7 +242,7 @@ def test_exit_codes(make_bundle: MakeBundle, capsys: pytest.CaptureFixture[str])
     assert main(["bench", root, "--threads", "1"]) == 0
     assert "measured, not judged" in capsys.readouterr().out
     assert main(["validate", root, "--backend", "nope"]) == 2
-    assert "error: unknown backend 'nope'" in capsys.readouterr().err
+    assert "unknown backend 'nope'" in capsys.readouterr().err
     Path(root, "recipe.yaml").unlink()
     assert main(["verify", root]) == 1
     assert "recipe.yaml: missing" in capsys.readouterr().err
@@ -245,10 +254,12 @@ def test_a_passing_bundle_exits_with_zero(make_bundle: MakeBundle) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["judge", "x"], ["validate"], ["bench", "x", "--threads", "0"]])
-def test_a_wrong_call_exits_with_two(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
+def test_a_wrong_call_exits_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "--help` shows the call" in capsys.readouterr().err
+    assert main([*arguments, "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict"], document["exit_code"]) == ("error", 2) and document["problems"]
 
 
 def test_json_is_all_that_json_prints(make_bundle: MakeBundle, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,590 @@
+"""Claim about gates: on the edge of its bound a gate passes wrongly in at most 3 % of runs, and fails wrongly in 3 %.
+
+Evaluation sets and timed rounds are simulated whose true values are known, every gate is put exactly on the truth, and
+the product itself judges them: `runtime.judge.evidence` makes the interval and `runtime.judge.gates` the verdict. A
+two-sided interval of 95 % promises 2.5 % to either side; a gate that is undecided breaks no promise. Every kind of
+metric and every rule is simulated, on shapes from normal to lognormal with sigma 2, at 10 to 5,000 samples or rounds.
+The rules of one metric and shape are judged on the same draws. No recipes/ are needed.
+
+Each cell is drawn 4,000 times, from 1,000 samples on 2,000 times (400 with --quick). Chance alone puts a true 2.5 %
+above 3 % in one cell of fifty, so a cell above 3 % is drawn up to 20,000 times; the claim fails where 3 % itself would
+give so many in fewer than one run of a thousand (exact binomial bound).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from common import Call, Claim, Measured, Row, at_least, at_most, run_script, say
+from scipy.signal import lfilter
+
+from runtime.bundle.format import Benchmark, Gate, Judgement
+from runtime.judge.evidence import (
+    Evidence,
+    quality_evidence,
+    range_evidence,
+    throughput_under_latency_evidence,
+    timing_evidence,
+)
+from runtime.judge.gates import judge
+from runtime.judge.request_evidence import request_evidence
+from runtime.judge.stats import is_drifting, proportion_interval
+from runtime.measure.request_times import RequestTimes
+from runtime.metrics import METRICS, Outputs
+
+NEEDS = ()
+ALLOWED = 0.03
+SIZES = (10, 20, 30, 50, 100, 200, 500, 1000, 5000)
+QUICK_SIZES = (30, 100, 500)
+RUNS, MOST_RUNS = 4000, 20_000
+LARGE, LARGE_RUNS = 1000, 2000
+"""From so many samples on, so many runs to begin with."""
+QUICK_RUNS = 400
+CHANCE = 0.001
+"""How seldom 3 % itself would give as many wrong verdicts as a cell must have for the claim to fail."""
+
+Rng = np.random.Generator
+Array = np.ndarray
+Rule = tuple[str, str]
+"""(metric, rule of a gate)."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is simulated: evidence of so many samples or rounds, and the true value that each rule bounds."""
+
+    name: str
+    shape: str
+    draw: Callable[[Rng, int], Mapping[str, Evidence]]
+    truths: Mapping[Rule, float]
+    sizes: tuple[int, ...] = SIZES
+
+
+def judge_at_the_edge(subject: Subject, n: int, runs: range) -> dict[Rule, dict[str, int]]:
+    """How often each rule of the subject passed, failed and was undecided, its bound being the truth."""
+    gates = tuple(Gate(metric, **{rule: truth}) for (metric, rule), truth in subject.truths.items())
+    judgement = Judgement(gates=gates)
+    counts = {rule: {"pass": 0, "fail": 0, "undecided": 0} for rule in subject.truths}
+    label = zlib.crc32(f"{subject.name} {subject.shape} {n}".encode())
+    for run in runs:
+        evidence = subject.draw(np.random.default_rng((label, run)), n)
+        for rule, result in zip(subject.truths, judge(judgement, evidence), strict=True):
+            counts[rule][result.verdict] += 1
+    return counts
+
+
+# losses per sample: a distribution and its mean
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A distribution of a loss, never negative, and its mean."""
+
+    draw: Callable[[Rng, int], Array]
+    mean: float
+
+
+def lognormal(sigma: float) -> Losses:
+    return Losses(lambda rng, n: rng.lognormal(0, sigma, n), math.exp(sigma**2 / 2))
+
+
+LOSSES = {
+    "lognormal 0.5": lognormal(0.5),
+    "lognormal 1": lognormal(1.0),
+    "lognormal 1.5": lognormal(1.5),
+    "lognormal 2": lognormal(2.0),
+    "exponential": Losses(lambda rng, n: rng.exponential(1, n), 1.0),
+    "gamma 0.3": Losses(lambda rng, n: rng.gamma(0.3, 1, n), 0.3),
+    "Pareto 3": Losses(lambda rng, n: rng.pareto(3, n), 0.5),
+    "near normal": Losses(lambda rng, n: rng.gamma(400, 1 / 400, n), 1.0),
+}
+
+
+def mean_subjects() -> Iterator[Subject]:
+    """`mse_baseline`, `kl` and `cosine` are means of one loss; `mse` is of two models on the same samples."""
+    for shape, losses in LOSSES.items():
+        yield value_subject("mse_baseline", shape, losses, losses.mean, lambda loss: ({"y": np.sqrt(loss)[:, None]}, 0))
+    for shape in ("lognormal 1", "gamma 0.3", "lognormal 2"):
+        losses = LOSSES[shape]
+        yield value_subject("kl", shape, losses, losses.mean, two_classes_apart)
+    for shape, losses in {
+        "1 - beta": Losses(lambda rng, n: rng.beta(0.5, 50, n), 0.5 / 50.5),
+        "1 - beta, rare": Losses(lambda rng, n: rng.beta(0.2, 100, n), 0.2 / 100.2),
+    }.items():
+        yield value_subject("cosine", shape, losses, 1 - losses.mean, turned_vectors)
+    for shape, losses in LOSSES.items():
+        yield paired_mse(f"{shape}, candidate adds it", losses, lambda rng, n: np.ones(n), losses.mean)
+    one = lognormal(1.0)
+    for share in (0.3, 0.5, 0.8):
+        apart = (1 - share) * one.mean
+        yield paired_mse(f"lognormal 1 - {share} lognormal 1", one, lambda rng, n, s=share: s * one.draw(rng, n), apart)  # type: ignore[misc]
+    heavy = lognormal(1.5)
+    yield paired_mse("lognormal 1.5 - 0.8 of it", heavy, lambda rng, n: 0.8 * heavy.draw(rng, n), 0.2 * heavy.mean)
+
+
+Sides = tuple[dict[str, Array], float | dict[str, Array]]
+
+
+def value_subject(metric: str, shape: str, losses: Losses, truth: float, outputs: Callable[[Array], Sides]) -> Subject:
+    """A mean of losses that a candidate's outputs have against the baseline's."""
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        ours, theirs = outputs(losses.draw(rng, n))
+        baseline = theirs if isinstance(theirs, dict) else {name: np.zeros_like(a) for name, a in ours.items()}
+        return quality((metric,), ours, baseline, None)
+
+    up = METRICS[metric].higher_is_better
+    ideal = METRICS[metric].ideal or 0.0
+    dropped = ideal - truth if up else truth - ideal
+    return Subject(metric, shape, draw, {(metric, "min" if up else "max"): truth, (metric, "max_drop"): dropped})
+
+
+def two_classes_apart(loss: Array) -> Sides:
+    """Logits with KL(baseline || candidate) = loss: of a fair coin, ln cosh(a) for logits +-a."""
+    a = loss + np.log1p(np.sqrt(-np.expm1(-2 * loss)))  # arccosh(exp(loss)), which would overflow
+    logits = np.stack([a, -a], axis=1)
+    return {"logits": logits}, {"logits": np.zeros_like(logits)}
+
+
+def turned_vectors(loss: Array) -> Sides:
+    """Vectors whose cosine to the baseline's is 1 - loss."""
+    cosine = 1 - loss
+    turned = np.stack([cosine, np.sqrt(1 - cosine**2)], axis=1)
+    return {"y": turned}, {"y": np.tile([1.0, 0.0], (len(loss), 1))}
+
+
+def paired_mse(shape: str, losses: Losses, before: Callable[[Rng, int], Array], truth: float) -> Subject:
+    """`mse` of two models: the difference is what is shaped. "adds it" puts a constant loss before."""
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        theirs = before(rng, n)
+        ours = losses.draw(rng, n) + (theirs if "adds" in shape else 0.0)
+        return quality(("mse",), {"y": np.sqrt(ours)[:, None]}, {"y": np.sqrt(theirs)[:, None]}, np.zeros(n))
+
+    return Subject("mse", shape, draw, {("mse", "max_drop"): truth})
+
+
+def quality(names: Sequence[str], ours: Outputs, theirs: Outputs, labels: Array | None) -> Mapping[str, Evidence]:
+    return quality_evidence([METRICS[name] for name in names], ours, theirs, labels, Judgement())
+
+
+# counts
+
+
+def proportion_subjects() -> Iterator[Subject]:
+    """top1 of a baseline that is right on a share; the candidate gains and loses some of it."""
+    for right in (0.6, 0.9, 0.99):
+        for gained, lost in ((0.0, 0.01), (0.005, 0.015), (0.02, 0.05)):
+            if gained < 1 - right:
+                yield top1_subject(right, gained, lost)
+    for agreeing in (0.9, 0.98, 0.995):
+        yield agreement_subject(agreeing)
+
+
+def top1_subject(right: float, gained: float, lost: float) -> Subject:
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        kind = rng.choice(4, n, p=[right - lost, lost, gained, 1 - right - gained])  # kept, lost, gained, never right
+        before, after = kind <= 1, (kind == 0) | (kind == 2)
+        return quality(("top1",), two_logits(after), two_logits(before), np.ones(n, np.int64))
+
+    value = right - lost + gained
+    truths = {("top1", "max_drop"): lost - gained, ("top1", "min"): value, ("top1", "max"): value}
+    return Subject("top1", f"{right:g} right, +{gained:g} -{lost:g}", draw, truths)
+
+
+def two_logits(ones: Array) -> dict[str, Array]:
+    return {"logits": np.stack([~ones, ones], axis=1).astype(np.float64)}
+
+
+def agreement_subject(agreeing: float) -> Subject:
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        base = rng.random(n) < 0.5
+        return quality(("agreement",), two_logits(base ^ (rng.random(n) >= agreeing)), two_logits(base), None)
+
+    truths = {("agreement", "min"): agreeing, ("agreement", "max_drop"): 1 - agreeing}
+    return Subject("agreement", f"{agreeing:g}", draw, truths)
+
+
+def f_score_subjects() -> Iterator[Subject]:
+    """Macro averages over classes of unequal size; an error goes to any other class."""
+    even, uneven = np.full(10, 0.1), np.array([0.5, 0.2, 0.15, 0.1, 0.05])
+    pair = np.array([0.8, 0.2])
+    for name, shares, wrong, worse in (
+        ("2 classes 4:1", pair, 0.3, 0.02),
+        ("2 classes 4:1", pair, 0.02, 0.01),
+        ("5 classes 10:1", uneven, 0.1, 0.05),
+        ("10 even classes", even, 0.3, 0.02),
+        ("10 even classes", even, 0.02, 0.01),
+    ):
+        yield f_score_subject(f"{name}, {wrong:g} wrong, {worse:g} more", shares, wrong, worse)
+
+
+def f_score_subject(shape: str, shares: Array, wrong: float, worse: float) -> Subject:
+    """The candidate is wrong where the baseline is, and on `worse` of the samples more."""
+    names = ("f1_macro", "precision_macro", "recall_macro")
+    classes = len(shares)
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        labels = rng.choice(classes, n, p=shares)
+        other = (labels + rng.integers(1, classes, n)) % classes
+        place = rng.random(n)
+        sides = [np.where(place < part, other, labels) for part in (wrong + worse, wrong)]
+        ours, theirs = ({"logits": np.eye(classes)[side]} for side in sides)
+        return quality(names, ours, theirs, labels)
+
+    def values(part: float) -> dict[str, float]:
+        confusion = part / (classes - 1) * np.tile(shares[:, None], classes)  # [label, prediction]
+        np.fill_diagonal(confusion, (1 - part) * shares)
+        hits, chosen = np.diag(confusion), confusion.sum(axis=0)
+        return {
+            "f1_macro": float((2 * hits / (shares + chosen)).mean()),
+            "precision_macro": float((hits / chosen).mean()),
+            "recall_macro": float((hits / shares).mean()),
+        }
+
+    after, before = values(wrong + worse), values(wrong)
+    truths = {(name, "min"): after[name] for name in names} | {
+        (name, "max_drop"): before[name] - after[name] for name in names
+    }
+    return Subject("macro", shape, draw, truths)
+
+
+# sums over sums
+
+
+def language_subjects() -> Iterator[Subject]:
+    """Nats of texts of unequal length; what the candidate adds to a token differs from text to text."""
+    lengths: dict[str, Callable[[Rng, int], Array]] = {
+        "even lengths": lambda rng, n: np.full(n, 64.0),
+        "lognormal lengths": lambda rng, n: np.ceil(rng.lognormal(4, 0.8, n)),
+    }
+    added = {
+        "lognormal 1": lognormal(1.0),
+        "lognormal 1.5": lognormal(1.5),
+        "gamma 0.3": LOSSES["gamma 0.3"],
+        "near normal": LOSSES["near normal"],
+    }
+    for of_lengths, length in lengths.items():
+        for of_added, losses in added.items():
+            yield language_subject(f"{of_lengths}, adds {of_added}", length, losses)
+    for disagreeing in (0.05, 0.01, 0.001):
+        yield token_agreement_subject(disagreeing)
+
+
+def language_subject(shape: str, length: Callable[[Rng, int], Array], losses: Losses) -> Subject:
+    scale = 0.05 / losses.mean
+    before, after = 3.0, 3.05
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        tokens = length(rng, n)
+        base = rng.gamma(30, 0.1, n)  # nats per token of a text, 3 on average whatever its length
+        extra = scale * losses.draw(rng, n)
+        theirs = {"nll": base * tokens, "n_tokens": tokens}
+        ours = {"nll": (base + extra) * tokens, "n_tokens": tokens, "kl": extra * tokens, "agree": tokens}
+        return quality(("nll", "perplexity", "kl_token"), ours, theirs, None)
+
+    truths = {
+        ("nll", "max_drop"): after - before,
+        ("nll", "max"): after,
+        ("perplexity", "max"): math.exp(after),
+        ("perplexity", "max_drop"): math.exp(after) - math.exp(before),
+        ("kl_token", "max"): 0.05,
+    }
+    return Subject("tokens", shape, draw, truths)
+
+
+def token_agreement_subject(disagreeing: float) -> Subject:
+    """Texts differ in how often their tokens disagree (beta-binomial)."""
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        tokens = rng.integers(30, 200, n)
+        share = rng.beta(2, 2 / disagreeing - 2, n)
+        nll = tokens * 3.0
+        ours = {"nll": nll, "n_tokens": tokens, "agree": tokens - rng.binomial(tokens, share), "kl": nll * 0}
+        return quality(("token_agreement",), ours, {"nll": nll + 1, "n_tokens": tokens}, None)
+
+    truths = {("token_agreement", "min"): 1 - disagreeing, ("token_agreement", "max_drop"): disagreeing}
+    return Subject("token_agreement", f"{disagreeing:g} differ", draw, truths)
+
+
+def sqnr_subjects() -> Iterator[Subject]:
+    for shape in ("lognormal 0.5", "lognormal 1", "gamma 0.3"):
+        losses = LOSSES[shape]
+
+        def draw(rng: Rng, n: int, losses: Losses = losses) -> Mapping[str, Evidence]:
+            signal = np.sqrt(rng.lognormal(0, 0.5, n))[:, None]
+            noise = 0.01 * np.sqrt(losses.draw(rng, n))[:, None]
+            return quality(("sqnr_db",), {"y": signal + noise}, {"y": signal}, None)
+
+        truth = 10 * math.log10(math.exp(0.125) / (1e-4 * losses.mean))
+        yield Subject("sqnr_db", f"noise {shape}", draw, {("sqnr_db", "min"): truth})
+
+
+# correlations
+
+
+def correlation_subjects() -> Iterator[Subject]:
+    """Scores and labels that are normal, of two models whose errors are shared in part; ratings in steps of a half."""
+    for before, after, shared in ((0.9, 0.88, 0.9), (0.9, 0.88, 0.0), (0.6, 0.55, 0.5), (0.97, 0.96, 0.9)):
+        yield correlation_subject(before, after, shared)
+
+
+def correlation_subject(before: float, after: float, shared: float) -> Subject:
+    names = ("spearman", "pearson")
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        labels, common, own = rng.normal(size=(3, n))
+        sides = [
+            {"y": (r * labels + math.sqrt(1 - r * r) * error)[:, None]}
+            for r, error in (
+                (after, math.sqrt(shared) * common + math.sqrt(1 - shared) * own),
+                (before, common),
+            )
+        ]
+        return quality(names, sides[0], sides[1], labels)
+
+    def rank(r: float) -> float:
+        return 6 / math.pi * math.asin(r / 2)
+
+    truths = {
+        ("spearman", "min"): rank(after),
+        ("spearman", "max_drop"): rank(before) - rank(after),
+        ("pearson", "min"): after,
+        ("pearson", "max_drop"): before - after,
+    }
+    return Subject("correlation", f"{before:g} to {after:g}, errors {shared:g} shared", draw, truths)
+
+
+# time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Log times are normal: a pace that lasts (autoregressive), noise of each call; and some calls are far slower."""
+
+    lasting: float
+    """Standard deviation of the pace."""
+    keeps: float
+    """Correlation of the pace from one round to the next."""
+    noise: float
+    spikes: float = 0.0
+    """Share of calls that take three times as long."""
+
+    def pace(self, rng: Rng, n: int) -> Array:
+        steps = math.sqrt(1 - self.keeps**2) * rng.normal(size=n)
+        steps[0] = rng.normal()
+        pace: Array = lfilter([1.0], [1.0, -self.keeps], steps)
+        return self.lasting * pace
+
+    def calls(self, rng: Rng, pace: Array) -> Array:
+        spiked = rng.random(pace.shape) < self.spikes
+        return np.exp(pace + self.noise * rng.normal(size=pace.shape)) * np.where(spiked, 3.0, 1.0)
+
+    def quantile(self, percentile: float) -> float:
+        """The true percentile of a call's time, by halving."""
+        normal = NormalDist(0, math.hypot(self.lasting, self.noise))
+        low, high = -3.0, 3.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = (1 - self.spikes) * normal.cdf(middle) + self.spikes * normal.cdf(middle - math.log(3))
+            low, high = (middle, high) if below < percentile / 100 else (low, middle)
+        return math.exp(low)
+
+
+MACHINES = {
+    "idle": Machine(0, 0, 0.03),
+    "spikes": Machine(0, 0, 0.05, spikes=0.03),
+    "short drift": Machine(0.1, 0.5, 0.05),
+    "drift": Machine(0.1, 0.8, 0.05),
+    "drift in noise": Machine(0.02, 0.9, 0.05, spikes=0.03),
+}
+"""On which the percentiles themselves are judged."""
+SPEEDUP_MACHINES = {**MACHINES, "slow strong drift": Machine(0.2, 0.98, 0.05, spikes=0.02)}
+FASTER = 0.8
+"""The candidate is slower, so that it has dropped, too: a gate's max_drop is positive."""
+
+
+def timing_subjects() -> Iterator[Subject]:
+    percentiles = {"latency_p50": 50, "latency_p95": 95, "latency_p99": 99}
+    for shape, machine in SPEEDUP_MACHINES.items():
+
+        def draw(rng: Rng, n: int, machine: Machine = machine) -> Mapping[str, Evidence]:
+            pace = machine.pace(rng, n)
+            seconds = np.stack([machine.calls(rng, pace), machine.calls(rng, pace) / FASTER])
+            judgement = Judgement()
+            found = {name: timing_evidence(name, p, seconds, judgement) for name, p in percentiles.items()}
+            return found | {"throughput": timing_evidence("throughput", 50, seconds, judgement, 8)}
+
+        truths: dict[Rule, float] = {(name, "min_speedup"): FASTER for name in (*percentiles, "throughput")}
+        if shape in MACHINES:
+            for name, percentile in percentiles.items():
+                ms = 1000 * machine.quantile(percentile)
+                truths |= {(name, "max"): ms / FASTER, (name, "max_drop"): ms / FASTER - ms}
+            rate = 8 / machine.quantile(50)
+            truths |= {("throughput", "min"): rate * FASTER, ("throughput", "max_drop"): rate - rate * FASTER}
+        yield Subject("times", shape, draw, truths)
+
+
+def settling_subjects() -> Iterator[Subject]:
+    """Speed-ups on a machine that treats one of the models better for a while: rounds are added while they drift."""
+    for keeps in (0.8, 0.9, 0.98):
+        machine = Machine(0.1, keeps, 0.05)
+
+        def draw(rng: Rng, n: int, machine: Machine = machine) -> Mapping[str, Evidence]:
+            most = MOST_ADDED * n
+            seconds = np.exp(0.05 * rng.normal(size=(2, most)))
+            seconds[1] *= machine.calls(rng, machine.pace(rng, most)) / FASTER
+            while n < most and is_drifting(seconds[0, :n] / seconds[1, :n]):
+                n *= 2
+            return {"latency_p50": timing_evidence("latency_p50", 50, seconds[:, :n], Judgement())}
+
+        truths: dict[Rule, float] = {("latency_p50", "min_speedup"): FASTER}
+        yield Subject("added rounds", f"ratio keeps {keeps:g}", draw, truths, sizes=(100, 200, 500))
+
+
+def limited_subjects() -> Iterator[Subject]:
+    """Each side at its own largest batch in time: rounds that are not paired."""
+    for shape in ("idle", "spikes", "short drift"):
+        machine = MACHINES[shape]
+
+        def draw(rng: Rng, n: int, machine: Machine = machine) -> Mapping[str, Evidence]:
+            sides = [machine.calls(rng, machine.pace(rng, n)) for _ in range(2)]
+            found = throughput_under_latency_evidence(((16, sides[0]), (8, sides[1])), Judgement())
+            return {found.name: found}
+
+        rate = 8 / machine.quantile(50)
+        name = "throughput_under_latency"
+        yield Subject(name, shape, draw, {(name, "min"): rate, (name, "min_speedup"): 0.5, (name, "max_drop"): rate})
+
+
+MOST_ADDED = 16
+"""How many times as many rounds `timing.time_rounds` has made when its time is up, in this simulation."""
+TOKENS = 16
+"""That a simulated request generates after its first."""
+
+
+def request_subjects() -> Iterator[Subject]:
+    """A decoder's requests: all tokens of a round share its pace."""
+    for shape in ("idle", "short drift", "drift in noise"):
+        machine = MACHINES[shape]
+
+        def draw(rng: Rng, n: int, machine: Machine = machine) -> Mapping[str, Evidence]:
+            pace = machine.pace(rng, n)
+            first = np.stack([10 * machine.calls(rng, pace), 10 / FASTER * machine.calls(rng, pace)])
+            steps = np.stack([machine.calls(rng, np.tile(pace[:, None], TOKENS)) for _ in range(2)])
+            steps[1] /= FASTER
+            return request_evidence(RequestTimes(first, steps), Judgement(benchmark=Benchmark(new_tokens=TOKENS + 1)))
+
+        truths: dict[Rule, float] = {
+            ("ttft", "max"): 1e4 * machine.quantile(50) / FASTER,
+            ("ttft", "min_speedup"): FASTER,
+            ("tpot", "min_speedup"): FASTER,
+            ("decode_rate", "min_speedup"): FASTER,
+        }
+        for name, percentile in (("itl_p50", 50), ("itl_p95", 95), ("itl_p99", 99)):
+            ms = 1000 * machine.quantile(percentile)
+            truths |= {(name, "max"): ms / FASTER, (name, "min_speedup"): FASTER}
+        yield Subject("requests", shape, draw, truths, sizes=tuple(n for n in SIZES if n <= 200))
+
+
+def process_subjects() -> Iterator[Subject]:
+    """Memory and load time of 3 to 10 fresh processes; one in ten loads from a cold disk."""
+    for cold in (0.0, 0.1):
+
+        def draw(rng: Rng, n: int, cold: float = cold) -> Mapping[str, Evidence]:
+            sides = np.exp(0.1 * rng.normal(size=(2, n))) * np.where(rng.random((2, n)) < cold, 2.0, 1.0)
+            before, after = tuple(sides[0]), tuple(sides[1] / FASTER)
+            names = ("load_time", "peak_memory")
+            return {name: range_evidence(name, before, after, Judgement()) for name in names}
+
+        median = Machine(0, 0, 0.1).quantile(50)
+        if cold:
+            low, high = 0.9, 1.3
+            normal = NormalDist(0, 0.1)
+            for _ in range(60):
+                middle = (low + high) / 2
+                below = (1 - cold) * normal.cdf(math.log(middle)) + cold * normal.cdf(math.log(middle / 2))
+                low, high = (middle, high) if below < 0.5 else (low, middle)
+            median = low
+        truths = {
+            ("load_time", "min_speedup"): FASTER,
+            ("load_time", "max"): median / FASTER,
+            ("peak_memory", "max"): median / FASTER,
+            ("peak_memory", "max_drop"): median / FASTER - median,
+        }
+        yield Subject("fresh processes", f"{cold:g} cold", draw, truths, sizes=(3, 6, 10))
+
+
+def subjects() -> Iterator[Subject]:
+    yield from proportion_subjects()
+    yield from mean_subjects()
+    yield from language_subjects()
+    yield from sqnr_subjects()
+    yield from f_score_subjects()
+    yield from correlation_subjects()
+    yield from timing_subjects()
+    yield from settling_subjects()
+    yield from limited_subjects()
+    yield from request_subjects()
+    yield from process_subjects()
+
+
+# what is claimed
+
+
+def measure(call: Call) -> Measured:
+    rows: list[Row] = []
+    for subject in subjects():
+        before = len(rows)
+        for n in subject.sizes:
+            if not call.quick or n in QUICK_SIZES or n < min(SIZES):
+                runs = LARGE_RUNS if n >= LARGE else RUNS
+                rows += measure_cell(subject, n, *((QUICK_RUNS, QUICK_RUNS) if call.quick else (runs, MOST_RUNS)))
+        wrong = sum(row["exceeds"] for row in rows[before:])
+        say(f"{subject.name}, {subject.shape}: {wrong} of {len(rows) - before} cells wrong too often")
+    return claims(rows), rows
+
+
+def measure_cell(subject: Subject, n: int, runs: int, most: int) -> list[Row]:
+    """A row for each rule. Where one is wrong in more than ALLOWED, the cell is drawn again, up to `most` times."""
+    counts = judge_at_the_edge(subject, n, range(runs))
+    while runs < most and any(max(c["pass"], c["fail"]) > ALLOWED * runs for c in counts.values()):
+        further = judge_at_the_edge(subject, n, range(runs, min(most, 3 * runs)))
+        counts = {rule: {verdict: c[verdict] + further[rule][verdict] for verdict in c} for rule, c in counts.items()}
+        runs = min(most, 3 * runs)
+    return [
+        {
+            "metric": metric,
+            "rule": rule,
+            "shape": subject.shape,
+            "n": n,
+            "runs": runs,
+            "wrong_pass": c["pass"] / runs,
+            "wrong_fail": c["fail"] / runs,
+            "undecided": c["undecided"] / runs,
+            "exceeds": exceeds(max(c["pass"], c["fail"]), runs),
+        }
+        for (metric, rule), c in counts.items()
+    ]
+
+
+def exceeds(wrong: int, runs: int) -> bool:
+    """Whether so many wrong verdicts are more than a share of ALLOWED explains."""
+    return proportion_interval(wrong, runs, 1 - 2 * CHANCE).low > ALLOWED
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    decided = [row for row in rows if row["undecided"] < 1]
+    return [
+        at_most("cells_wrong_in_more_than_3_percent", sum(row["exceeds"] for row in rows), 0),
+        at_least("cells_in_which_some_runs_are_decided", len(decided), 1),
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(__doc__, NEEDS, measure))

@@ -1,0 +1,161 @@
+"""What is installed and works here, and the command that mends what does not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compress.errors import CompressError
+from runtime.bundle.engine import ENGINES, EngineOrder
+from runtime.measure.environment import cpu_info
+from runtime.processes.isolated import trouble
+
+OWN_NAME = "compress"
+SKIPPED_EXTRAS = {"dev"}
+CODE = (".py", ".so", ".pyd")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One line of the package's own metadata."""
+
+    name: str
+    least: str
+    extra: str
+    """"" for what every machine needs."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How it stands with one requirement or backend. `mend` is a command, "" where nothing is to be done."""
+
+    part: str
+    name: str
+    state: Literal["ok", "missing", "too old", "broken"]
+    version: str = ""
+    why: str = ""
+    mend: str = ""
+
+
+def diagnose(console: Console) -> None:
+    """Print what `examine` finds."""
+    report = examine()
+    console.print(f"Python {report['python']}, {report['cpu']} ({', '.join(report['cpu_flags']) or 'no flags known'})")
+    table = Table("for", "package", "state", "version")
+    for finding in report["findings"]:
+        style = {"ok": None, "missing": "yellow"}.get(finding["state"], "red")
+        cells = (finding["part"], finding["name"], finding["state"], finding["version"])
+        table.add_row(*map(escape, cells), style=style)
+    console.print(table)
+    for finding in report["findings"]:
+        if finding["state"] != "ok":
+            text = ": ".join(part for part in (finding["name"], finding["why"], finding["mend"]) if part)
+            console.print(escape(text), soft_wrap=True)
+
+
+def examine() -> dict[str, Any]:
+    """Import each requirement, backend and compiler of engines in a process of its own, for a broken one may crash.
+
+    Returns {"python", "cpu", "cpu_flags", "findings"}.
+    """
+    cpu, flags = cpu_info()
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        found = [
+            *pool.map(_examine_package, _list_requirements()),
+            *pool.map(_examine_backend, _list_backends()),
+            *pool.map(_examine_compiler, ENGINES),
+        ]
+    findings = [asdict(finding) for finding in found]
+    return {"python": sys.version.split()[0], "cpu": cpu, "cpu_flags": flags, "findings": findings}
+
+
+def _list_requirements() -> list[Requirement]:
+    """Return the requirements that compress itself states, each package once, the base before the extras."""
+    try:
+        lines = metadata.requires(OWN_NAME) or []
+    except metadata.PackageNotFoundError as error:
+        raise CompressError(f"{OWN_NAME} is not installed, only its files are here: pip install -e .") from error
+    wanted = [
+        r for line in lines if (r := _parse_requirement(line)) and r.extra not in SKIPPED_EXTRAS and r.name != OWN_NAME
+    ]
+    first: dict[str, Requirement] = {}
+    for requirement in wanted:
+        first.setdefault(requirement.name, requirement)
+    return list(first.values())
+
+
+def _parse_requirement(line: str) -> Requirement | None:
+    """Parse a line of metadata: 'onnx>=1.19; extra == "build"' -> Requirement("onnx", "1.19", "build")."""
+    match = re.match(r"""([\w.-]+)[^;>]*(?:>=([\w.]+))?[^;]*(?:;.*extra == ['"](.+?)['"])?""", line)
+    return Requirement(match[1].lower(), match[2] or "", match[3] or "") if match else None
+
+
+def _examine_package(wanted: Requirement) -> Finding:
+    part, mend = _describe_part(wanted)
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return Finding(part, wanted.name, "missing", mend=mend)
+    if _parse_version(version) < _parse_version(wanted.least):
+        return Finding(part, wanted.name, "too old", version, f"needs {wanted.least}", f"pip install -U {wanted.name}")
+    why = trouble("; ".join(f"import {module}" for module in find_modules(wanted.name)))
+    if why:
+        return Finding(part, wanted.name, "broken", version, why, f"pip install --force-reinstall {wanted.name}")
+    return Finding(part, wanted.name, "ok", version)
+
+
+def find_modules(name: str) -> list[str]:
+    """Return the names that an installed package is imported by, from its own list of files; none without Python.
+
+    The module of its name if there is one (cuda-bindings: cuda.bindings), else the outermost ones (pillow: PIL).
+    """
+    files = [file for file in metadata.files(name) or [] if ".." not in file.parts]
+    packages = {file.parts[:-1] for file in files if file.name == "__init__.py"}
+    outermost = {parts for parts in packages if not any(parts[:n] in packages for n in range(1, len(parts)))}
+    outermost |= {(file.name.partition(".")[0],) for file in files if len(file.parts) == 1 and file.suffix in CODE}
+    namespaces = {parts[:n] for parts in outermost for n in range(1, len(parts))}  # optimum has no __init__.py
+    own = [parts for parts in outermost | namespaces if _normalize("-".join(parts)) == _normalize(name)]
+    return sorted(".".join(parts) for parts in own or outermost if not parts[0].startswith("_"))
+
+
+def _normalize(name: str) -> str:
+    """Return a package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _describe_part(wanted: Requirement) -> tuple[str, str]:
+    """Return what the package is for, and the command that installs it (the index has another `compress`)."""
+    least = f"'{wanted.name}>={wanted.least}'" if wanted.least else wanted.name
+    return wanted.extra or "running bundles", f"pip install {least}"
+
+
+def _parse_version(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _list_backends() -> list[str]:
+    from runtime.backends import BACKENDS
+
+    return list(BACKENDS)
+
+
+def _examine_backend(name: str) -> Finding:
+    code = f"import sys; from runtime.backends import BACKENDS; sys.exit(BACKENDS[{name!r}].available())"
+    why = trouble(code)
+    return Finding("backend", name, "missing" if why else "ok", why=why)
+
+
+def _examine_compiler(runtime: str) -> Finding:
+    """Find out whether engines for a runtime are compiled here, which is another question than whether they run."""
+    from compress.engine.compile import why_not_here
+
+    why = why_not_here(EngineOrder("", runtime, "", ()))
+    return Finding("compiler", runtime, "missing" if why else "ok", why=why)

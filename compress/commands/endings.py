@@ -1,0 +1,82 @@
+"""How a command of `compress` ends: as those of the runtime do (`runtime.processes.endings`), for typer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import typer
+
+from compress.errors import CompressError
+from runtime.errors import RuntimeFailure, UsageError
+from runtime.processes.endings import DEBUG, CommandLine, print_json, report_failure, write_any_text
+from runtime.processes.interrupts import Terminated, end_orderly
+
+__all__ = ["DEBUG", "ending", "print_json", "quiet_stdout", "run_as_json", "run_program"]
+
+COMPRESS = CommandLine(
+    failures=(CompressError, RuntimeFailure),
+    interrupted="stopped; finished steps are kept, the same command goes on from there",
+    missing="pip install '.[build]' in the project's folder installs what the build side needs, see `doctor`",
+    debug=f"{DEBUG}=1 or `compress --debug ...`",
+)
+
+WRONG_CALL: Any = typer.BadParameter.__base__
+"""click's UsageError, of the click that this typer brings or finds."""
+
+
+@contextlib.contextmanager
+def ending(as_json: bool = False) -> Iterator[None]:
+    """Turn a failure while the context is open into a message and an exit code.
+
+    A command's own exit code passes through.
+    """
+    write_any_text()
+    try:
+        yield
+        sys.stdout.flush()
+    except typer.Exit:
+        raise
+    except (Exception, KeyboardInterrupt, Terminated) as error:
+        raise typer.Exit(report_failure(error, as_json, COMPRESS)) from error
+
+
+def run_program(app: typer.Typer, words: Sequence[str]) -> NoReturn:
+    """Run the command line `words` and end the process, wherever an interrupt meets it."""
+    as_json = "--json" in words
+    try:
+        with end_orderly():
+            sys.exit(run_as_json(app, words) if as_json else app(list(words)))
+    except (KeyboardInterrupt, Terminated) as error:  # outside of any command
+        sys.exit(report_failure(error, as_json, COMPRESS))
+
+
+def run_as_json(app: typer.Typer, words: Sequence[str]) -> int:
+    """Run the command line `words`, which asks for JSON, and return its exit code.
+
+    A wrong call gives one document, too.
+    """
+    try:
+        return int(app(list(words), standalone_mode=False) or 0)
+    except WRONG_CALL as error:
+        return report_failure(UsageError(f"{error.format_message()}; `compress --help` shows the calls"), True)
+
+
+@contextlib.contextmanager
+def quiet_stdout(wanted: bool) -> Iterator[None]:
+    """Send to stderr what is printed while the context is open, if wanted, also by C libraries and child processes."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,138 @@
+"""`compress reproduce`: build a bundle again from the recipe that lies in it, and say which files differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.commands.inspect import read_json
+from compress.errors import PlanError, SourceError
+from compress.execution.run import apply_recipe
+from compress.models.source import model_digest
+from compress.passes import Pass
+from compress.recipe.load import load_recipe
+from compress.recipe.schema import Recipe
+from compress.store.cache import code_version, library_versions
+from compress.store.durable import temporary_folder
+from runtime.bundle.format import HOST, Manifest, read_manifest, verify
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What building again came to: names of the files that differ (or are in one bundle alone), and why they may."""
+
+    n_files: int
+    different: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        return not self.different
+
+
+def reproduce(
+    bundle: Path, overrides: Sequence[str] = (), out: Path | None = None, cache: Path | None = None, quiet: bool = False
+) -> Reproduction:
+    """Build the bundle again and compare every hashed file.
+
+    Folders that the recipe names are those of the build where they are still there, unless `overrides` say others
+    (`vars.bench=DIR`). `out`: where the new bundle is kept; `cache`: where its steps are; None: nothing is kept, and
+    every step is done again. Training that a clock ended makes as many optimizer steps as it made then.
+    Raises BundleError for a bundle that is not whole, PlanError where the model is another one than the bundle's.
+    """
+    bundle = Path(bundle).resolve()
+    manifest = verify(bundle)
+    lock, host = read_json(bundle / "lock.json"), read_host(bundle)
+    recipe = load_recipe(bundle / "recipe.yaml", [*_recall_folders(host, overrides), *overrides])
+    recipe = repeat_training(recipe.at_root(Path(host.get("recipe_folder", bundle))), lock.get("training", {}))
+    _check_model(recipe, lock)
+    with temporary_folder() as folder:
+        again = out or folder / bundle.name
+        apply_recipe(recipe, again, cache or folder / "cache", quiet)
+        made = read_manifest(again)
+        reasons = tuple(_find_reasons(lock, read_json(again / "lock.json")))
+    different = compare_files(manifest, made)
+    return Reproduction(len(manifest.files), different, reasons if different else ())
+
+
+def read_host(bundle: Path) -> dict[str, Any]:
+    """Read from the bundle's host.json where the machine that built it had its folders; {} where it has none.
+
+    No digest covers that file: it says where to look, never what is right.
+    """
+    try:
+        host = json.loads((bundle / HOST).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    folders = host.get("folders", {}) if isinstance(host, dict) else None
+    root = host.get("recipe_folder", "") if isinstance(host, dict) else None
+    if not isinstance(folders, dict) or not isinstance(root, str):
+        return {}
+    texts = {str(name): folder for name, folder in folders.items() if isinstance(folder, str)}
+    return {"folders": texts} | ({"recipe_folder": root} if Path(root).is_dir() else {})
+
+
+def repeat_training(recipe: Recipe, made: Mapping[str, int]) -> Recipe:
+    """Let each pass that a clock ended make the optimizer steps that it made; `made`: index of the pass -> steps."""
+    passes = tuple(_set_steps(pass_, made.get(str(number))) for number, pass_ in enumerate(recipe.passes))
+    return recipe.model_copy(update={"passes": passes})
+
+
+def compare_files(first: Manifest, second: Manifest) -> tuple[str, ...]:
+    """Return the names of files that differ in their sha256, or that one of the bundles lacks."""
+    names = sorted(first.files.keys() | second.files.keys())
+    return tuple(name for name in names if first.files.get(name) != second.files.get(name))
+
+
+def render_reproduction(result: Reproduction) -> str:
+    """Return a sentence, the files that differ, and what explains them."""
+    if result.same:
+        return f"reproduced: all {result.n_files} files have the same bytes"
+    lines = [f"not reproduced: {len(result.different)} of {result.n_files} files differ"]
+    lines += [f"  differs   {name}" for name in result.different]
+    lines += [f"  because   {reason}" for reason in result.reasons or ("no version, seed or digest differs",)]
+    return "\n".join(lines)
+
+
+def _recall_folders(host: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a `--set` value for each folder of the build that is still there, but for those that `overrides` give."""
+    given = {text.partition("=")[0].strip() for text in overrides}
+    for name, folder in host.get("folders", {}).items():
+        if f"vars.{name}" not in given and Path(folder).is_absolute() and Path(folder).is_dir():
+            yield f"vars.{name}={json.dumps(folder)}"
+
+
+def _set_steps(pass_: Pass, steps: int | None) -> Pass:
+    return pass_ if steps is None else pass_.model_copy(update={"steps": steps, "epochs": None, "max_seconds": None})
+
+
+def _check_model(recipe: Recipe, lock: Mapping[str, Any]) -> None:
+    """Raise PlanError unless the recipe's model is the one that the bundle was made from; nothing of it is run."""
+    wanted = lock["model"]["digest"]
+    try:
+        digest = model_digest(recipe.model, recipe.root)
+    except SourceError as error:
+        hint = "name its folder with --set vars.NAME=DIR, or start in the recipe's folder"
+        raise PlanError([*error.problems, f"model: {recipe.model.source} was not found; {hint}"]) from error
+    if digest != wanted:
+        raise PlanError(
+            f"model: {recipe.model.source} has digest {digest[:12]}, the bundle was made from {wanted[:12]}; "
+            "give that model's files"
+        )
+
+
+def _find_reasons(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each thing that decided the two builds and is not the same."""
+    if then["compress"]["code"] != code_version():
+        yield "compress: its code is another one"
+    for name, version in {"python": now["versions"]["python"], **library_versions()}.items():
+        if then["versions"].get(name) != version:
+            yield f"{name}: {then['versions'].get(name)} then, {version} now"
+    for name, record in now["data"].items():
+        if then["data"].get(name, {}).get("digest") != record["digest"]:
+            yield f"data.{name}: other samples"
+    if then.get("training"):
+        yield "training was ended by a clock then, which also set the learning rate of each step"

@@ -1,0 +1,114 @@
+"""The steps of a run that work on a torch model block by block: each is taken up where a killed run left it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.blocks.blockfiles import read_finished_steps
+from compress.blocks.rounded import with_rounded
+from compress.blocks.sharing import alone, from_main, share, wait
+from compress.blocks.stream import result_of
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
+from compress.execution.cached import result_from_record, result_to_record, time_pass
+from compress.execution.streamed_quality import score_streamed
+from compress.models.facts import structure_of_module
+from compress.models.load import LoadedModel
+from compress.models.open_streamed import open_streamed_model, open_streamed_module
+from compress.passes import Pass
+from compress.planning.inputs import Inputs
+from compress.store.cache import Step, StepCache, hand_over
+from compress.work import apply_pass
+from runtime.bundle.samples import read_npz, write_npz
+
+BASELINE, CANDIDATE = "baseline.npz", "candidate.npz"
+
+
+def open_streamed(inputs: Inputs, loaded: LoadedModel | None) -> StreamedModel:
+    """Open the recipe's model with its weights left in their files, or what passes over the whole module left of it."""
+    recipe, structure = inputs.recipe, inputs.facts.structure
+    assert structure is not None
+    if loaded is None:
+        return open_streamed_model(recipe.model, recipe.root, inputs.feeds, structure)
+    assert loaded.module is not None and loaded.parameters is not None
+    feeds = {parameter: inputs.feeds[name] for name, parameter in loaded.parameters.items()}
+    structure = structure_of_module(recipe.model, loaded.module, feeds)  # blocks may be gone, or widths
+    model = open_streamed_module(loaded.module, structure, loaded.parameters, loaded.folder, loaded.shapes)
+    return with_rounded(model, loaded.rounded)
+
+
+def block_pass_step(
+    cache: StepCache, key: str, label: str, config: Pass, model: StreamedModel, context: PassContext
+) -> PassResult:
+    """Run one pass over blocks. What a killed run had finished of it lies under `key` and is continued.
+
+    `label`: names the step in words, so that work left behind by another version of the recipe is known. Of several
+    processes the first one writes.
+    """
+    step = _find_shared(cache, key)
+    if step is None:
+        with hold_shared_work(cache, key, label) as work:
+            result = time_pass(partial(apply_pass, config, model, replace(context, work=work)))
+            record = {**result_to_record(result), "kv_cache": result.model.kv_cache}
+            if share().rank == 0:
+                cache.put(key, lambda folder: _store_steps(work, folder, record))
+        step = _find_shared(cache, key)
+        assert step is not None
+    with step.reading() as folder:
+        result = result_from_record(step, result_of(model, read_finished_steps(folder)).model)
+    return replace(result, model=replace(result.model, kv_cache=step.record["kv_cache"]))
+
+
+@contextmanager
+def hold_shared_work(cache: StepCache, key: str, label: str) -> Iterator[Path]:
+    """Yield the folder for unfinished work, one for all processes; the first one holds it until all have left."""
+    if share().rank > 0:
+        yield from_main(None)
+        wait()
+        return
+    with cache.partial(key, label) as folder:
+        from_main(folder)
+        yield folder
+        wait()
+
+
+def _store_steps(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Put a stream's finished steps where the cache keeps them; return the step's record."""
+    hand_over(work, folder)
+    return record
+
+
+def _find_shared(cache: StepCache, key: str) -> Step | None:
+    """Return the finished step, if the first process sees one."""
+    step = cache.get(key) if share().rank == 0 else None
+    if not from_main(step is not None):
+        return None
+    return step or cache.get(key)
+
+
+def torch_outputs_step(
+    cache: StepCache, key: str, before: StreamedModel, after: StreamedModel, context: PassContext
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return (baseline, candidate) outputs of a language model over the evaluation texts, from torch."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        with alone():
+            scores = score_streamed(before, after, context)
+        for name, outputs in zip((BASELINE, CANDIDATE), scores, strict=True):
+            write_npz(folder / name, outputs)
+        return {}
+
+    step = cache.get(key) or cache.put(key, write)
+    baseline, candidate = (_to_arrays(read_npz(step.folder / name)) for name in (BASELINE, CANDIDATE))
+    return baseline, candidate
+
+
+def _to_arrays(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(values) for name, values in columns.items()}

@@ -1,0 +1,232 @@
+"""The steps of a run, each taken from the cache or done and kept: the float graph, one pass, the baseline's outputs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_model
+
+from compress.blocks.rounded import read_rounded, write_rounded
+from compress.blocks.sizes import fit, shapes_from, shapes_of
+from compress.context import PassContext, PassResult
+from compress.errors import ExportError, OutputError
+from compress.execution.quality import run_graph
+from compress.export.decoder import export_decoder
+from compress.export.decoder_parity import check_decoder_parity
+from compress.export.onnx import export_float, float_graph, save_graph, write_graph
+from compress.export.parity import check_parity
+from compress.facts import LayerDecision, Note
+from compress.graph.specs import input_specs, output_specs
+from compress.models.load import LoadedModel
+from compress.models.weights import load_state
+from compress.passes import Pass
+from compress.planning.inputs import Batches, Inputs
+from compress.quantize.state import GraphState, restore_state
+from compress.store.cache import Step, StepCache
+from compress.work import apply_pass, begin_pass
+from runtime.bundle.manifest import fixed_batch
+from runtime.bundle.records import from_json, to_json
+from runtime.bundle.samples import read_npz, write_npz
+from runtime.bundle.tensors import TensorSpec
+from runtime.metrics import NonFiniteOutputs, check_finite
+
+GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
+PARITY_BATCHES = 4
+MakeBatches = Callable[[tuple[TensorSpec, ...]], Batches]
+"""Inputs of a model -> the encoded samples that it is exported and checked with."""
+
+
+@dataclass(frozen=True)
+class FloatModel:
+    """The exported float graph and what the bundle needs of the model it came from."""
+
+    state: GraphState
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    class_names: tuple[str, ...]
+    parity: float
+
+
+def float_model(
+    cache: StepCache,
+    key: str,
+    load: Callable[[], LoadedModel],
+    batches: MakeBatches,
+    opset: int,
+) -> FloatModel:
+    """Export the float graph, check parity on real inputs, keep it; weights are loaded only if the cache has none."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        loaded = load()
+        export = _export_decoder if loaded.task == "text-generation" else _export_plain
+        graph, inputs, outputs, parity = export(loaded, batches, opset)
+        write_graph(graph, folder / GRAPH)
+        return {
+            "inputs": to_json(inputs),
+            "outputs": to_json(outputs),
+            "class_names": list(loaded.class_names),
+            "parity": float(f"{parity:.2e}"),
+        }
+
+    step = cache.get(key) or cache.put(key, write)
+    record = step.record
+    with step.reading() as folder:
+        state = GraphState(ir.load(folder / GRAPH))
+    return FloatModel(
+        state,
+        tuple(from_json(TensorSpec, spec, "inputs") for spec in record["inputs"]),
+        tuple(from_json(TensorSpec, spec, "outputs") for spec in record["outputs"]),
+        tuple(record["class_names"]),
+        record["parity"],
+    )
+
+
+Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float]
+"""The graph, what it reads and gives, and by how much it differs from torch on real inputs."""
+
+
+def _export_plain(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
+    sample = batches(loaded.inputs)
+    example = example_batch(sample, loaded.inputs)
+    graph = export_float(loaded, example, opset)
+    parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
+    return graph, loaded.inputs, loaded.outputs, parity
+
+
+def _export_decoder(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
+    """Export a language model with its key-value cache."""
+    if loaded.module is None:
+        raise ExportError("a language model is exported from torch, and an onnx: source is none")
+    graph = export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
+    inputs = input_specs(graph)
+    parity = check_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
+    return graph, inputs, output_specs(graph), parity
+
+
+def model_pass_step(cache: StepCache, key: str, config: Pass, loaded: LoadedModel, context: PassContext) -> PassResult:
+    """Run one pass over a torch model, whose module is changed in place: its values, or its sizes, too."""
+    loaded = begin_pass(config, loaded, context)
+    module = loaded.module
+    assert module is not None
+    before = shapes_of(module)
+
+    def write(folder: Path) -> dict[str, Any]:
+        result = time_pass(lambda: apply_pass(config, loaded, context))
+        save_model(module, str(folder / WEIGHTS))
+        shapes = json.loads(json.dumps(asdict(shapes_of(module).since(before))))
+        if result.model.rounded:
+            write_rounded(folder, result.model.rounded)
+        return {**result_to_record(result), "shapes": shapes, "rounded": bool(result.model.rounded)}
+
+    step = cache.get(key)
+    if step is None:
+        step = cache.put(key, write)
+    else:
+        fit(module, shapes_from(step.record["shapes"]))
+    with step.reading() as folder:
+        load_state(module, folder / WEIGHTS)
+        rounded = read_rounded(folder) if step.record["rounded"] else {}
+    shapes = loaded.shapes.then(shapes_from(step.record["shapes"]))
+    return result_from_record(step, replace(loaded, shapes=shapes, rounded=rounded))
+
+
+def pass_step(cache: StepCache, key: str, config: Pass, state: GraphState, context: PassContext) -> PassResult:
+    """Run one pass over a graph state, or read its result from the cache."""
+    step = cache.get(key)
+    if step is None:
+        step = cache.put(
+            key, lambda folder: _write_result(folder, time_pass(lambda: apply_pass(config, state, context)))
+        )
+    return _read_result(step)
+
+
+def time_pass(apply: Callable[[], PassResult]) -> PassResult:
+    """Return a pass's result, with the seconds that it took."""
+    begun = time.monotonic()
+    return replace(apply(), seconds=time.monotonic() - begun)
+
+
+def baseline_step(
+    cache: StepCache, key: str, model: FloatModel, inputs: Inputs, columns: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Return the float model's outputs over the evaluation samples."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        save_graph(float_graph(model.state.model), folder / "model.onnx")
+        outputs = run_graph(folder / "model.onnx", inputs, model.inputs, columns)
+        _refuse_broken(outputs)
+        for path in folder.iterdir():
+            path.unlink()
+        write_npz(folder / "outputs.npz", outputs)
+        return {}
+
+    step = cache.get(key) or cache.put(key, write)
+    return {name: np.asarray(values) for name, values in read_npz(step.folder / "outputs.npz").items()}
+
+
+def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
+    """Raise ExportError for a float model that gives NaN or infinity, before any pass works on it."""
+    try:
+        check_finite(outputs)
+    except NonFiniteOutputs as error:
+        raise ExportError(f"the float model's outputs on the evaluation set are broken: {error}") from error
+
+
+def example_batch(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+    """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
+    feeds: dict[str, np.ndarray] = batches[0]
+    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
+        return {name: np.concatenate([values, values]) for name, values in feeds.items()}
+    return feeds
+
+
+def _write_result(folder: Path, result: PassResult) -> dict[str, Any]:
+    state: GraphState = result.model
+    write_graph(state.model, folder / GRAPH)
+    _save_arrays({name: np.ascontiguousarray(array) for name, array in state.arrays().items()}, folder / ARRAYS)
+    (folder / STATE).write_text(json.dumps(state.record(), indent=1))
+    return result_to_record(result)
+
+
+def result_to_record(result: PassResult) -> dict[str, Any]:
+    """Return the record of a result: all that it has beside its model, as JSON values."""
+    return {
+        "decisions": [asdict(decision) for decision in result.decisions],
+        "notes": [asdict(note) for note in result.notes],
+        "measured": result.measured,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def result_from_record(step: Step, model: Any) -> PassResult:
+    """Restore a result from the step's record, which `result_to_record` made, and from its model."""
+    return PassResult(
+        model,
+        tuple(LayerDecision(**decision) for decision in step.record["decisions"]),
+        tuple(Note(**note) for note in step.record["notes"]),
+        step.record["measured"],
+        step.record["seconds"],
+    )
+
+
+def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OutputError(f"{path}: cannot be written: {error}; finished steps are kept, run again") from error
+
+
+def _read_result(step: Step) -> PassResult:
+    with step.reading() as folder:
+        record = json.loads((folder / STATE).read_text())
+        state = restore_state(ir.load(folder / GRAPH), record, load_file(folder / ARRAYS))
+    return result_from_record(step, state)

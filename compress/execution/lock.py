@@ -1,0 +1,73 @@
+"""The lock: every version, seed and digest that went into a bundle; and, apart, what is of this machine alone."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.context import PassResult
+from compress.data.samples import Samples
+from compress.planning.cache_keys import StepKeys
+from compress.planning.inputs import Inputs
+from compress.recipe.portable import Portable
+from compress.recipe.schema import Recipe
+from compress.store.cache import code_version, library_versions
+from compress.version import __version__
+from runtime.measure.environment import cpu_info
+
+
+def make_lock(
+    inputs: Inputs,
+    keys: StepKeys,
+    sets: Mapping[str, Samples],
+    parity: float | None,
+    results: Sequence[PassResult],
+    portable: Portable,
+) -> dict[str, Any]:
+    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine."""
+    recipe = inputs.recipe
+    return {
+        "compress": {"version": __version__, "code": code_version()},
+        "versions": {"python": platform.python_version(), **library_versions()},
+        "seed": recipe.seed,
+        "model": {
+            "source": portable.texts["model", "source"],
+            "digest": inputs.digest,
+            "architecture": inputs.facts.architecture,
+            "parity_torch_onnx": parity,
+        },
+        "data": {
+            name: _describe_data(inputs, name, samples, portable.texts["data", name, "source"])
+            for name, samples in sets.items()
+        },
+        "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
+        "training": dict(steps_by_the_clock(recipe, results)),
+    }
+
+
+def describe_host(recipe: Recipe, portable: Portable) -> dict[str, Any]:
+    """Return where the build runs and where its files lie, as JSON values: `compress reproduce` looks there first."""
+    return {
+        "recipe_folder": str(recipe.root.resolve()),
+        "folders": {name: str(Path(folder).expanduser()) for name, folder in portable.folders.items()},
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu": cpu_info()[0],
+        "cores": os.cpu_count(),
+    }
+
+
+def _describe_data(inputs: Inputs, name: str, samples: Samples, source: str) -> dict[str, Any]:
+    digest = inputs.data[name].digest
+    return {"source": source, "file_digest": digest, "samples": samples.n, "digest": samples.digest}
+
+
+def steps_by_the_clock(recipe: Recipe, results: Sequence[PassResult]) -> Iterator[tuple[str, int]]:
+    """Yield (index of a pass, its optimizer steps) for those whose training a clock may have ended."""
+    for number, (config, result) in enumerate(zip(recipe.passes, results, strict=True)):
+        steps = result.measured.get(config.kind, {}).get("steps")
+        if steps is not None and getattr(config, "max_seconds", None) is not None:
+            yield str(number), int(steps)

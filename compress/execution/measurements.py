@@ -1,0 +1,102 @@
+"""What each pass cost and gave: the models between the passes, written as a user would get them, for the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.context import PassResult
+from compress.errors import CompressError
+from compress.execution.cached import FloatModel
+from compress.execution.quality import run_graph
+from compress.export.onnx import finish, float_graph, save_graph
+from compress.formats.targets import TARGETS, Target
+from compress.graph.cache import cache_of
+from compress.graph.specs import input_specs
+from compress.planning.measurements import step_names
+from compress.planning.plan import Plan
+from compress.quantize.state import GraphState
+from compress.recipe.exports import GraphExport
+from compress.recipe.schema import Recipe
+from compress.store.cache import StepCache
+from compress.store.run_log import Journal
+from runtime.bundle.format import model_size
+from runtime.bundle.manifest import GENERATION
+from runtime.bundle.samples import read_npz, write_npz
+from runtime.errors import RuntimeFailure
+from runtime.measure.benchmark import graph_backend
+from runtime.report.steps import StepModel
+
+
+@dataclass
+class Chain:
+    """`folder`: where the models lie until they are judged. `columns`: the evaluation samples."""
+
+    plan: Plan
+    cache: StepCache
+    journal: Journal
+    folder: Path
+    columns: Mapping[str, Any]
+    exported: FloatModel
+    steps: list[StepModel] = field(default_factory=list)
+    """One for each pass so far."""
+
+    def add(self, index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
+        """Write and score the model that the pass of that number left. If it cannot be measured, the step says why."""
+        passes = self.plan.recipe.passes
+        name, seconds = step_names(passes)[index], _seconds(passes[index].kind, result)
+        if index == len(passes) - 1:  # it left the candidate, which is judged anyway
+            self.steps.append(StepModel(name, seconds))
+            return
+        try:
+            with self.journal.step(f"what {name} left"):
+                self.steps.append(self._write_model(index, seconds, graph()))
+        except (CompressError, RuntimeFailure) as error:
+            why = f"not measured: {error}"
+            self.journal.log(f"what {name} left: {why}")
+            self.steps.append(StepModel(name, seconds, error=why))
+
+    def _write_model(self, index: int, seconds: float, state: GraphState) -> StepModel:
+        model, _ = finish(state, flavour_of(self.plan.recipe))
+        path = self.folder / str(index) / "model.onnx"
+        save_graph(model, path)
+        cache = cache_of(model)
+        specs = self.exported.inputs if cache is None else input_specs(model)
+        outputs = self._load_or_run(self.plan.keys.outputs[index], lambda: self._run(path, specs))
+        name = step_names(self.plan.recipe.passes)[index]
+        return StepModel(name, seconds, path, model_size(path), cache, outputs)
+
+    def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:
+        """Return the model's outputs over the evaluation samples; a language model's beside the float one's."""
+        beside = None
+        if self.plan.recipe.model.task in GENERATION:
+            beside = self.folder / "float" / "model.onnx"
+            if not beside.is_file():
+                save_graph(float_graph(self.exported.state.model), beside)
+        return run_graph(path, self.plan.inputs, specs, self.columns, beside)
+
+    def _load_or_run(self, key: str, run: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Return outputs from the cache, or run the model and keep them."""
+
+        def write(folder: Path) -> dict[str, Any]:
+            write_npz(folder / "outputs.npz", run())
+            return {}
+
+        step = self.cache.get(key) or self.cache.put(key, write)
+        return {name: np.asarray(values) for name, values in read_npz(step.folder / "outputs.npz").items()}
+
+
+def flavour_of(recipe: Recipe) -> Target:
+    """Return the target whose form of the graph is judged: the backend's own where a file is written for it."""
+    backend = graph_backend(recipe.target, recipe.model.task)
+    written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
+    return TARGETS[next((name for name in written if name == backend), recipe.target)]
+
+
+def _seconds(kind: str, result: PassResult) -> float:
+    """Return the seconds that a pass took; one that trains reports them itself, with those of runs broken off."""
+    return max(result.seconds, result.measured.get(kind, {}).get("seconds", 0.0))

@@ -1,0 +1,267 @@
+"""From a recipe to a judged bundle, left to right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.blocks.engine_arithmetic import rounding_notes
+from compress.blocks.sharing import main_process
+from compress.context import PassContext, PassResult
+from compress.data.samples import Samples, overlap
+from compress.errors import PlaceError
+from compress.execution.blocks import open_streamed, torch_outputs_step
+from compress.execution.cached import FloatModel, baseline_step
+from compress.execution.lock import describe_host, make_lock
+from compress.execution.measurements import Chain
+from compress.execution.passes import Ground, Passed, block_passes_alone, export, load, not_kept, run_passes
+from compress.export.bundle import Contents, Graphs, assemble, note_rows
+from compress.export.checkpoint_rules import scoring_gaps
+from compress.export.loading_back import LoadBack, choose_samples
+from compress.facts import HostNote, Note
+from compress.formats.targets import TARGETS
+from compress.models.source import locate
+from compress.passes import Distill
+from compress.planning.inputs import TEXTS, Batches, generation_of, load_set
+from compress.planning.make_plan import make_plan
+from compress.planning.measurements import measures_steps, step_names
+from compress.planning.plan import Plan
+from compress.planning.students import student_spec
+from compress.recipe.load import recipe_to_yaml
+from compress.recipe.portable import make_portable
+from compress.recipe.schema import Recipe
+from compress.store.cache import StepCache, default_root
+from compress.store.durable import blame, temporary_folder
+from compress.store.output import keep_log, publish, reserve_output
+from compress.store.run_log import Journal
+from runtime.bundle.format import BuildScore
+from runtime.judge.validate import validate
+from runtime.processes.memory import available_bytes
+from runtime.report.report import Report
+from runtime.report.steps import StepModel
+
+LOG = "compress.log"
+
+
+def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report | None:
+    """Do what the recipe says, judge the bundle, write it to `out`. Steps that are in `cache` are not done again.
+
+    The bundle appears under its name only when it is whole and judged, whatever the verdict; until then the one that
+    was there stays. The log is `<out>/compress.log`; that of a run that failed at its work is kept as
+    `<out>.compress.log`, or `<out>.2.compress.log` where that name is taken. Raises CompressError and runtime failures.
+    """
+    out, root = Path(out).resolve(), cache or default_root()
+    if not main_process():
+        _run_as_worker(recipe, StepCache(root))
+        return None
+    with reserve_output(out) as staging:
+        StepCache(root).check_place()
+        with blame(out):
+            journal = Journal(staging / LOG, quiet)
+        with _keep_log_on_failure(journal, out), journal.failures():
+            ground = _prepare(recipe, StepCache(root, journal.log), journal)
+            _check_room(ground.plan, out, root)
+            with temporary_folder() as between:
+                steps, notes = _build(ground, staging, between)
+                with blame(out):
+                    report = _judge(staging, journal, steps, notes)
+            publish(staging, out)
+    return report
+
+
+@contextmanager
+def _keep_log_on_failure(journal: Journal, out: Path) -> Iterator[None]:
+    """Put the log beside `out` if the work fails while the context is open. Refusals before any work need none."""
+    try:
+        yield
+    except BaseException as error:
+        if getattr(error, "exit_code", 1) != 2:
+            with suppress(OSError):  # a full disk may be why
+                journal.show(f"the log of this run: {keep_log(journal.file, out)}")
+        raise
+
+
+def _check_room(plan: Plan, out: Path, cache: Path) -> None:
+    """Raise PlaceError if the disk of `out` has no room for the bundle: the plan has looked at the cache's alone."""
+    expected = plan.forecast
+    shared = out.parent.stat().st_dev == cache.stat().st_dev
+    needed = (expected.disk_bytes if shared else expected.bundle_bytes) / 2**30
+    free = shutil.disk_usage(out.parent).free / 2**30
+    if needed > free:
+        what = "bundle and cache" if shared else "the bundle"
+        raise PlaceError(
+            f"{out.parent}: about {needed:.1f} GiB are needed for {what} and {free:.1f} are free; make room, or choose "
+            "another --out"
+        )
+
+
+def _run_as_worker(recipe: Recipe, cache: StepCache) -> None:
+    """Do the share of a further process of a `torchrun` launch in the calibration; the first process writes all."""
+    with temporary_folder() as folder:
+        journal = Journal(folder / LOG, quiet=True)
+        with journal.failures():
+            block_passes_alone(_prepare(recipe, cache, journal))
+
+
+def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> Ground:
+    """Make the plan and load the data."""
+    plan = make_plan(recipe, cache.root)
+    for note in plan.notes:
+        journal.log(note.text)
+    with journal.step("loading data"):
+        return Ground(plan, cache, journal, _load_sets(plan, journal))
+
+
+def _judge(bundle: Path, journal: Journal, steps: Sequence[StepModel], notes: Sequence[Note]) -> Report:
+    with journal.step("judging"):
+        report = validate(bundle, steps=steps, notes=[note.text for note in notes])
+    journal.log(f"verdict: {report.verdict}")
+    return report
+
+
+def _build(ground: Ground, staging: Path, between: Path) -> tuple[Sequence[StepModel], list[Note]]:
+    """Run the steps and write the bundle into `staging`, and into `between` the models between the passes.
+
+    Returns those models, and the notes of this machine alone, which the report has and the bundle's hashed files have
+    not.
+    """
+    plan, journal = ground.plan, ground.journal
+    inputs, recipe = plan.inputs, plan.recipe
+    evaluation = ground.sets["evaluation"]
+    exported, baseline, candidate = None, None, None
+    score: BuildScore | None = None
+    scoring: list[Note] = []
+    if recipe.has_onnx:
+        with journal.step("exporting to float ONNX"):
+            exported = export(ground, plan.keys.float_graph, lambda: load(plan))
+        with journal.step("baseline outputs"):
+            baseline = baseline_step(ground.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
+    chain = None
+    if exported is not None and measures_steps(recipe, plan.before):
+        chain = Chain(plan, ground.cache, journal, between, evaluation.columns, exported)
+    passed = run_passes(ground, exported, baseline or {}, chain.add if chain else not_kept)
+    if baseline is None:
+        with journal.step("scoring the model in torch"):
+            baseline, candidate = _score_in_torch(ground, passed)
+        score, scoring = _describe_score(ground, passed)
+    portable, parity = make_portable(recipe), exported.parity if exported else None
+    with journal.step("writing the bundle"), blame(staging.parent):
+        _, notes = assemble(
+            staging,
+            Contents(
+                recipe=recipe,
+                recipe_yaml=recipe_to_yaml(recipe, portable),
+                lock=make_lock(inputs, plan.keys, ground.sets, parity, passed.results, portable),
+                host=describe_host(recipe, portable),
+                preprocess=inputs.preprocess,
+                folder=inputs.folder,
+                tokenizer=inputs.tokenizer,
+                samples=evaluation.columns,
+                baseline_outputs=baseline,
+                layers=[*layer_rows(step_names(recipe.passes), passed.results), *note_rows(scoring)],
+                graphs=_collect_graphs(exported, passed),
+                streamed=passed.streamed,
+                candidate_outputs=candidate,
+                score=score,
+                class_names=exported.class_names if exported else (),
+                generation=generation_of(plan.inputs),
+                cache=ground.cache.root,
+                load_back=_prepare_load_back(ground) if passed.streamed is not None else None,
+                source_bytes=None if exported else _source_bytes(plan),
+            ),
+        )
+    for note in (*scoring, *notes):
+        journal.log(note.text)
+    return chain.steps if chain else (), [note for note in notes if isinstance(note, HostNote)]
+
+
+def _prepare_load_back(ground: Ground) -> LoadBack:
+    """Return what the checkpoints are loaded back with: a few samples of the evaluation set."""
+    plan, recipe = ground.plan, ground.plan.recipe
+    batches = Batches(ground.sets["evaluation"], plan.inputs, plan.before.inputs)
+    allowed = available_bytes()
+    if recipe.limits.memory_gib is not None:
+        allowed = min(allowed, int(recipe.limits.memory_gib * 2**30))
+    feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
+    spec = recipe.model
+    for config in recipe.passes:
+        if isinstance(config, Distill) and config.student is not None:
+            spec = student_spec(spec, config.student)
+    return LoadBack(spec, recipe.root, feeds, allowed, ground.journal.log)
+
+
+def _collect_graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
+    if exported is None or passed.state is None:
+        return None
+    return Graphs(exported.state.model, passed.state, exported.inputs, exported.outputs)
+
+
+def _source_bytes(plan: Plan) -> int:
+    weights = locate(plan.recipe.model, plan.recipe.root).weights
+    return sum(path.stat().st_size for path in weights)
+
+
+def _score_in_torch(ground: Ground, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return baseline's and candidate's outputs where no graph is written that the runtime could run."""
+    plan = ground.plan
+    assert passed.source is not None and passed.streamed is not None
+    changed = any(config.stage_on(plan.before) == "model" for config in plan.recipe.passes)
+    before = open_streamed(plan.inputs, None) if changed else passed.source
+    context = PassContext(
+        batches=Batches(ground.sets["evaluation"], plan.inputs, plan.before.inputs),
+        target=TARGETS[plan.recipe.target],
+        seed=plan.recipe.seed,
+        log=ground.journal.log,
+        progress=ground.journal.progress,
+    )
+    return torch_outputs_step(ground.cache, plan.keys.torch_outputs, before, passed.streamed, context)
+
+
+def _describe_score(ground: Ground, passed: Passed) -> tuple[BuildScore, list[Note]]:
+    """Return how the checkpoint was scored, and the notes that the report has of it."""
+    streamed, engine = passed.streamed, ground.plan.recipe.target
+    assert streamed is not None
+    gaps = tuple(scoring_gaps(streamed.structure, streamed.kv_cache, engine))
+    return BuildScore(f"torch {version('torch')}", gaps), rounding_notes(streamed, engine)
+
+
+def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
+    """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap."""
+    task, outputs = plan.recipe.model.task, plan.before.outputs
+    width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
+    n_classes = width if task.endswith("classification") and isinstance(width, int) else None
+    sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
+    shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
+    if shared:
+        of = f"{shared} of {sets['evaluation'].n} evaluation samples"
+        journal.log(f"data: {of} are also calibration samples; the verdict is optimistic")
+    return sets
+
+
+def layer_rows(names: Sequence[str], results: Sequence[PassResult]) -> list[dict[str, Any]]:
+    """Return one row for each layer: its last deciding pass, what was done and why, and what every pass measured of it.
+
+    `names`: of the passes, as `step_names` gives them. What a pass measured under its own name ("distill: training
+    loss") is a row of its own.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for step, result in zip(names, results, strict=True):
+        for decision in result.decisions:
+            row = rows.setdefault(decision.layer, {"layer": decision.layer, "type": decision.type, "action": "kept"})
+            if decision.action != "kept" or row["action"] == "kept":
+                row |= {"action": decision.action, "pass": step, "reason": decision.reason}
+            row.setdefault("history", []).append(f"{step}: {decision.action} {decision.reason}".strip())
+            row |= result.measured.get(decision.layer, {})
+    for step, result in zip(names, results, strict=True):
+        kind = step.partition(" ")[0]
+        for name, numbers in result.measured.items():
+            if name.startswith(f"{kind}: "):
+                title = step + name.removeprefix(kind)
+                rows[title] = {"layer": title, "type": "measured", "action": "measured", "pass": step, **numbers}
+    return [*rows.values(), *note_rows([note for result in results for note in result.notes])]

@@ -1,0 +1,87 @@
+"""How numbers are stored: the schemes that recipes name and checkpoints write down. No torch here.
+
+Names are those of compressed-tensors, which vLLM and transformers read: W4A16 is 4-bit weights with 16-bit activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+DEFAULT_GROUP_SIZE = 128
+"""Of the W<bits>A16 presets, as in compressed-tensors."""
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """A weight's numbers.
+
+    `kind` "float" is FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale for each output
+    channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point for each scale.
+    """
+
+    bits: int = 4
+    group_size: int = DEFAULT_GROUP_SIZE
+    symmetric: bool = True
+    kind: Literal["int", "float"] = "int"
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """Return the least and the greatest integer, both included; the full two's complement range if symmetric."""
+        if self.symmetric:
+            return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+        return 0, 2**self.bits - 1
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """A layer's inputs in 8 bits. `dynamic`: scaled at run time for each token; otherwise one stored scale."""
+
+    kind: Literal["int", "float"] = "int"
+    dynamic: bool = True
+    bits: int = 8
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a layer computes with. `activations` None: inputs stay in the model's float type."""
+
+    weights: WeightScheme
+    activations: ActivationScheme | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the usual name, without the group size: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, ..."""
+        weights, inputs = self.weights, self.activations
+        if weights.kind == "float":
+            if inputs is None:
+                return "W8A16_FP8"
+            return "FP8_DYNAMIC" if inputs.dynamic else "FP8"
+        name = f"W{weights.bits}A{16 if inputs is None else inputs.bits}"
+        return name + ("" if weights.symmetric else "_ASYM") + ("_STATIC" if inputs and not inputs.dynamic else "")
+
+    def with_group(self, group_size: int) -> Scheme:
+        """Return the same scheme with another group size."""
+        return replace(self, weights=replace(self.weights, group_size=group_size))
+
+
+def _make_presets() -> dict[str, Scheme]:
+    presets = {}
+    for bits in range(2, 9):
+        group = -1 if bits == 8 else DEFAULT_GROUP_SIZE
+        presets[f"W{bits}A16"] = Scheme(WeightScheme(bits, group))
+        presets[f"W{bits}A16_ASYM"] = Scheme(WeightScheme(bits, group, symmetric=False))
+    int8, fp8 = WeightScheme(8, -1), WeightScheme(8, -1, kind="float")
+    presets["W8A8"] = presets["INT8"] = Scheme(int8, ActivationScheme())
+    presets["W8A8_STATIC"] = Scheme(int8, ActivationScheme(dynamic=False))
+    presets["W4A8"] = Scheme(WeightScheme(4), ActivationScheme())
+    presets["FP8_DYNAMIC"] = Scheme(fp8, ActivationScheme("float"))
+    presets["FP8"] = Scheme(replace(fp8, group_size=0), ActivationScheme("float", dynamic=False))
+    return presets
+
+
+PRESETS: dict[str, Scheme] = _make_presets()
+"""Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor."""
+
+KvScheme = Literal["int8", "fp8"]
+"""How a KV cache is stored: one scale for each layer's keys and one for its values, from calibration."""

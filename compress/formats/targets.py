@@ -1,0 +1,240 @@
+"""What each target runtime does with each format: facts as data, which plans quote before any work is done.
+
+Measured on ONNX Runtime 1.31, OpenVINO 2026.4 and the TensorRT-RTX 1.7 builder; `benchmarks/` holds scripts for those
+of them that a README claim rests on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+TargetName = Literal[
+    "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers"
+]
+WeightFormat = Literal[
+    "w2", "w3", "w4", "w5", "w6", "w7", "w8",
+    "w2-asym", "w3-asym", "w4-asym", "w5-asym", "w6-asym", "w7-asym", "w8-asym",
+]  # fmt: skip
+"""Integers with one scale for each group or channel (and zero points: -asym); activations stay float."""
+Format = Literal[
+    "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
+    "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8", "fp8-static",
+]  # fmt: skip
+"""int8-static, int8-dynamic, fp8-static: of the graph passes `int8` and `fp8`. w8a8 and what follows: schemes as
+compressed-tensors names them (w8a8: inputs dynamic for each token), and those of a KV cache."""
+
+
+@dataclass(frozen=True)
+class FormatFact:
+    """How a target takes a format. `verdict`: fast, plain (as fast as float), slow (slower), refused."""
+
+    verdict: Literal["fast", "plain", "slow", "refused"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """One runtime.
+
+    `flavour`: the Q/DQ form it fuses. `formats`: what it does with each. `group_sizes`, `group_sizes_8bit`: those that
+    its weight-only kernels have, for up to 4 bits and for more (empty: any; -1: per channel).
+    """
+
+    name: str
+    flavour: Literal["u8s8", "s8s8"]
+    formats: dict[str, FormatFact] = field(default_factory=dict)
+    group_sizes: tuple[int, ...] = ()
+    group_sizes_8bit: tuple[int, ...] = ()
+    reads: Literal["onnx", "checkpoint"] = "onnx"
+    """The kind of export that it loads."""
+    negative_scales: bool = True
+    """A weight's scale may be negative."""
+
+    def fact(self, name: Format) -> FormatFact:
+        return self.formats[name]
+
+    def kernels(self, bits: int) -> tuple[int, ...]:
+        """Return the group sizes that kernels for weights of so many bits have; empty: any."""
+        return self.group_sizes if bits <= 4 else self.group_sizes_8bit
+
+
+def _repeat_fact(fact: FormatFact, *bits: int) -> dict[str, FormatFact]:
+    """Repeat one fact for symmetric and asymmetric weights of some widths."""
+    return {f"w{b}{kind}": fact for b in bits for kind in ("", "-asym")}
+
+
+_AS_INT4 = FormatFact("fast", "ONNX has no such type: stored in 4 bits, a file as large and as fast as with W4A16")
+_AS_INT8 = FormatFact("fast", "ONNX has no such type: stored in 8 bits, a file as large and as fast as with W8A16")
+_NO_INT8_SCHEME = FormatFact("refused", "takes 8-bit activations from the graph; use kind: int8, or target: vllm")
+_NO_FP8 = FormatFact("refused", "gets no FP8 graphs; use target: vllm, or kind: int8")
+_NO_FP8_PRODUCTS = FormatFact("refused", "has no kernels of float8 products; use kind: int8, or target: tensorrt")
+_FP8_IN_GRAPH = FormatFact("refused", "takes float8 from the graph; use kind: fp8, or target: vllm")
+_NO_KV_CACHE = FormatFact("refused", "gets graphs with a float KV cache; use target: vllm")
+_CHECKPOINTS_ONLY = {
+    "w8a8": _NO_INT8_SCHEME,
+    "w8a8-static": _NO_INT8_SCHEME,
+    "w4a8": FormatFact("refused", "has no kernel of 4-bit weights with 8-bit activations; use scheme: W4A16"),
+    "fp8": _NO_FP8,
+    "fp8-dynamic": _NO_FP8,
+    "fp8-static": _NO_FP8_PRODUCTS,
+    "kv-int8": _NO_KV_CACHE,
+    "kv-fp8": _NO_KV_CACHE,
+}
+_ONNX_WIDTHS = {**_repeat_fact(_AS_INT4, 2, 3), **_repeat_fact(_AS_INT8, 5, 6, 7), **_CHECKPOINTS_ONLY}
+
+
+_CPU_8BIT = FormatFact(
+    "fast",
+    "fuses into MatMulNBits at block size 32 and accuracy_level 4, its default for Q/DQ; "
+    "level 0 would run at 0.02x; faster where few rows run at once (decoding), not where many do",
+)
+_S8S8 = "fuses symmetric int8 activations and per-channel weights, refuses zero points: the s8s8 flavour is written"
+_TENSORRT_8BIT = FormatFact("refused", "takes block-wise weights in 4 bits only; use scheme: W4A16, or int8")
+_TENSORRT_ASYM = FormatFact("refused", "refuses uint4 and zero points; use scheme: W4A16")
+_TENSORRT_FORMATS = {
+    **_CHECKPOINTS_ONLY,
+    "fp8": _FP8_IN_GRAPH,
+    "fp8-dynamic": _FP8_IN_GRAPH,
+    "fp8-static": FormatFact(
+        "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"
+    ),
+    "w2": _AS_INT4,
+    "w3": _AS_INT4,
+    **_repeat_fact(_TENSORRT_8BIT, 5, 6, 7, 8),
+    "w2-asym": _TENSORRT_ASYM,
+    "w3-asym": _TENSORRT_ASYM,
+    "int8-static": FormatFact("fast", _S8S8),
+    "int8-dynamic": FormatFact("refused", "has no run-time activation quantization for int8; use mode: static"),
+    "w4": FormatFact("fast", "int4 block-wise DequantizeLinear feeds the weight-only kernels"),
+    "w4-asym": _TENSORRT_ASYM,
+    "float16": FormatFact("fast", "strongly typed float16 runs on tensor cores"),
+    "bfloat16": FormatFact("fast", "strongly typed bfloat16 runs on tensor cores (compute capability 8.0 and later)"),
+}
+_NO_VLLM_KERNEL = "has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16, or target: transformers"
+_NO_GRAPH = FormatFact("refused", "reads checkpoints, not graphs; use rtn or gptq with scheme: W8A8, or an ONNX target")
+_DECOMPRESSED = FormatFact("plain", "decompresses the weights when it loads them: a smaller file, the speed of float")
+_ROUNDED_INPUTS = FormatFact(
+    "slow", "decompresses the weights when it loads them, and rounds inputs in float: a smaller file, slower than float"
+)
+_ROUNDED_CACHE = FormatFact(
+    "slow", "rounds keys and values by the stored scales and keeps them in float: a little slower"
+)
+
+TARGETS: dict[str, Target] = {
+    "onnxruntime-cpu": Target(
+        "onnxruntime-cpu",
+        "u8s8",
+        formats={
+            **_ONNX_WIDTHS,
+            "int8-static": FormatFact(
+                "fast",
+                "uint8 activations with int8 weights fuse into QLinearConv and MatMulIntegerToFloat; symmetric int8 "
+                "activations (S8S8) would be slower than float32 on encoders, so the u8s8 flavour is written",
+            ),
+            "int8-dynamic": FormatFact(
+                "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"
+            ),
+            **_repeat_fact(_CPU_8BIT, 8),
+            "kv-int8": FormatFact("fast", "GroupQueryAttention keeps keys and values in int8"),
+            "w4": FormatFact(
+                "fast",
+                "fuses into MatMulNBits at accuracy_level 4, its default for Q/DQ; level 0 would gain nothing; "
+                "faster where few rows run at once (decoding), smaller but little faster where many do",
+            ),
+            "w4-asym": FormatFact(
+                "fast",
+                "fuses into MatMulNBits with zero points at accuracy_level 4; faster where few rows run at once "
+                "(decoding), smaller but little faster where many do",
+            ),
+            "float16": FormatFact(
+                "slow", "has few float16 CPU kernels and casts around the rest: smaller, but slower than float32"
+            ),
+            "bfloat16": FormatFact(
+                "refused", "has no bfloat16 CPU kernels; use target: openvino, or float16 for size alone"
+            ),
+        },
+        group_sizes=(16, 32, 64, 128, 256),
+        group_sizes_8bit=(16, 32, 64, 128, 256),
+    ),
+    "openvino": Target(
+        "openvino",
+        "u8s8",
+        formats={
+            **_ONNX_WIDTHS,
+            "int8-static": FormatFact(
+                "fast", "reads the same u8s8 file; convolutions, matrix products and residual adds run in int8"
+            ),
+            "int8-dynamic": FormatFact(
+                "slow", "runs DynamicQuantizeLinear as separate operators, slower than float32; use mode: static"
+            ),
+            **_repeat_fact(FormatFact("fast", "decompresses inside the matrix product"), 4, 8),
+            "float16": FormatFact(
+                "fast", "stores float16 and computes in the CPU's best type (bfloat16 where it has it)"
+            ),
+            "bfloat16": FormatFact("fast", "computes in bfloat16 where the CPU has it (its default there)"),
+        },
+    ),
+    "tensorrt": Target("tensorrt", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), (), negative_scales=False),
+    "tensorrt-rtx": Target("tensorrt-rtx", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), (), negative_scales=False),
+    "onnxruntime-cuda": Target(
+        "onnxruntime-cuda",
+        "s8s8",
+        {
+            **_ONNX_WIDTHS,
+            "int8-static": FormatFact("slow", "the CUDA provider has no fused int8 convolutions; use target: tensorrt"),
+            "int8-dynamic": FormatFact("slow", "the CUDA provider falls back to the CPU for DynamicQuantizeLinear"),
+            **_repeat_fact(FormatFact("fast", "fuses into MatMulNBits"), 4, 8),
+            "float16": FormatFact("fast", "runs on tensor cores"),
+            "bfloat16": FormatFact("fast", "runs on tensor cores (compute capability 8.0 and later)"),
+        },
+        (16, 32, 64, 128, 256),
+        (),
+    ),
+    "vllm": Target(
+        "vllm",
+        "s8s8",
+        {
+            **_repeat_fact(FormatFact("refused", _NO_VLLM_KERNEL), 2, 3, 5, 6, 7),
+            "w4": FormatFact("fast", "runs in its Marlin kernels"),
+            "w8": FormatFact("fast", "runs in its Marlin kernels"),
+            "w4-asym": FormatFact("fast", "runs in its Marlin kernels, zero points packed"),
+            "w8-asym": FormatFact("fast", "runs in its kernels that take 8-bit zero points (Hopper and later)"),
+            "w8a8": FormatFact("fast", "runs in int8 with inputs scaled for each token"),
+            "w8a8-static": FormatFact("fast", "runs in int8 with stored input scales"),
+            "w4a8": FormatFact("slow", "has kernels for it on CPUs alone; on a GPU use scheme: W4A16 or W8A8"),
+            "fp8": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
+            "fp8-dynamic": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
+            "kv-int8": FormatFact("refused", "has no int8 KV cache; use scheme: fp8"),
+            "kv-fp8": FormatFact(
+                "fast",
+                "keeps keys and values in FP8 with the stored scales; attention kernels that read queries in FP8, too "
+                "(FlashAttention 3), lose more than is scored",
+            ),
+            "int8-static": _NO_GRAPH,
+            "fp8-static": _NO_GRAPH,
+            "int8-dynamic": _NO_GRAPH,
+            "float16": _NO_GRAPH,
+            "bfloat16": _NO_GRAPH,
+        },
+        (32, 64, 128, -1),
+        (32, 64, 128, -1),
+        reads="checkpoint",
+    ),
+    "transformers": Target(
+        "transformers",
+        "s8s8",
+        {
+            **_repeat_fact(_DECOMPRESSED, *range(2, 9)),
+            **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _ROUNDED_INPUTS),
+            "kv-int8": _ROUNDED_CACHE,
+            "kv-fp8": _ROUNDED_CACHE,
+            "int8-static": _NO_GRAPH,
+            "fp8-static": _NO_GRAPH,
+            "int8-dynamic": _NO_GRAPH,
+            "float16": _NO_GRAPH,
+            "bfloat16": _NO_GRAPH,
+        },
+        reads="checkpoint",
+    ),
+}

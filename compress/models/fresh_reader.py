@@ -1,0 +1,113 @@
+"""A checkpoint read as its users will read it, in a process that knows nothing of how it was made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from compress.blocks.trace import run
+from compress.errors import CompressError, SourceError
+from compress.models import factory, huggingface
+from compress.models.pruned import load_recorded, open_recorded_store
+from compress.models.source import SHAPES, Source, locate
+from compress.specs import ModelSpec
+from runtime.bundle.samples import read_npz, write_npz
+
+JOB, ANSWER, OUTPUTS = "job.json", "answer.json", "outputs.npz"
+Reader = Literal["transformers", "compress"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of the process. `folder`: the checkpoint; `spec`: the recipe's model, as JSON; `root`: its place.
+
+    `whole`: load all weights and run the samples of feeds-<i>.npz; else names and shapes alone are compared.
+    """
+
+    folder: str
+    spec: str
+    root: str
+    reader: Reader
+    whole: bool
+    samples: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`reader`: what read it, with its version. `problem`: why it cannot be read; "" where it can."""
+
+    reader: str
+    problem: str = ""
+
+
+def answer(work: Path) -> None:
+    """Do the job in the folder `work` and write the answer, and outputs in order of the samples, beside it."""
+    job = Job(**json.loads((work / JOB).read_text(encoding="utf-8")))
+    torch.set_num_threads(job.threads)
+    name = _name_reader(job.reader)
+    try:
+        module = _load_checkpoint(job)
+        for i in range(job.samples if job.whole else 0):
+            feeds = {key: torch.from_numpy(value) for key, value in read_npz(work / f"feeds-{i}.npz").items()}
+            outputs = {key: tensor.float().numpy() for key, tensor in run(module, feeds).items()}
+            write_npz(work / f"{i}-{OUTPUTS}", outputs)
+        reply = Answer(name)
+    except (CompressError, *factory.USER_ERRORS, AssertionError, ArithmeticError, MemoryError) as error:
+        # What a reader raises is the answer: its words are the reason that the user gets.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it gives no reason"]
+        kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
+        reply = Answer(name, kind + "; ".join(lines[:4])[:1000])
+    (work / ANSWER).write_text(json.dumps(asdict(reply)), encoding="utf-8")
+
+
+def _name_reader(reader: Reader) -> str:
+    if reader == "compress":
+        return "compress"
+    import transformers
+
+    return f"transformers {transformers.__version__}"
+
+
+def _load_checkpoint(job: Job) -> nn.Module:
+    spec, root, folder = ModelSpec.model_validate_json(job.spec), Path(job.root), Path(job.folder)
+    if spec.source.startswith("python:"):
+        return _load_into_factory(spec, root, folder, job.whole)
+    spec = spec.model_copy(update={"source": f"dir:{folder.resolve()}", "revision": None})
+    source = locate(spec, root)
+    if job.reader == "compress":
+        whole, on_meta = huggingface.load_trained, huggingface.build_on_meta
+        return whole(spec, source, alone=True) if job.whole else on_meta(spec, source, alone=True)[0]
+    placement = {} if job.whole else {"device_map": "meta"}
+    module, unused = huggingface.read_pretrained(spec, source, **placement)
+    if unused:
+        raise SourceError(unused)  # it would be lost on whoever loads the checkpoint
+    return module
+
+
+def _load_into_factory(spec: ModelSpec, root: Path, folder: Path, whole: bool) -> nn.Module:
+    """Load the folder's tensors into the factory's module, in the place of its own, and return it."""
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    source: Source = replace(
+        locate(spec, root),
+        folder=folder,
+        weights=files,
+        shapes=folder / SHAPES if (folder / SHAPES).is_file() else None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        module = factory.build(spec, source, root).float().eval().requires_grad_(False)
+    if whole:
+        load_recorded(module, source)
+    else:
+        open_recorded_store(module, source)
+    return module
+
+
+def main(work: str) -> None:
+    """Do the job in the folder `work`: the entry point of the process."""
+    answer(Path(work))

@@ -1,0 +1,165 @@
+"""Whether an .onnx file is what it says, found out before anything trusts it.
+
+ONNX's checker and its shape inference are native code that hangs or takes all memory on some graphs (functions that
+call each other twice over, lists that double). They run in a process of their own, bounded in time and memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compress.errors import SourceError
+from runtime.processes.isolated import last_line, start_python
+
+SECONDS = 60
+"""Of the processor. The graph of a language model with 20,000 operators takes one."""
+SPARE_BYTES, COPIES = 2**31, 6
+"""Memory of the process: this, and so many times the file."""
+_LONG = 64
+"""Elements of a tensor whose values say nothing of shapes."""
+_TYPES = {2: (25, 26), 4: (21, 22, 23), 6: (27, 28), 8: (2, 3, 9, 17, 18, 19, 20, 24), 16: (4, 5, 10, 16)}
+_TYPES |= {32: (1, 6, 12), 64: (7, 11, 13, 14), 128: (15,)}
+_BITS = {number: bits for bits, numbers in _TYPES.items() for number in numbers}
+"""TensorProto.DataType -> bits of an element; texts (8) have no size."""
+_TEXTS = 8
+_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+
+
+def check_onnx(path: Path) -> None:
+    """Raise SourceError unless the file is a whole and consistent ONNX model, weights of the right size included."""
+    stat = path.stat()
+    problem = _examine_apart(path, stat.st_size, stat.st_mtime_ns)
+    if problem:
+        raise SourceError(f"{path}: is no valid ONNX model: {problem}")
+
+
+@functools.lru_cache(maxsize=64)
+def _examine_apart(path: Path, n_bytes: int, changed: int) -> str:
+    """Run `examine` on the file in a process of its own; return what it says, or why that process failed."""
+    code = "import sys; from compress.models.onnx_check import main; main(sys.argv[1], int(sys.argv[2]))"
+    try:
+        done = start_python(code, os.fspath(path.absolute()), str(SECONDS), seconds=10 * SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"ONNX's checks of it did not end within {10 * SECONDS} s"
+    if done.returncode == -signal.SIGXCPU:
+        return f"ONNX's checks of it take more than {SECONDS} s"
+    if done.returncode < 0:
+        return f"ONNX's checks of it crash ({signal.Signals(-done.returncode).name})"
+    if done.returncode:
+        return f"ONNX's checks of it fail: {last_line(done.stderr)[:300]}"
+    problem: str = json.loads(done.stdout)
+    return problem
+
+
+def main(path: str, seconds: int) -> None:
+    """Examine a file in this process and print what is wrong as JSON; the process takes no more than it may."""
+    import resource
+
+    file = Path(path)
+    most = SPARE_BYTES + COPIES * file.stat().st_size
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    try:
+        problem = examine(file)
+    except MemoryError:
+        problem = f"ONNX's checks of it take more than {most >> 20} MiB of memory"
+    print(json.dumps(problem))
+
+
+def examine(path: Path) -> str:
+    """Return what is wrong with an ONNX file; "" where tensors have the bytes of their shapes and ONNX finds no fault.
+
+    ONNX: its checker, and its strict shape inference.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    refusals = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, DecodeError)
+    try:
+        model = onnx.load(path, load_external_data=False)
+        for message in _iter_messages(model):
+            if (name := _find_undecoded(message)) is not None:
+                return f"it holds a name that is not UTF-8: {name[:60]!r}"
+            if isinstance(message, onnx.TensorProto) and (problem := _find_tensor_problem(message, path.parent)):
+                return f"tensor '{message.name}' {problem}"
+        onnx.checker.check_model(path, full_check=True)
+        onnx.shape_inference.infer_shapes(_drop_weights(model), check_type=True, strict_mode=True, data_prop=True)
+    except (*refusals, ValueError, RuntimeError) as error:
+        return " ".join(str(error).split())[:500] or type(error).__name__
+    return ""
+
+
+def _iter_messages(message: Any) -> Iterator[Any]:
+    """Yield the message and all messages in it."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for child in value if field.is_repeated else (value,):
+                yield from _iter_messages(child)
+
+
+def _find_undecoded(message: Any) -> bytes | None:
+    """Return a text of the message that is not UTF-8, which protobuf hands over as bytes; None where all are."""
+    texts = [value for field, value in message.ListFields() if field.type == field.TYPE_STRING]
+    every = (text for value in texts for text in ((value,) if isinstance(value, (str, bytes)) else value))
+    return next((text for text in every if isinstance(text, bytes)), None)
+
+
+def _find_tensor_problem(tensor: Any, folder: Path) -> str | None:
+    """Return why the values of a tensor cannot be those of its shape and type; None where they can."""
+    if tensor.data_type != _TEXTS and tensor.data_type not in _BITS:
+        return f"has data type {tensor.data_type}, which is none that can be read"
+    if min(tensor.dims, default=0) < 0:
+        return f"has shape {list(tensor.dims)}"
+    n = math.prod(tensor.dims)
+    if tensor.data_type == _TEXTS:
+        return (
+            None
+            if len(tensor.string_data) == n
+            else f"has shape {list(tensor.dims)} and {len(tensor.string_data)} texts"
+        )
+    wanted = math.ceil(n * _BITS[tensor.data_type] / 8)
+    if tensor.data_location == tensor.EXTERNAL:
+        return _find_external_problem(tensor, wanted, folder)
+    if tensor.HasField("raw_data"):
+        has = len(tensor.raw_data)
+        return None if has == wanted else f"has shape {list(tensor.dims)}, of {wanted} bytes, and {has} bytes"
+    return _find_list_problem(tensor, n)
+
+
+def _find_external_problem(tensor: Any, wanted: int, folder: Path) -> str | None:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    numbers = [entries.get("offset", "0"), entries.get("length", str(wanted))]
+    if not all(text.isascii() and text.isdecimal() for text in numbers):
+        return f"has external data at offset {numbers[0]!r} of length {numbers[1]!r}"
+    offset, length = map(int, numbers)
+    if length != wanted:
+        return f"has shape {list(tensor.dims)}, of {wanted} bytes, and external data of {length}"
+    file = folder / entries.get("location", "")
+    if file.is_file() and offset + length > file.stat().st_size:  # that it is there and inside is looked at elsewhere
+        return f"has external data up to byte {offset + length} of {file.name}, which has {file.stat().st_size}"
+    return None
+
+
+def _find_list_problem(tensor: Any, n: int) -> str | None:
+    """Return why a tensor's list of numbers does not fit: small ones share an int32, complex ones are two floats."""
+    bits = _BITS[tensor.data_type]
+    wanted = math.ceil(n * bits / 8) if bits < 8 else 2 * n if tensor.data_type in (14, 15) else n
+    has = max(len(getattr(tensor, field)) for field in _FIELDS)
+    return None if has == wanted else f"has shape {list(tensor.dims)} and {has} values"
+
+
+def _drop_weights(model: Any) -> Any:
+    """Drop, in place, the values that no shape depends on, which inference would copy; return the model."""
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) > _LONG:
+            tensor.ClearField("raw_data")
+    return model

@@ -1,0 +1,101 @@
+"""The keys of a recipe's steps: what each one's result depends on, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compress.passes import Distill, Pass
+from compress.planning.inputs import Inputs
+from compress.recipe.schema import Recipe
+from compress.store.cache import step_key
+from runtime.bundle.files import sha256_of
+from runtime.bundle.format import Benchmark, Judgement
+from runtime.bundle.records import to_json
+from runtime.encode.language import LanguagePreprocess
+from runtime.encode.preprocess import TextPreprocess
+from runtime.metrics import METRICS
+
+
+@dataclass(frozen=True)
+class StepKeys:
+    """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs.
+
+    `passed_graph`: the graph exported after the passes over the torch model, on which the graph passes work; the float
+    graph if there are none. `torch_outputs`: those of a model of which no graph is written, before and after.
+    `exports`: the graph exported after each pass that is not over the graph; `outputs`: those of what each pass left.
+    """
+
+    float_graph: str
+    passes: tuple[str, ...]
+    passed_graph: str
+    baseline: str
+    torch_outputs: str
+    exports: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def step_keys(inputs: Inputs) -> StepKeys:
+    """Return the keys of all steps of a recipe, chained: each holds that of the step before it."""
+    recipe = inputs.recipe
+    data = {name: _describe_set(inputs, name) for name in inputs.data}
+    example = data.get("calibration") or data.get("evaluation")
+    export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(recipe.model.class_names), example]
+    float_graph = step_key("export", inputs.digest, export)
+    keys, previous = [], inputs.digest
+    staged = [(pass_, pass_.stage_on(inputs.facts)) for pass_ in recipe.passes]
+    for pass_, stage in ((pass_, stage) for pass_, stage in staged if stage != "graph"):
+        uses = [*_list_dependencies(pass_, recipe, data), *_digest_student(pass_, inputs)]
+        previous = step_key(f"{stage} pass", previous, uses, _describe_preprocess(inputs))
+        keys.append(previous)
+    exports = [step_key("export", key, export) for key in keys]
+    previous = passed_graph = exports[-1] if exports else float_graph
+    for pass_ in (pass_ for pass_, stage in staged if stage == "graph"):
+        previous = step_key("pass", previous, _list_dependencies(pass_, recipe, data))
+        keys.append(previous)
+    judged = recipe.validate_
+    how = [recipe.target, judged.batch_size, judged.benchmark.threads]
+    baseline = step_key("baseline", float_graph, data.get("evaluation"), how)
+    torch_outputs = step_key("torch outputs", inputs.digest, keys, data.get("evaluation"), _describe_preprocess(inputs))
+    left = [*exports, *keys[len(exports) :]]
+    outputs = [step_key("step outputs", key, baseline) for key in left]
+    return StepKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
+
+
+def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]:
+    """List what a pass's result depends on, beside the step before it."""
+    uses: list[Any] = [pass_.model_dump(mode="json"), recipe.target, recipe.seed]
+    if pass_.needs_calibration:
+        uses.append(data.get("calibration"))
+    if pass_.needs_train:
+        uses.append(data.get("train"))
+    if pass_.uses_gates:
+        uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation")]
+    return uses
+
+
+def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
+    """Return the digest of the model that the pass puts in the given one's place, in a list; empty if it puts none."""
+    student = pass_.student if isinstance(pass_, Distill) else None
+    return [] if student is None or not student.separate else [inputs.students.get(student.key, "")]
+
+
+def quality_gates(judgement: Judgement) -> Judgement:
+    """Return the judgement with only the gates that speak of outputs, without what it says of speed, size and steps."""
+    gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS)
+    return replace(judgement, gates=gates, benchmark=Benchmark(), steps="auto")
+
+
+def _describe_preprocess(inputs: Inputs) -> list[Any]:
+    """Describe preprocessing for a key: its record, and the tokenizer's digest where it has one."""
+    preprocess = inputs.preprocess
+    if not isinstance(preprocess, TextPreprocess | LanguagePreprocess) or inputs.tokenizer is None:
+        return [to_json(preprocess)]
+    return [to_json(preprocess), sha256_of(inputs.tokenizer / preprocess.tokenizer)]
+
+
+def _describe_set(inputs: Inputs, name: str) -> list[Any]:
+    spec = inputs.recipe.data.declared[name]
+    chosen = [part.model_dump(mode="json", exclude={"source", "also"}) for part in spec.parts]
+    return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.recipe.model.class_names)]

@@ -1,0 +1,177 @@
+"""What a recipe's model and data are, before anything heavy is loaded: what a plan and a run both stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.data.inspect import DataFacts, inspect_data
+from compress.data.samples import Samples, load_samples, samples_of
+from compress.errors import PlanError, SourceError
+from compress.facts import ModelFacts, SampleShapes
+from compress.graph.run import Feeds
+from compress.models.facts import model_facts
+from compress.models.feeds import feeds_shapes, model_inputs
+from compress.models.generation import read_generation
+from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate, model_digest
+from compress.models.tokenizer import tokenizer_folder
+from compress.planning.students import look_at_students
+from compress.recipe.schema import Recipe
+from compress.store.cache import default_root
+from compress.store.durable import blame
+from runtime.bundle.manifest import GENERATION, Generation, fixed_batch
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.language import LanguagePreprocess, make_language_encoder
+from runtime.encode.preprocess import PreprocessSpec, make_preprocessor
+from runtime.errors import UsageError
+from runtime.tasks.predict import encoding_views
+
+BYTES_A_TOKEN = 2.0
+"""Of a text in its file: four or five in English, with what a batch is padded to."""
+IMAGE_BATCH = 32
+"""Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
+TEXTS = ("text", "language")
+"""Kinds of preprocessing that make tokens."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`data`: set name -> its facts. `feeds`: what the model's inputs are fed with. `digest`: of the model.
+
+    `folder`: the model's own files; `tokenizer`: the folder whose tokenizer is read. `problems`: what is wrong with the
+    sets that are not in `data`, and with students. `students`: digests of the models that passes put in this one's
+    place, by `Student.key`.
+    """
+
+    recipe: Recipe
+    preprocess: PreprocessSpec
+    names: tuple[str, ...]
+    data: dict[str, DataFacts]
+    feeds: SampleShapes
+    facts: ModelFacts
+    digest: str
+    folder: Path | None
+    tokenizer: Path | None = None
+    problems: tuple[str, ...] = ()
+    students: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
+    """Look at the model's shapes and the data's columns; no weight is read. `cache`: where a made tokenizer is kept.
+
+    Raises SourceError for the model, or when no data set tells the shape of a sample; PlanError without any data.
+    """
+    root, spec = recipe.root, recipe.model
+    preprocess = resolve_preprocess(spec, recipe.preprocess, root)
+    names = model_inputs(spec, root)
+    data, problems = {}, []
+    for name, declared in recipe.data.declared.items():
+        try:
+            data[name] = inspect_data(declared, root, spec.task, names, spec.class_names)
+        except SourceError as error:
+            problems += [f"data.{name}: {problem}" for problem in error.problems]
+    if not data and not problems:
+        raise PlanError("data: the recipe names no data set; an evaluation set is what the result is judged on")
+    if not data:
+        raise SourceError(problems)
+    shapes = next(iter(data.values())).shapes
+    feeds = feeds_shapes(spec, root, preprocess, shapes)
+    coupling, blocks = (
+        any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
+    )
+    facts = model_facts(spec, root, feeds, coupling, blocks)
+    digest, folder = model_digest(spec, root), locate(spec, root).folder
+    students = look_at_students(recipe, feeds, coupling, blocks)
+    tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
+    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
+    problems += students.problems
+    return Inputs(
+        recipe, preprocess, names, data, feeds, facts, digest, folder, tokenizer, tuple(problems), students.digests
+    )
+
+
+def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
+    """Load the samples of a set that the recipe declares. Raises SourceError."""
+    recipe = inputs.recipe
+    spec = recipe.data.declared[name]
+    task, class_names = recipe.model.task, recipe.model.class_names
+    with blame(recipe.root, SourceError):
+        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+    return samples if task != "text-generation" else _check_tokens(samples, name, inputs)
+
+
+def generation_of(inputs: Inputs) -> Generation | None:
+    """Return what generating text needs to know; None for another task, or a source without a folder of its own."""
+    if inputs.recipe.model.task not in GENERATION or inputs.folder is None:
+        return None
+    vocab_size = inputs.facts.outputs[0].shape[-1]
+    assert isinstance(vocab_size, int)
+    return read_generation(inputs.folder, vocab_size)
+
+
+def calibration_tokens(inputs: Inputs) -> int:
+    """Count the tokens of a language model's calibration set, which is read for it, so that a plan knows the work."""
+    if "calibration" not in inputs.data:
+        return 0
+    samples = load_set(inputs, "calibration", None)
+    return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
+
+
+def text_fill(inputs: Inputs, name: str) -> float:
+    """Estimate how long a text of a set is in a batch, as a part of `max_length`: told by its file's size; else 1."""
+    data, longest = inputs.data.get(name), getattr(inputs.preprocess, "max_length", None)
+    if data is None or longest is None:
+        return 1.0
+    return min(data.n_bytes / max(data.n_rows, 1) / BYTES_A_TOKEN / longest, 1.0)
+
+
+def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
+    """Return texts as they are, or packed where the recipe says so.
+
+    Raises SourceError for tokens that the model does not know.
+    """
+    vocab_size = inputs.facts.outputs[0].shape[-1]
+    assert isinstance(inputs.preprocess, LanguagePreprocess) and isinstance(vocab_size, int)
+    encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
+    try:
+        columns = dict(encoder.samples(samples.columns))
+        sequences = encoder.sequences(columns)
+        if max(map(len, sequences)) < 2:
+            raise UsageError("no text has two tokens: there is nothing to predict")
+    except UsageError as error:
+        raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
+    return samples if columns.keys() == samples.columns.keys() else samples_of(columns)
+
+
+class Batches(Sequence[Feeds]):
+    """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded."""
+
+    def __init__(
+        self, samples: Samples, inputs: Inputs, specs: tuple[TensorSpec, ...], size: int | None = None
+    ) -> None:
+        self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
+        task = inputs.recipe.model.task
+        self.views = encoding_views(task, samples.columns)
+        fixed = fixed_batch(specs)
+        self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
+        starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
+        self.rows = [
+            (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        view, rows = self.rows[index]
+        return self.preprocessor.encode(view, rows)
+
+    def __iter__(self) -> Iterator[Feeds]:
+        return (self[i] for i in range(len(self)))

@@ -1,0 +1,191 @@
+"""A recipe and the facts about its model and data become a plan: what will be done, and whether it can work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress.data.training import n_rows
+from compress.errors import PlanError, SourceError
+from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, scoring_gaps
+from compress.facts import ModelFacts, Note
+from compress.formats.schemes import Scheme
+from compress.formats.targets import TARGETS
+from compress.passes import KvCache, Pass, PruneChannels
+from compress.planning.cache_keys import StepKeys, step_keys
+from compress.planning.cut import explain_unsaid_sizes
+from compress.planning.engine_rules import engine_notes
+from compress.planning.forecast import find_timed_batch, forecast
+from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
+from compress.planning.measurements import step_note
+from compress.planning.plan import Plan, PlannedStep
+from compress.planning.validation import objections
+from compress.recipe.exports import CheckpointExport
+from compress.recipe.network import restrict_network
+from compress.recipe.schema import Recipe
+from compress.store.cache import StepCache, default_root
+from compress.store.durable import blame
+from runtime.bundle.manifest import GENERATION, fixed_batch
+from runtime.measure.benchmark import choose_backend
+from runtime.processes.memory import available_bytes
+from runtime.report.units import size_text
+
+Schemes = dict[str, Scheme]
+"""Layer -> how a checkpoint stores it."""
+
+
+def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
+    """Check that the recipe can work and say how. Loads no weights, and no network but for a recipe that names the hub.
+
+    Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
+    """
+    restrict_network(recipe)
+    store = StepCache(cache or default_root())
+    store.refuse_file()
+    with blame(recipe.root, SourceError):
+        inputs = read_inputs(recipe, store.root)
+        keys = step_keys(inputs)
+    before = inputs.facts
+    done, problems, schemes = _plan_passes(inputs, keys, store)
+    after = done[-1].after if done else before
+    samples = {name: found.n_samples for name, found in inputs.data.items()}
+    batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
+    tokens = calibration_tokens(inputs) if recipe.model.task in GENERATION else 0
+    decisions = [planned.step.decisions for planned in done]
+    filled = text_fill(inputs, "train")
+    expected = forecast(recipe, before, after, samples, batch, tokens, filled, decisions, find_timed_batch(inputs))
+    checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
+    problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
+    if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
+        problems = [problem for found, _ in checkpoints for problem in found]
+    if problems:
+        raise PlanError(problems)
+    first = [
+        PlannedStep(name, key, store.has(key), before.n_bytes, before.n_bytes)
+        for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
+    ]
+    steps = (*first, *(planned.step for planned in done))
+    unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
+    notes = (*_collect_notes(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
+    return Plan(recipe, inputs, steps, keys, before, after, notes, expected)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A pass that has been planned, and the model's facts before and after it."""
+
+    step: PlannedStep
+    before: ModelFacts
+    after: ModelFacts
+
+
+def _plan_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list[_Done], list[str], Schemes]:
+    """Check each pass on the facts that the one before it leaves.
+
+    Returns the passes, the problems of all, and how layers are stored.
+    """
+    recipe, facts = inputs.recipe, inputs.facts
+    done, problems = [], []
+    schemes: Schemes = {}
+    for index, (pass_, key) in enumerate(zip(recipe.passes, keys.passes, strict=True)):
+        plan = pass_.check(facts, TARGETS[recipe.target])
+        problems += [f"passes.{index}: {problem}" for problem in plan.problems]
+        sizes = facts.n_bytes, plan.facts.n_bytes
+        notes = (*plan.notes, *_train_notes(pass_, inputs))
+        done.append(
+            _Done(PlannedStep(pass_.kind, key, store.has(key), *sizes, plan.decisions, notes), facts, plan.facts)
+        )
+        facts = plan.facts
+        schemes |= plan.schemes
+    return done, problems, schemes
+
+
+def _train_notes(pass_: Pass, inputs: Inputs) -> list[Note]:
+    """Return what the plan says of learning, once the training set is known."""
+    train = inputs.data.get("train") if pass_.needs_train else None
+    if train is None:
+        return []
+    return pass_.train_notes(inputs.facts, n_rows(inputs.recipe.model.task, train.n_samples, train.columns))
+
+
+def _check_checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str], list[Note]]:
+    """Return why the export of that number, if a checkpoint, cannot be written or loaded, and notes on it."""
+    recipe, export = inputs.recipe, inputs.recipe.export[index]
+    if not isinstance(export, CheckpointExport) or inputs.facts.source == "onnx":
+        return [], []
+    kv_cache = next((pass_.scheme for pass_ in recipe.passes if isinstance(pass_, KvCache)), None)
+    engine = recipe.target_of(export)
+    about = (inputs.facts, schemes, export, engine, kv_cache)
+    notes = checkpoint_notes(*about)
+    if not recipe.has_onnx:
+        gaps = scoring_gaps(inputs.facts.structure, kv_cache, engine)
+        notes += [Note("warning", f"{gap}: gates on quality stay undecided") for gap in gaps]
+    elif kv_cache is not None:
+        notes.append(
+            Note(
+                "info",
+                f"the ONNX graph is judged, with its own cache; how {engine} rounds the "
+                "checkpoint's keys and values is not scored",
+            )
+        )
+    return [f"export.{index}: {problem}" for problem in checkpoint_problems(*about)], notes
+
+
+def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:
+    """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
+    recipe, units = inputs.recipe, dict[str, int]()
+    for pass_, facts in zip(recipe.passes, before, strict=True):
+        units |= pass_.plan_units(facts) if isinstance(pass_, PruneChannels) else {}
+    checkpoint = any(isinstance(export, CheckpointExport) for export in recipe.export)
+    why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if checkpoint and units else ""
+    if not why:
+        return []
+    text = (
+        f"no config.json can say the sizes that prune_channels leaves ({why}): the checkpoint gets a shapes.json, by "
+        "which `dir:` loads it, and transformers and vLLM do not; other ratios or dimensions may leave what it can say"
+    )
+    return [Note("warning", text)]
+
+
+EXPERTS = ".experts."
+"""In the name of every expert's layers, once they are single."""
+_IN_ONNXRUNTIME = "quality is judged in onnxruntime-cpu instead, and gates on speed and memory stay undecided"
+_BY_TORCH = (
+    "torch measures its quality as it is built, with inputs and cache rounded as the engine rounds them, and nothing "
+    "measures its speed"
+)
+
+
+def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
+    recipe, data = inputs.recipe, inputs.data
+    texts = list(inputs.facts.notes)
+    if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
+        texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
+    _, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
+    if elsewhere is not None:
+        how = _IN_ONNXRUNTIME if recipe.has_onnx else _BY_TORCH
+        texts.append(f"{recipe.target} does not run here: {how}")
+    if not recipe.validate_.gates:
+        texts.append("validate: no gates; the verdict will be pass whatever is measured")
+    notes = [Note("warning", text) for text in texts]
+    if recipe.has_onnx and any(EXPERTS in layer.name for layer in inputs.facts.layers):
+        notes.append(
+            Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
+        )
+    steps = step_note(recipe, inputs.facts, data["evaluation"].n_samples)
+    return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([steps] if steps else []))
+
+
+def _batch_notes(inputs: Inputs) -> list[Note]:
+    """Warn where the largest batch whose speed is measured does not fit into the memory of this machine."""
+    timed, available = find_timed_batch(inputs), available_bytes()
+    if timed is None or timed.n_bytes <= available:
+        return []
+    parts = f"{size_text(timed.feed_bytes)} of inputs"
+    if timed.activation_bytes:
+        parts += f" and about {size_text(timed.activation_bytes)} of activations"
+    text = (
+        f"validate.benchmark: a batch of {timed.n_samples} samples has {parts} in each of the two models, more than "
+        f"the {size_text(available)} of memory available here; give a smaller {timed.key}"
+    )
+    return [Note("warning", text)]

@@ -1,0 +1,64 @@
+"""Whether what each pass leaves is measured on the way, and what a plan says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compress.facts import ModelFacts, Note
+from compress.passes import Pass
+from compress.recipe.exports import GraphExport
+from compress.recipe.schema import Recipe
+from runtime.report.units import size_text
+
+LARGEST_BYTES = 512 * 2**20
+"""Of a float model's weights: what lies between its passes is exported, scored and timed without being asked for."""
+
+
+def n_between(recipe: Recipe, facts: ModelFacts) -> int:
+    """Count the models between the float one and the candidate that are measured, too. `facts`: of the float model."""
+    wanted = recipe.validate_.steps
+    if wanted is False or not recipe.passes or not _runs_here(recipe):
+        return 0
+    return len(recipe.passes) - 1 if wanted is True or facts.n_bytes <= LARGEST_BYTES else 0
+
+
+def measures_steps(recipe: Recipe, facts: ModelFacts) -> bool:
+    """Return whether the report will have a row for each pass."""
+    return n_between(recipe, facts) > 0 or (recipe.validate_.steps is True and len(recipe.passes) == 1)
+
+
+def step_names(passes: Sequence[Pass]) -> list[str]:
+    """Return each pass's name in a report: its kind, from the second of a kind on with a number ("distill 2")."""
+    kinds = [pass_.kind for pass_ in passes]
+    counts = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
+    return [kind if count == 1 else f"{kind} {count}" for kind, count in zip(kinds, counts, strict=True)]
+
+
+def step_problems(recipe: Recipe) -> list[str]:
+    """Return why steps cannot be measured though the recipe asks for it."""
+    if recipe.validate_.steps is not True or _runs_here(recipe):
+        return []
+    return [
+        f"validate.steps: true measures what each pass leaves as an ONNX graph, and target {recipe.target} gets a "
+        "checkpoint, which nothing here runs; use auto, or export {kind: onnx} for onnxruntime-cpu"
+    ]
+
+
+def step_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note | None:
+    """Return what the plan says of measuring each pass; None: nothing. `n_samples`: of the evaluation set."""
+    n = n_between(recipe, facts)
+    names = ", ".join(pass_.kind for pass_ in recipe.passes[:-1])
+    if n:
+        cost = f"each is exported, run over the {n_samples} evaluation samples once, and timed with the candidate"
+        return Note("info", f"validate: what {names} left is measured, too: {cost} (steps: false leaves it out)")
+    if recipe.validate_.steps == "auto" and len(recipe.passes) > 1 and _runs_here(recipe):
+        why = f"the model has {size_text(facts.n_bytes)} of weights, more than {size_text(LARGEST_BYTES)}"
+        return Note("info", f"validate: what {names} left is not measured, as {why} (steps: true does it all the same)")
+    return None
+
+
+def _runs_here(recipe: Recipe) -> bool:
+    """Return whether the candidate is an ONNX file, which the runtime can run and time."""
+    return any(
+        isinstance(export, GraphExport) and recipe.target_of(export) == recipe.target for export in recipe.export
+    )

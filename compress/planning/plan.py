@@ -1,0 +1,161 @@
+"""The plan of a recipe: what `apply` will do, and how it is shown on a terminal, in a notebook, as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape as html_escape
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compress.facts import LayerDecision, ModelFacts, Note
+from compress.planning.cache_keys import StepKeys
+from compress.planning.forecast import Forecast
+from compress.planning.inputs import Inputs
+from compress.recipe.schema import Recipe
+from runtime.report.units import size_text
+
+MOST_LAYERS = 12
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step, in order. `cached`: its result is in the cache already."""
+
+    name: str
+    key: str
+    cached: bool
+    before_bytes: int
+    after_bytes: int
+    decisions: tuple[LayerDecision, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `apply` will do. `before` and `after` are the model's facts; sizes are those of the weights."""
+
+    recipe: Recipe
+    inputs: Inputs
+    steps: tuple[PlannedStep, ...]
+    keys: StepKeys
+    before: ModelFacts
+    after: ModelFacts
+    notes: tuple[Note, ...]
+    forecast: Forecast
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values, for `compress plan --json`."""
+        return plan_dict(self)
+
+    def render(self, console: Any) -> None:
+        """Print the plan (rich)."""
+        render_plan(self, console)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON values: steps (name, key, cached, bytes, layers, notes), sizes, data, forecast, notes."""
+    return {
+        "name": plan.recipe.name,
+        "model": {
+            "source": plan.recipe.model.source,
+            "architecture": plan.before.architecture,
+            "macs": plan.before.macs,
+        },
+        "target": plan.recipe.target,
+        "size_bytes": {"before": plan.before.n_bytes, "after": plan.after.n_bytes},
+        "steps": [
+            {
+                "name": step.name,
+                "key": step.key,
+                "cached": step.cached,
+                "before_bytes": step.before_bytes,
+                "after_bytes": step.after_bytes,
+                "layers": [asdict(decision) for decision in step.decisions],
+                "notes": [asdict(note) for note in step.notes],
+            }
+            for step in plan.steps
+        ],
+        "data": {
+            name: {"source": f.source, "samples": f.n_samples, "digest": f.digest}
+            for name, f in plan.inputs.data.items()
+        },
+        "forecast": asdict(plan.forecast),
+        "notes": [asdict(note) for note in plan.notes],
+    }
+
+
+def render_plan(plan: Plan, console: Console) -> None:
+    """Print steps, layers, what the target will do, sizes and the forecast."""
+    console.print(f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}")
+    table = Table("step", "done already", "weights before", "after", "layers")
+    for step in plan.steps:
+        table.add_row(
+            step.name,
+            "cached" if step.cached else "",
+            size_text(step.before_bytes),
+            size_text(step.after_bytes),
+            _format_counts(step.decisions),
+        )
+    console.print(table)
+    for step in plan.steps:
+        _print_layers(step.decisions, step.name, console)
+        for note in step.notes:
+            console.print(f"  {_format_level(note.level)}{escape(note.text)}")
+    for note in plan.notes:
+        console.print(f"{_format_level(note.level)}{escape(note.text)}")
+    console.print(_format_forecast(plan))
+
+
+def plan_html(plan: Plan) -> str:
+    """Format the plan as a table for notebooks."""
+    rows = "".join(
+        f"<tr><td>{html_escape(s.name)}</td><td>{'cached' if s.cached else ''}</td><td>{size_text(s.before_bytes)}</td>"
+        f"<td>{size_text(s.after_bytes)}</td><td>{html_escape(_format_counts(s.decisions))}</td></tr>"
+        for s in plan.steps
+    )
+    head = "<tr><th>step</th><th>done already</th><th>weights before</th><th>after</th><th>layers</th></tr>"
+    name, total = html_escape(plan.recipe.name), html_escape(_format_forecast(plan))
+    return f"<p><b>{name}</b></p><table>{head}{rows}</table><p>{total}</p>"
+
+
+def _format_forecast(plan: Plan) -> str:
+    expected = plan.forecast
+    ratio = plan.before.n_bytes / max(plan.after.n_bytes, 1)
+    return (
+        f"weights {size_text(plan.before.n_bytes)} -> {size_text(plan.after.n_bytes)} ({ratio:.1f}x smaller); about "
+        f"{expected.seconds:.0f} s, {size_text(expected.memory_bytes)} of memory at the peak, "
+        f"{size_text(expected.disk_bytes)} of disk"
+    )
+
+
+def _format_counts(decisions: Sequence[LayerDecision]) -> str:
+    counts = Counter(decision.action for decision in decisions)
+    return ", ".join(f"{n} {action}" for action, n in counts.items())
+
+
+def _print_layers(decisions: Sequence[LayerDecision], step: str, console: Console) -> None:
+    """Print the layers that are left, with the reason, and the first of those that are touched."""
+    touched = [d for d in decisions if d.action != "kept"]
+    for decision in touched[:MOST_LAYERS]:
+        _print_layer(decision, f"{decision.action} {decision.reason}", step, console)
+    if len(touched) > MOST_LAYERS:
+        console.print(f"  {step}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
+    for decision in decisions:
+        if decision.action == "kept":
+            _print_layer(decision, f"stays: {decision.reason}", step, console)
+
+
+def _print_layer(decision: LayerDecision, what: str, step: str, console: Console) -> None:
+    console.print(f"  {step}: {decision.layer} ({decision.type}) {what}", highlight=False, markup=False)
+
+
+def _format_level(level: str) -> str:
+    return {"info": "", "slow": "[yellow]slower than float: [/]", "warning": "[yellow]note: [/]"}[level]

@@ -1,0 +1,211 @@
+"""What is wrong with a recipe, known before any work: its sets, the order of its passes, what it exports, its gates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from compress.facts import LOWEST_OPSET, ModelFacts
+from compress.formats.targets import TARGETS
+from compress.passes import Autocast, Distill, Pass
+from compress.planning.engine_rules import engine_problems
+from compress.planning.forecast import Forecast, find_timed_batch
+from compress.planning.inputs import TEXTS, Inputs, generation_of
+from compress.planning.measurements import step_problems
+from compress.recipe.exports import GraphExport
+from compress.recipe.schema import Recipe
+from runtime.backends import BACKENDS
+from runtime.bundle.manifest import fixed_batch
+from runtime.bundle.settings import check_room
+from runtime.errors import UsageError
+from runtime.judge.gates import check_gates
+from runtime.measure.feeds import MOST_FEED_BYTES
+from runtime.metrics import MEASURED, SIZES
+
+STAGES = ("model", "blocks", "graph")
+"""In the order in which they run."""
+
+
+def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
+    """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished steps."""
+    recipe, facts = inputs.recipe, inputs.facts
+    return [
+        *data_problems(inputs),
+        *order_problems(recipe.passes, facts),
+        *student_problems(recipe.passes),
+        *export_problems(recipe, facts),
+        *opset_problems(recipe, facts),
+        *gate_problems(inputs),
+        *step_problems(recipe),
+        *benchmark_problems(inputs),
+        *judging_problems(recipe),
+        *engine_problems(inputs),
+        *limit_problems(recipe, expected, root),
+    ]
+
+
+def data_problems(inputs: Inputs) -> list[str]:
+    recipe, problems = inputs.recipe, []
+    calibrated = [pass_.kind for pass_ in recipe.passes if pass_.needs_calibration]
+    if calibrated and recipe.data.calibration is None:
+        problems.append(f"data: {calibrated[0]} needs a calibration set; add data.calibration")
+    if recipe.data.evaluation is None:
+        problems.append("data: there is no evaluation set to judge the result on; add data.evaluation")
+    train = inputs.data.get("train")
+    for index, pass_ in enumerate(recipe.passes):
+        if pass_.needs_train and recipe.data.train is None:
+            problems.append(f"passes.{index}: {pass_.kind} learns from a training set; add data.train")
+        elif pass_.needs_train and train is not None:
+            found = pass_.train_problems(recipe.model.task, train.n_samples, train.has_labels)
+            problems += [f"passes.{index}: {problem}" for problem in found]
+    fixed, calibration = fixed_batch(inputs.facts.inputs), inputs.data.get("calibration")
+    if fixed is not None and calibration is not None and calibration.n_samples < fixed:
+        problems.append(
+            f"data.calibration: {calibration.n_samples} samples do not fill one batch of {fixed}, which the model is "
+            "bound to; give more, or export the model with a free batch"
+        )
+    return problems
+
+
+def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
+    """Report passes out of order: those on the torch module come first, then its blocks, then the exported graph."""
+    problems, latest, kind, ended = [], 0, "", ""
+    for index, pass_ in enumerate(passes):
+        rank = STAGES.index(pass_.stage_on(facts))
+        if ended and rank == latest:
+            problems.append(f"passes.{index}: {pass_.kind} would change what {ended} rounded, and must come before it")
+        if rank < STAGES.index("graph") and facts.source == "onnx":
+            problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and an onnx: source is none")
+        elif rank < latest:
+            what = ("the whole torch model", "the torch model's blocks")[rank]
+            problems.append(f"passes.{index}: {pass_.kind} rewrites {what} and must come before {kind}")
+        if rank > latest:
+            latest, kind, ended = rank, pass_.kind, ""
+        ended = pass_.kind if pass_.ends_stage(facts) else ended
+    return problems
+
+
+def student_problems(passes: Sequence[Pass]) -> list[str]:
+    """Report passes before a student that is built anew, which has nothing of what they did."""
+    return [
+        f"passes.{index}: distill: its student is another model, and what {passes[0].kind} did before would be lost; "
+        f"put {passes[0].kind} after it"
+        for index, pass_ in enumerate(passes)
+        if isinstance(pass_, Distill) and pass_.student is not None and pass_.student.separate and index
+    ]
+
+
+def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Report files that cannot hold what the passes leave, second files for a target, and a target without a file."""
+    problems, seen = [], set()
+    for index, export in enumerate(recipe.export):
+        name = recipe.target_of(export)
+        where, target = f"export.{index}", TARGETS[name]
+        if isinstance(export, GraphExport) and export.opset != recipe.opset:
+            problems.append(f"{where}: opset {export.opset}, but another has {recipe.opset}; one graph serves them all")
+        form = "onnx" if isinstance(export, GraphExport) else export.kind
+        if form != target.reads:
+            problems.append(f"{where}: target {name} reads kind: {target.reads}; name this file's own target")
+        if (form, name) in seen:
+            problems.append(f"{where}: a second file for target {name}; give each target once")
+        seen.add((form, name))
+        for pass_ in recipe.passes:
+            if name != recipe.target and (text := pass_.explain_refusal(target)):
+                problems.append(f"{where}: {text}")
+            if export.kind == "checkpoint" and pass_.stage_on(facts) == "graph":
+                problems.append(f"{where}: {pass_.kind} rewrites the ONNX graph, which a checkpoint is not made from")
+    if recipe.target not in {name for _, name in seen}:
+        missing = f"{{kind: {TARGETS[recipe.target].reads}, target: {recipe.target}}}"
+        problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {missing}")
+    if not recipe.has_onnx and recipe.model.task != "text-generation":
+        problems.append(f"export: a {recipe.model.task} model is judged as an ONNX graph; add {{kind: onnx}}")
+    if facts.source == "onnx" and any(export.kind == "checkpoint" for export in recipe.export):
+        problems.append("export: a checkpoint is made from a torch model, and an onnx: source is none")
+    return problems
+
+
+def opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Report passes that need operators which the graph's opset lacks."""
+    opset, mend = recipe.opset, "set it as export.0.opset"
+    if facts.opset is not None:
+        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
+    return [
+        f"passes.{index}: {pass_.kind} needs a graph of opset {pass_.lowest_opset} or later; "
+        f"this one has {opset}: {mend}"
+        for index, pass_ in enumerate(recipe.passes)
+        if opset < pass_.lowest_opset and pass_.lowest_opset > LOWEST_OPSET and recipe.has_onnx
+    ]
+
+
+def gate_problems(inputs: Inputs) -> list[str]:
+    """Report gates and metrics that could not be judged at the end."""
+    recipe, evaluation = inputs.recipe, inputs.data.get("evaluation")
+    if evaluation is None:
+        return []
+    try:
+        check_gates(recipe.validate_, recipe.model.task, evaluation.has_labels)
+    except UsageError as error:
+        return [f"validate: {problem}" for problem in error.problems]
+    if recipe.has_onnx:
+        return []
+    return [
+        f"validate.gates.{index}: {gate.metric} is not measured of a checkpoint, which nothing here runs; leave the "
+        "gate out, or export {kind: onnx} for onnxruntime-cpu"
+        for index, gate in enumerate(recipe.validate_.gates)
+        if gate.metric in MEASURED and gate.metric not in SIZES
+    ]
+
+
+def benchmark_problems(inputs: Inputs) -> list[str]:
+    """Report requests that a decoder has no room for, and batches that the judge refuses to make."""
+    recipe, generation = inputs.recipe, generation_of(inputs)
+    timed, told = find_timed_batch(inputs), recipe.validate_.benchmark.sequence_length is not None
+    if timed is not None and timed.feed_bytes > MOST_FEED_BYTES and (told or inputs.preprocess.kind not in TEXTS):
+        return [
+            f"validate.benchmark.{timed.key}: a batch of {timed.n_samples} samples has {timed.feed_bytes >> 20} MiB of "
+            f"inputs, more than the {MOST_FEED_BYTES >> 20} that are measured; give a smaller one"
+        ]
+    if generation is None or not recipe.has_onnx:
+        return []
+    try:
+        check_room(recipe.validate_.benchmark, generation.context_length)
+    except UsageError as error:
+        return [f"validate.{problem}" for problem in error.problems]
+    return []
+
+
+def judging_problems(recipe: Recipe) -> list[str]:
+    """Report a bfloat16 graph that nothing on this machine runs, which could not be judged."""
+    halved = [i for i, pass_ in enumerate(recipe.passes) if isinstance(pass_, Autocast) and pass_.dtype == "bfloat16"]
+    if not halved or not recipe.has_onnx:
+        return []
+    why = BACKENDS[recipe.target].available() if recipe.target in BACKENDS else "it is not a backend"
+    if why is None:
+        return []
+    return [
+        f"passes.{halved[0]}: autocast: {recipe.target} does not work here ({why}), and ONNX Runtime computes no "
+        "bfloat16 on CPUs, so that the result could not be judged; use dtype: float16, or apply it where that works"
+    ]
+
+
+def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:
+    """Report more memory or disk than the recipe allows, or than is free on the disk where the steps are kept."""
+    limits, problems = recipe.limits, []
+    memory, disk = expected.memory_bytes / 2**30, expected.disk_bytes / 2**30
+    if limits.memory_gib is not None and memory > limits.memory_gib:
+        problems.append(
+            f"limits.memory_gib: about {memory:.1f} GiB are needed, {limits.memory_gib:g} are allowed; use a smaller "
+            "model, or raise the limit"
+        )
+    if limits.disk_gib is not None and disk > limits.disk_gib:
+        problems.append(f"limits.disk_gib: about {disk:.1f} GiB are needed, {limits.disk_gib:g} are allowed")
+    existing = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free / 2**30
+    kept = disk - expected.bundle_bytes / 2**30
+    if kept > free:
+        problems.append(
+            f"{existing}: about {kept:.1f} GiB are needed and {free:.1f} are free; make room, or set COMPRESS_CACHE to "
+            "a folder on another disk"
+        )
+    return problems

@@ -1,0 +1,101 @@
+"""The vocabulary of a recipe's `export:`. The exporters themselves are in `compress.export`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from compress.facts import LOWEST_OPSET
+from compress.formats.targets import TargetName
+from compress.specs import Record
+from runtime.nvidia.tensorrt_api import Compatibility
+
+CHECKPOINT_TARGET: TargetName = "transformers"
+"""What a checkpoint is for where the recipe does not say."""
+
+
+class GraphExport(Record):
+    """What is written from the ONNX graph."""
+
+    opset: Annotated[int, Field(ge=LOWEST_OPSET, le=23)] = 20
+    """Of a torch model's export; an onnx: source keeps its own, raised to 17 if it is older."""
+
+
+class OnnxExport(GraphExport):
+    """An ONNX graph in the flavour that `target` is fast on (default: the recipe's target)."""
+
+    kind: Literal["onnx"] = "onnx"
+    target: TargetName | None = None
+    """The runtime that the file is for; default: the recipe's target."""
+
+
+class CheckpointExport(Record):
+    """A Hugging Face folder of safetensors, its quantized layers packed as inference engines read them."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    target: TargetName | None = None
+    """The engine that it is for; default: transformers."""
+    format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
+    """How quantized layers are stored; gptq holds weight-only integers of 2, 3, 4 and 8 bits, one scheme in a model."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of everything that stays float; default: what the source checkpoint has each tensor in."""
+    max_shard_gib: Annotated[float, Field(gt=0)] = 5
+    """The largest file."""
+
+
+Size = Annotated[int, Field(ge=0)]
+
+
+class EngineExport(GraphExport):
+    """An engine compiled from the ONNX graph that this runtime gets; that graph is in the bundle, too.
+
+    Precision is what the passes wrote into the graph. Where the engine cannot be compiled, `compress compile` finishes
+    the bundle on a machine where it can.
+    """
+
+    profiles: tuple[dict[str, tuple[Size, Size, Size]], ...] = ()
+    """For each profile: free size of the inputs (batch, sequence, ...) -> [min, opt, max]; default: one that takes what
+    the bundle is judged with, and of a decoder one to read prompts and one to decode."""
+    workspace_mib: Annotated[int, Field(gt=0)] | None = None
+    """The most scratch memory; default: what the device has."""
+    builder_optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
+    """From 0 (the build is fast) to 5 (the engine is)."""
+    allow_weight_streaming: bool = False
+    """Weights may stay in main memory and be fetched while the engine runs."""
+    strip_weights: bool = False
+    """The engine holds no weights; they are put back from the ONNX file when it is opened (refit)."""
+    refit: bool = False
+    """Weights can be exchanged in the engine."""
+    tf32: bool = True
+    """Products that are float32 in the graph may run in TF32."""
+
+
+class TensorrtExport(EngineExport):
+    """An engine of TensorRT 10 or 11, for the GPU of the machine that compiles it."""
+
+    kind: Literal["tensorrt"] = "tensorrt"
+    version_compatible: bool = False
+    """Later versions of TensorRT run it, too."""
+    hardware_compatibility_level: Compatibility = "none"
+    """Which other GPUs run it: those from Ampere on (ampere+), or those of the same compute capability."""
+    timing_cache: bool = True
+    """Keep what was timed for the next build, beside the finished steps."""
+
+
+class TensorrtRtxExport(EngineExport):
+    """An engine of TensorRT for RTX, compiled without a GPU for several; kernels are finished where it runs."""
+
+    kind: Literal["tensorrt-rtx"] = "tensorrt-rtx"
+    compute_capabilities: Annotated[tuple[Annotated[str, Field(pattern=r"^\d+\.\d$")], ...], Field(min_length=1)] = (
+        "8.0",
+        "8.6",
+        "8.9",
+        "12.0",
+    )
+    """GPUs that it is for, such as "8.6" (RTX 30) or "8.9" (RTX 40)."""
+
+
+Engine = TensorrtExport | TensorrtRtxExport
+Export = OnnxExport | CheckpointExport | TensorrtExport | TensorrtRtxExport
+"""All of them; `kind` tells them apart."""

@@ -1,0 +1,180 @@
+"""YAML to a `Recipe` and back. Everything that is wrong with a recipe is said at once, with file, line and column."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path as File
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from compress.errors import RecipeError
+from compress.recipe.explain import explain
+from compress.recipe.includes import read_with_includes
+from compress.recipe.overrides import apply_overrides
+from compress.recipe.places import Findings, Path, StopReading, suggest
+from compress.recipe.portable import Portable
+from compress.recipe.schema import Recipe, Variable, Wording
+from compress.recipe.tree import Node, plain
+from compress.recipe.variables import VARS, escape, substitute
+
+
+def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe in the file `path`, with includes and variables, and each `a.b.0.c=value` of `overrides` on top.
+
+    Raises RecipeError with one line for each problem: unknown key, wrong type, bad value, reference to nothing. Only
+    the recipe's own files are read.
+    """
+    file = File(path)
+    findings = Findings()
+    try:
+        recipe = _read_recipe(file, overrides, findings)
+    except StopReading:
+        recipe = None
+    if recipe is None:
+        raise RecipeError(findings.lines())
+    return recipe
+
+
+def _read_recipe(file: File, overrides: Sequence[str], findings: Findings) -> Recipe | None:
+    """Return the recipe, or None where `findings` has what is wrong."""
+    written = read_with_includes(file, findings)
+    root, values = substitute(apply_overrides(written, overrides, findings), findings)
+    _check_patterns(root, findings)  # first: the records refuse these patterns too, in fewer words
+    recipe = _validate_tree(root, findings)
+    _check_metrics(root, findings)
+    if recipe is not None and not findings.problems:
+        _check_gates(recipe, root, findings)
+    if recipe is None or findings.problems:
+        return None
+    return recipe.at_root(file.absolute().parent, _record_wording(written, root, values))
+
+
+def _record_wording(written: Node, root: Node, values: Mapping[str, str]) -> Wording:
+    """Record how the file words texts that variables take part in.
+
+    `written`: before overrides; `root`, `values`: after.
+    """
+    texts = {path: node.written for path, node in _walk(root, ()) if node.written is not None}
+    variables = {}
+    for name, value in values.items():
+        as_filed = written.find((VARS, name)).value
+        variables[name] = Variable(as_filed if isinstance(as_filed, str) else value, value)
+    return Wording(texts, variables)
+
+
+def _validate_tree(root: Node, findings: Findings) -> Recipe | None:
+    """Return the typed recipe; None where `findings` says why not.
+
+    In JSON a list may be a tuple, and "4" is still not 4.
+    """
+    try:
+        return Recipe.model_validate_json(json.dumps(plain(root)), strict=True)
+    except ValidationError as error:
+        explain(error, root, findings)
+    return None
+
+
+def _check_metrics(root: Node, findings: Findings) -> None:
+    """Report every named metric that does not exist."""
+    from runtime.metrics import KNOWN_METRICS
+
+    for path, node in _walk(root, ()):
+        named = path[:2] == ("validate", "metrics") or (path[:2] == ("validate", "gates") and path[3:] == ("metric",))
+        if named and isinstance(node.value, str) and node.value not in KNOWN_METRICS and not findings.covers(path):
+            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, KNOWN_METRICS)}")
+
+
+def _check_patterns(root: Node, findings: Findings) -> None:
+    """Report every `re:` pattern for layers that is no regular expression."""
+    for path, node in _walk(root, ()):
+        selects = path[:1] == ("passes",) and path[-2:-1] in (("targets",), ("ignore",))
+        if selects and isinstance(node.value, str) and node.value.startswith("re:") and not findings.covers(path):
+            try:
+                re.compile(node.value[3:])
+            except re.error as error:
+                findings.add(node.place, path, f"'{node.value[3:]}' is not a regular expression: {error}")
+
+
+def _check_gates(recipe: Recipe, root: Node, findings: Findings) -> None:
+    """Report gates that could be judged on no data: a metric of another task, a rule that does not fit the metric."""
+    from runtime.errors import UsageError
+    from runtime.judge.gates import check_gates
+
+    wanted = recipe.validate_
+    parts = {("gates", i): replace(wanted, gates=(gate,), metrics=()) for i, gate in enumerate(wanted.gates)}
+    parts |= {("metrics", i): replace(wanted, gates=(), metrics=(name,)) for i, name in enumerate(wanted.metrics)}
+    for part, judgement in parts.items():
+        path: Path = ("validate", *part)
+        try:
+            check_gates(judgement, recipe.model.task, has_labels=True)
+        except UsageError as error:
+            for problem in error.problems:
+                findings.add(root.find(path).place, path, problem)
+
+
+def _walk(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    yield path, node
+    for step, child in node.children():
+        yield from _walk(child, (*path, step))
+
+
+def recipe_to_yaml(recipe: Recipe, portable: Portable | None = None) -> str:
+    """Return the recipe with every default written out, as YAML that `load_recipe` reads back; always the same text.
+
+    `portable`: how texts that name places are worded, with the variables that they need; None: as they are here.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
+
+    class Representer(SafeRepresenter):  # a class of its own: representers are kept by class, for the whole process
+        """Writes text that holds line breaks or control characters with escapes."""
+
+    Representer.add_representer(str, _represent_text)
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Representer = Representer
+    yaml.default_flow_style = None
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.width = 120
+    out = io.StringIO()
+    yaml.dump(_dump_record(recipe, ()), out) if portable is None else yaml.dump(_dump_portable(recipe, portable), out)
+    return out.getvalue()
+
+
+def _represent_text(representer: Any, text: str) -> Any:
+    # ruamel writes "\x85" and its like between single quotes, which read back as a blank.
+    style = None if text.isprintable() else '"'
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _dump_portable(recipe: Recipe, portable: Portable) -> dict[str, Any]:
+    """Return the recipe's mapping with `vars` before the model, where its author would have put it."""
+    before = ("version", "name", "description", "seed")
+    written = _dump_record(recipe, (), portable.texts)
+    head = {key: written.pop(key) for key in before if key in written}
+    return head | ({VARS: portable.variables} if portable.variables else {}) | written
+
+
+def _dump_record(value: Any, position: Path, worded: Mapping[Path, str] = {}) -> Any:
+    """Turn a record into mappings and lists; a key whose value is None is left out, since None is its default.
+
+    `worded`: position -> the text that stands there as it is; every other text is escaped.
+    """
+    if isinstance(value, BaseModel):
+        named = [(field.alias or name, name) for name, field in type(value).model_fields.items()]
+        values = [(key, getattr(value, name), (*position, name)) for key, name in named]
+        return {key: _dump_record(item, place, worded) for key, item, place in values if item is not None}
+    if is_dataclass(value) and not isinstance(value, type):
+        named_values = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {
+            key: _dump_record(item, (*position, key), worded) for key, item in named_values.items() if item is not None
+        }
+    if isinstance(value, dict):
+        return {key: _dump_record(item, (*position, key), worded) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_dump_record(item, (*position, number), worded) for number, item in enumerate(value)]
+    return worded.get(position, escape(value)) if isinstance(value, str) else value

@@ -1,0 +1,135 @@
+"""Where a value stands, what is wrong with it, and the list that collects everything that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import islice
+
+from compress.recipe.budget import Budget, OverBudget
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of the recipe: ("passes", 0, "bits")."""
+
+OVERRIDE = "--set "
+MOST_PROBLEMS = 100
+"""After that many reading ends: each takes time to explain, and nobody reads more."""
+MOST_COMPARED, MOST_OPTIONS = 80, 1000
+"""Length of a word that another may have been meant by, and how many others are looked at."""
+MOST_SHOWN = 2000
+"""Characters of a problem."""
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A position, 1-based, in `source`: a file as the user named it, or `--set a.b`."""
+
+    source: str
+    line: int
+    column: int
+
+    @property
+    def is_override(self) -> bool:
+        return self.source.startswith(OVERRIDE)
+
+    def __str__(self) -> str:
+        return self.source if self.is_override or not self.line else f"{self.source}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong; its text is the line that the user sees."""
+
+    place: Place
+    path: Path
+    rule: str
+
+    def __str__(self) -> str:
+        where = join_path(self.path)
+        if not where or self.place.source == OVERRIDE + where:
+            return printable(f"{self.place}: {self.rule}")
+        return printable(f"{self.place}: {where}: {self.rule}")
+
+
+class StopReading(Exception):
+    """Nothing is gained by reading on: too much is wrong, or the recipe is too large."""
+
+
+@dataclass
+class Findings:
+    """What is wrong so far, and what is spent. A path with a problem is not complained about again further on."""
+
+    problems: list[Problem] = field(default_factory=list)
+    settled: set[Path] = field(default_factory=set)
+    incomplete: bool = False
+    """An included file could not be read, so that keys may be missing which it would have given."""
+
+    budget: Budget = field(default_factory=Budget)
+
+    def add(self, place: Place, path: Path, rule: str) -> None:
+        """Add a problem that settles its path. Raises StopReading where there are many."""
+        self.settled.add(path)
+        self.report(Problem(place, path, rule))
+
+    def report(self, problem: Problem) -> None:
+        """Add a problem. Raises StopReading where there are many."""
+        self.problems.append(problem)
+        if self.is_full:
+            raise StopReading
+
+    @contextmanager
+    def count(self, place: Place, path: Path) -> Iterator[Budget]:
+        """Lend the budget while the context is open; going over it is a problem at `place`, which ends reading."""
+        try:
+            yield self.budget
+        except OverBudget as error:
+            self.add(place, path, f"{error}: too much for a recipe")
+            raise StopReading from error
+
+    def covers(self, path: Path) -> bool:
+        """Return whether `path`, or something that it is part of, has a problem already."""
+        return any(path[:n] in self.settled for n in range(1, len(path) + 1))
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the problems as the user sees them: by file (in the order met) and position, each once."""
+        order = {source: n for n, source in enumerate(dict.fromkeys(p.place.source for p in self.problems))}
+        ranked = sorted(self.problems, key=lambda p: (order[p.place.source], p.place.line, p.place.column))
+        lines = tuple(dict.fromkeys(map(str, ranked)))
+        return (*lines, f"and perhaps more: reading ended at {MOST_PROBLEMS} problems") if self.is_full else lines
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether reading ended for the number of problems."""
+        return len(self.problems) >= MOST_PROBLEMS
+
+
+def printable(text: str) -> str:
+    """Return the text as one line of a message: control characters and half letters escaped, its middle left out."""
+    if len(text) > MOST_SHOWN:
+        text = f"{text[: MOST_SHOWN // 2]} [...] {text[-MOST_SHOWN // 2 :]}"
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def join_path(path: Path) -> str:
+    """Join a path with dots: ("passes", 0, "bits") -> "passes.0.bits"."""
+    return ".".join(map(str, path))
+
+
+def did_you_mean(word: object, options: Iterable[object]) -> str:
+    """Return "; did you mean 'x'?" for the option nearest to `word`, or "" if none is near."""
+    text = str(word)[: MOST_COMPARED + 1]
+    if len(text) > MOST_COMPARED:
+        return ""
+    by_fold = {str(option).lower(): str(option) for option in islice(options, MOST_OPTIONS)}
+    near = get_close_matches(text.lower(), by_fold, n=1, cutoff=0.6)
+    return f"; did you mean '{by_fold[near[0]]}'?" if near else ""
+
+
+def suggest(word: object, options: Iterable[object]) -> str:
+    """Return the words of `did_you_mean`, or list all the options where none is near."""
+    known = list(options)
+    return did_you_mean(word, known) or (f"; known: {', '.join(map(str, known))}" if known else "")

@@ -1,0 +1,141 @@
+"""The recipe's records: what a recipe may say, typed and frozen. Reading YAML into them is `compress.recipe.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, PrivateAttr
+
+from compress.formats.targets import TargetName
+from compress.passes import PASSES, Pass
+from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport, Export, GraphExport, OnnxExport
+from compress.specs import DataSpec, ModelSpec, Preprocess, Record
+from runtime.bundle.format import Judgement
+
+if TYPE_CHECKING:
+    AnyPass = Pass
+else:
+    AnyPass = Annotated[reduce(or_, PASSES), Field(discriminator="kind")]
+AnyExport = Annotated[Export, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a recipe: its text as the file writes it, and what it stands for here."""
+
+    written: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a recipe's file words what variables stand in: `texts` by position, and the `variables` that are texts."""
+
+    texts: Mapping[tuple[str | int, ...], str] = field(default_factory=dict)
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+
+
+class DataSpecs(Record):
+    """The named sets."""
+
+    calibration: DataSpec | None = None
+    """What passes measure ranges and statistics on."""
+    train: DataSpec | None = None
+    """What passes that train learn from."""
+    evaluation: DataSpec | None = None
+    """What the verdict is measured on; the bundle holds a copy."""
+
+    @property
+    def declared(self) -> dict[str, DataSpec]:
+        """Return the sets that the recipe has, by name."""
+        return {name: spec for name in DataSpecs.model_fields if (spec := getattr(self, name)) is not None}
+
+
+class Limits(Record):
+    """Bounds that the plan must keep to."""
+
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Main memory that the work may take."""
+    disk_gib: Annotated[float, Field(gt=0)] | None = None
+    """Disk that bundle and cache may take."""
+
+
+class Recipe(Record):
+    """What a user wants done."""
+
+    version: Literal[1]
+    """Of the recipe format."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", examples=["resnet-edge"])]
+    """Names the bundle: letters, digits, dot, dash and underscore."""
+    description: str = ""
+    """What the recipe is for."""
+    seed: int = 0
+    """Of everything drawn at random, unless it has a seed of its own."""
+    model: ModelSpec
+    """The trained model."""
+    preprocess: Preprocess | None = None
+    """Default: what the model's own files say (tokenizer, image processor); tensors as they are otherwise."""
+    data: DataSpecs = DataSpecs()
+    """The sets of samples."""
+    target: TargetName = "onnxruntime-cpu"
+    """The runtime that the bundle is made for."""
+    passes: tuple[AnyPass, ...] = ()
+    """What is done to the model, in this order."""
+    export: Annotated[tuple[AnyExport, ...], Field(min_length=1)] = (OnnxExport(),)
+    """The files that are written."""
+    validate_: Annotated[Judgement, Field(alias="validate")] = Judgement()
+    """What decides whether the result is good enough."""
+    limits: Limits = Limits()
+    """Bounds that the plan must keep to."""
+    _root: Path = PrivateAttr(default_factory=Path)
+    _wording: Wording = PrivateAttr(default_factory=Wording)
+
+    @property
+    def root(self) -> Path:
+        """Return the recipe's folder, where relative paths are sought after the working directory; not in its text."""
+        return self._root
+
+    @property
+    def wording(self) -> Wording:
+        """Return how the recipe's file words it; empty for a recipe that was made in Python."""
+        return self._wording
+
+    def at_root(self, root: Path, wording: Wording | None = None) -> Recipe:
+        """Return the same recipe, standing in the folder `root`, where its file words it so (None: as it did)."""
+        copy = self.model_copy()
+        copy._root = root
+        copy._wording = self._wording if wording is None else wording
+        return copy
+
+    @property
+    def opset(self) -> int:
+        """Return the opset of the ONNX graph that every ONNX file is made from."""
+        return next((export.opset for export in self.export if isinstance(export, GraphExport)), OnnxExport().opset)
+
+    @property
+    def has_onnx(self) -> bool:
+        """Return whether an ONNX file is written, which the runtime can run."""
+        return any(isinstance(export, GraphExport) for export in self.export)
+
+    @property
+    def code_sources(self) -> tuple[str, ...]:
+        """Return the sources of models whose own Python runs, already to plan the recipe."""
+        students = [student for p in self.passes if (student := getattr(p, "student", None)) is not None]
+        own = [self.model.source] if self.model.trust_remote_code else []
+        named = [source for source in (self.model.source, *(student.source for student in students)) if source]
+        return tuple(dict.fromkeys([*own, *(source for source in named if source.startswith("python:"))]))
+
+    def target_of(self, export: Export) -> TargetName:
+        """Return the runtime that a file is for."""
+        if isinstance(export, CheckpointExport):
+            return export.target or CHECKPOINT_TARGET
+        return (export.target or self.target) if isinstance(export, OnnxExport) else export.kind
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what two recipes say, wherever they stand."""
+        return isinstance(other, Recipe) and self.model_dump() == other.model_dump()

@@ -1,0 +1,194 @@
+"""YAML to a tree with positions. Plain values only: a key twice, a foreign tag or a loop of aliases is a problem."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
+from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, ReusedAnchorWarning, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from compress.recipe.budget import MOST_DEPTH, MOST_VALUES, Size, check_depth
+from compress.recipe.places import Findings, Path, Place, Problem
+from compress.recipe.tree import Node, Scalar
+
+TAG = "tag:yaml.org,2002:"
+MOST_DIGITS = 400
+"""Characters of a number: every float can be written in fewer."""
+INTEGERS = range(-(2**63), 2**64)
+
+
+def parse(text: str, source: str, findings: Findings, path: Path = ()) -> Node | None:
+    """Parse `text` into a tree, which stands at `path` of the recipe; an empty text is null.
+
+    What is wrong goes into `findings`; the result is None if no tree could be made at all.
+    """
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Composer = partial(_Composer, source=source, findings=findings)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReusedAnchorWarning)
+            warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
+            root = yaml.compose(io.StringIO(text))
+            return _Builder(yaml, source, findings).build(root, path) if root else Node(None, Place(source, 1, 1))
+    except YAMLError as error:
+        findings.report(_explain_syntax(error, text, source))
+    return None
+
+
+class _Composer(Composer):
+    """ruamel's, which ends where a text holds more than a recipe can, before all of it is in memory."""
+
+    def __init__(self, loader: Any = None, *, source: str, findings: Findings) -> None:
+        super().__init__(loader)
+        self.source, self.findings, self.n_nodes, self.n_open = source, findings, 0, 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.n_nodes += 1
+        self.n_open += 1
+        if self.n_nodes > MOST_VALUES or self.n_open > MOST_DEPTH:
+            mark = self.parser.peek_event().start_mark
+            with self.findings.count(Place(self.source, mark.line + 1, mark.column + 1), ()) as budget:
+                budget.spend(Size(self.n_nodes))
+                check_depth(self.n_open)
+        node = super().compose_node(parent, index)
+        self.n_open -= 1
+        return node
+
+
+def parse_scalar(text: str) -> Scalar:
+    """Read `text` as a plain YAML scalar: "4" is 4, "true" is True; "a: b", "[1]" and ".inf" stay text."""
+    yaml = YAML(typ="safe", pure=True)
+    tag = str(yaml.resolver.resolve(ScalarNode, text, (True, False)))
+    try:
+        return _convert_scalar(yaml, ScalarNode(tag, text))
+    except BadScalar:
+        return text
+
+
+def _explain_syntax(error: YAMLError, text: str, source: str) -> Problem:
+    if isinstance(error, ReaderError):
+        before = text[: error.position]
+        place = Place(source, before.count("\n") + 1, len(before) - before.rfind("\n"))
+        return Problem(place, (), f"not YAML: {error.reason}")
+    if not isinstance(error, MarkedYAMLError):
+        return Problem(Place(source, 1, 1), (), f"not YAML: {error}")
+    mark = error.problem_mark or error.context_mark
+    rule = ", ".join(part for part in (error.context, error.problem) if part)
+    return Problem(Place(source, mark.line + 1, mark.column + 1), (), f"not YAML: {rule}")
+
+
+class BadScalar(Exception):
+    """A value that no recipe can have; the message says why."""
+
+
+def _convert_scalar(yaml: YAML, node: ScalarNode) -> Scalar:
+    """Return the value of a scalar by its tag; dates are text. Raises BadScalar."""
+    constructor: Any = yaml.constructor
+    makers = {
+        TAG + "int": constructor.construct_yaml_int,
+        TAG + "float": constructor.construct_yaml_float,
+        TAG + "bool": constructor.construct_yaml_bool,
+        TAG + "null": lambda node: None,
+    }
+    maker = makers.get(str(node.tag))
+    text = str(node.value)
+    if maker is None:
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):  # "\ud800": JSON's habit
+            raise BadScalar("holds half of a surrogate pair, which is no letter; write \\U and eight digits")
+        return text
+    if len(text) > MOST_DIGITS and node.tag != TAG + "null":
+        raise BadScalar(f"a number of {len(text)} characters")
+    try:
+        value: Scalar = maker(node)
+    except (ValueError, KeyError, IndexError, OverflowError) as error:  # !!int abc, !!bool 1, !!int ''
+        raise BadScalar(f"'{text}' is not of the type that its tag says") from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadScalar(f"{text} is not a finite number")
+    if isinstance(value, int) and value not in INTEGERS:
+        raise BadScalar(f"{text} is not a number of 64 bits")
+    return value
+
+
+class _Builder:
+    """One text's nodes to ours."""
+
+    def __init__(self, yaml: YAML, source: str, findings: Findings) -> None:
+        self.yaml, self.source, self.findings = yaml, source, findings
+        self.open: set[int] = set()
+
+    def build(self, node: Any, path: Path) -> Node:
+        place = self._find_place(node)
+        with self.findings.count(place, path) as budget:
+            budget.spend(Size())
+            check_depth(len(self.open))
+        if id(node) in self.open:
+            self.findings.add(place, path, "an alias inside the value that it stands for")
+            return Node(None, place)
+        self.open.add(id(node))
+        value = self._build_value(node, path)
+        self.open.remove(id(node))
+        return Node(value, place)
+
+    def _build_value(self, node: Any, path: Path) -> Scalar | dict[str, Node] | list[Node]:
+        if isinstance(node, MappingNode) and node.tag == TAG + "map":
+            return self._build_mapping(node, path)
+        if isinstance(node, SequenceNode) and node.tag == TAG + "seq":
+            return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
+        if isinstance(node, ScalarNode) and str(node.tag) in {TAG + t for t in _SCALAR_TAGS}:
+            return self._build_scalar(node, path)
+        self.findings.add(self._find_place(node), path, f"tag '{str(node.tag).replace(TAG, '!!')}' is not allowed here")
+        return None
+
+    def _build_scalar(self, node: ScalarNode, path: Path) -> Scalar:
+        try:
+            return _convert_scalar(self.yaml, node)
+        except BadScalar as error:
+            self.findings.add(self._find_place(node), path, str(error))
+            return None
+
+    def _build_mapping(self, node: MappingNode, path: Path) -> dict[str, Node]:
+        items: dict[str, Node] = {}
+        inherited: list[Node] = []
+        for key, item in node.value:
+            if key.tag == TAG + "merge":
+                inherited += self._build_inherited(item, path)
+                continue
+            name = self._read_key(key, path)
+            if name is None:
+                continue
+            if name in items:
+                first = items[name].key_place
+                self.findings.add(self._find_place(key), (*path, name), f"key given twice; first at {first}")
+                continue
+            items[name] = replace(self.build(item, (*path, name)), key_place=self._find_place(key))
+        for source in inherited:  # `<<:` gives the keys which the mapping itself does not
+            items = {**cast(dict[str, Node], source.value), **items}
+        return items
+
+    def _build_inherited(self, node: Any, path: Path) -> list[Node]:
+        sources = node.value if isinstance(node, SequenceNode) else [node]
+        nodes = [self.build(source, path) for source in sources]
+        for wrong in (n for n in nodes if not isinstance(n.value, dict)):
+            self.findings.add(wrong.place, (*path, "<<"), "expected a mapping to merge")
+        return [n for n in nodes if isinstance(n.value, dict)]
+
+    def _read_key(self, key: Any, path: Path) -> str | None:
+        if isinstance(key, ScalarNode) and key.tag in (TAG + "str", TAG + "timestamp"):
+            return str(self._build_scalar(key, path))
+        text = key.value if isinstance(key, ScalarNode) else "a list or mapping"
+        self.findings.add(self._find_place(key), (*path, str(text)), f"key {text} is not text; put it in quotes")
+        return None
+
+    def _find_place(self, node: Any) -> Place:
+        return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+_SCALAR_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "value")

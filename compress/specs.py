@@ -1,0 +1,138 @@
+"""The plain records that every room may import: where a model and its data come from, and what every record is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from runtime.encode.language import LanguagePreprocess
+from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
+
+
+def _readable(pattern: str) -> str:
+    """Raises ValueError on a `re:` pattern that is no regular expression."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+LayerPattern = Annotated[str, AfterValidator(_readable)]
+"""Selects layers: a name, a type, or `re:` and a regular expression."""
+
+
+class Record(BaseModel):
+    """A frozen piece of a recipe; an unknown key is an error."""
+
+    # Defaults are validated, so that 5 in a float field is written as 5.0 whether the recipe gives it or not.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class NamesPlace:
+    """Marks a field whose text names a file, a folder or a hub: it may differ between machines that build the same."""
+
+
+NAMES_PLACE = NamesPlace()
+
+
+def one_of(record: Record, names: Sequence[str]) -> None:
+    """ValueError unless exactly one of these fields is given."""
+    given = [name for name in names if getattr(record, name) is not None]
+    if len(given) != 1:
+        have = f"{' and '.join(given)} are given" if given else "none is given"
+        raise ValueError(f"give exactly one of {', '.join(names)}; {have}")
+
+
+def find_changes(record: Record, names: Iterable[str]) -> list[str]:
+    """List those of these fields that do not hold their defaults, sorted.
+
+    Which fields were given is never asked: a recipe that is written out gives all of them, and must mean the same.
+    """
+    fields, values = type(record).model_fields, dict(record)
+    return sorted(
+        name
+        for name in names
+        if values[name] != fields[name].get_default(call_default_factory=True, validated_data=values)
+    )
+
+
+MODEL_SOURCES = ("hf:<hub id>", "dir:<folder>", "python:<module or file.py>:<factory>", "onnx:<file>")
+DATA_SOURCES = (
+    "npz:<file>",
+    "jsonl:<file>",
+    "csv:<file>",
+    "tsv:<file>",
+    "text:<file>",
+    "parquet:<file>",
+    "imagefolder:<folder>",
+    "hf:<hub id>",
+)
+
+
+def _source(examples: tuple[str, ...]) -> Any:
+    """A text that starts as one of the examples does."""
+    prefixes = "|".join(example.partition(":")[0] for example in examples)
+    return Field(pattern=rf"^({prefixes}):.+", examples=list(examples))
+
+
+Task = Literal["image-classification", "text-classification", "feature-extraction", "text-generation", "generic"]
+Preprocess = Annotated[
+    ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess, Field(discriminator="kind")
+]
+
+
+class ModelSpec(Record):
+    """Where the trained model comes from."""
+
+    source: Annotated[str, _source(MODEL_SOURCES), NAMES_PLACE]
+    """hf:<hub id>, dir:<Hugging Face folder>, python:<module or file.py>:<factory>, onnx:<file>."""
+    task: Task
+    """What the model does: which inputs it takes, which metrics fit."""
+    weights: Annotated[str | None, NAMES_PLACE] = None
+    """For python: sources, a .safetensors file (or a .pt, .pth or .bin that holds tensors alone)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+    revision: str | None = None
+    """Of an hf: source: a branch, tag or commit."""
+    trust_remote_code: bool = False
+    """Run Python that comes with an hf: or dir: model."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes, in the order of the model's outputs."""
+
+
+class DataSpec(Record):
+    """A set of samples."""
+
+    source: Annotated[str, _source(DATA_SOURCES), NAMES_PLACE]
+    """Its kind and where it is."""
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """How many to take; all of them if not given."""
+    skip: Annotated[int, Field(ge=0)] = 0
+    """How many to pass over first (after shuffling)."""
+    shuffle: bool = True
+    """Draw `samples` at random (by `seed`) rather than from the top; no effect on a whole set."""
+    seed: int | None = None
+    """Default: the recipe's seed."""
+    columns: dict[str, str | int] = {}
+    """Role (image, text, text_pair, label, or an input name) -> its column in the file: a name, or an index."""
+    names: tuple[str, ...] | None = None
+    """Column names of a csv or tsv that has no header line."""
+    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """Between the columns of a csv or tsv; default: a comma, a tabulator."""
+    quoting: bool = True
+    """False: quotation marks in csv/tsv are ordinary characters."""
+    split: str | None = None
+    """Of an hf: source, or of an imagefolder: that has a folder for each."""
+    also: tuple[DataSpec, ...] = ()
+    """Further sets whose samples come after these; they must have the same columns (by role)."""
+
+    @property
+    def parts(self) -> tuple[DataSpec, ...]:
+        """This one, and all that `also` names, in their order."""
+        return (self, *(part for more in self.also for part in more.parts))

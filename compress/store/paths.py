@@ -1,0 +1,20 @@
+"""Where a path that a recipe writes points to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compress.errors import SourceError
+
+
+def resolve_path(root: Path, text: str) -> Path:
+    """Return the file or folder that `text` names, absolute: as seen from the working directory, else from `root`.
+
+    `root` is the recipe's folder. `~` is the home folder. Raises SourceError, which says where it looked.
+    """
+    path = Path(text).expanduser()
+    looked = list(dict.fromkeys((Path.cwd() / path, root.absolute() / path)))  # an absolute path stays itself
+    for candidate in looked:
+        if candidate.exists():
+            return candidate.resolve()
+    raise SourceError(f"{text}: no such file or folder; looked for {' and '.join(map(str, looked))}")

@@ -1,0 +1,63 @@
+"""How each pass does its work: one file of the pass's name, found by `WORK`.
+
+A function takes the pass's record, the model in the form that its stage works on, and a `PassContext`; it may change
+the model in place, and gives a `PassResult` with the model to go on with. It raises PassError, naming layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from compress.context import PassContext, PassResult
+from compress.passes import Distill, Pass
+
+Work = Callable[[Any, Any, PassContext], PassResult]
+WORK: dict[str, str] = {
+    "autocast": "compress.work.autocast:apply_autocast",
+    "autoround": "compress.work.autoround:apply_autoround",
+    "awq": "compress.work.awq:apply_awq",
+    "distill": "compress.work.distill:apply_distill",
+    "equalize": "compress.work.equalize:apply_equalize",
+    "fold_batchnorm": "compress.work.fold_batchnorm:apply_fold_batchnorm",
+    "fp8": "compress.work.eight_bit:apply_eight_bit",
+    "gptq": "compress.work.gptq:apply_gptq",
+    "hqq": "compress.work.hqq:apply_hqq",
+    "int8": "compress.work.eight_bit:apply_eight_bit",
+    "kv_cache": "compress.work.kv_cache:apply_kv_cache",
+    "prune_channels": "compress.work.prune_channels:apply_prune_channels",
+    "prune_layers": "compress.work.prune_layers:apply_prune_layers",
+    "qat": "compress.work.qat:apply_qat",
+    "rotate": "compress.work.rotate:apply_rotate",
+    "rtn": "compress.work.rtn:apply_rtn",
+    "smoothquant": "compress.work.smoothquant:apply_smoothquant",
+    "sparsify": "compress.work.sparsify:apply_sparsify",
+    "sparsify_iteratively": "compress.work.sparsify_iteratively:apply_sparsify_iteratively",
+    "tune": "compress.work.tune:apply_tune",
+}
+"""Kind of pass -> its function, imported when it is first asked for: most need torch."""
+
+
+def find_work(kind: str) -> Work:
+    """Return the function that does the work of passes of a kind."""
+    module, _, name = WORK[kind].partition(":")
+    work: Work = getattr(import_module(module), name)
+    return work
+
+
+def apply_pass(config: Pass, model: Any, context: PassContext) -> PassResult:
+    """Do what a pass says to a model in the form of its stage; the model may be changed in place. Raises PassError."""
+    return find_work(config.kind)(config, model, context)
+
+
+def begin_pass(config: Pass, model: Any, context: PassContext) -> Any:
+    """Return what a pass over the whole torch model works on: the `LoadedModel`, or another in its place.
+
+    Called again where the result is taken from the cache, so it gives the same model each time. Raises PassError.
+    """
+    if isinstance(config, Distill) and config.student is not None:
+        from compress.work.distill import begin_distill
+
+        return begin_distill(config, config.student, model, context)
+    return model

@@ -1,0 +1,129 @@
+"""The steps of the `awq` pass: gather what each reading of a block reads, search and fold its scales, then round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.blocks.folding import tie_scales
+from compress.blocks.sharing import sum_over_processes
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import Reading
+from compress.formats.targets import Target
+from compress.passes.awq import Awq
+from compress.quantize.awq import Scaling, search_scales
+from compress.quantize.gram import Compute, Gram
+from compress.work.block_layers import StepLayers, fold_into, matrix, may_be_negative, nearest, remark, step_layers
+
+
+def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult:
+    """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
+    stream = Stream(model, context, compute=knobs.compute)
+    for step in stream:
+        _Work(knobs, step, step_layers(knobs, step, context.target), context.target).run()
+    return stream.result()
+
+
+class _Seen:
+    """Of what one reading reads: the Gram matrix and the sum of magnitudes."""
+
+    def __init__(self, width: int, compute: Compute) -> None:
+        self.gram, self.magnitude = Gram(width, compute), torch.zeros(width, dtype=torch.float64)
+
+    def add(self, rows: Tensor) -> None:
+        self.gram.add(rows)
+        self.magnitude += rows.abs().sum(0, dtype=torch.float64)
+
+
+class _Work:
+    """One step."""
+
+    def __init__(self, knobs: Awq, step: BlockStep, layers: StepLayers, target: Target) -> None:
+        self.knobs, self.step, self.layers, self.target = knobs, step, layers, target
+        self.seen: dict[Reading, _Seen] = {}
+        self.importance: dict[str, Tensor] = {}
+        self.how: dict[str, str] = {}
+
+    def run(self) -> None:
+        readings = [reading for reading in self.step.readings if self.layers.of(reading.layers)]
+        if readings:
+            self.step.collect(self._visit, readings)
+        for reading in readings:
+            self._scale(reading)
+        if self.knobs.round:
+            self._round()
+        self._report()
+
+    def _visit(self, reading: Reading, rows: Tensor) -> None:
+        self.seen.setdefault(reading, _Seen(rows.shape[1], self.knobs.compute)).add(rows)
+
+    def _scale(self, reading: Reading) -> None:
+        names = self.layers.of(reading.layers)
+        width = self.layers.facts[names[0]].shape[1]
+        seen = self.seen.pop(reading, None) or _Seen(width, self.knobs.compute)
+        gram, n_rows = seen.gram.mean(sum_over_processes)
+        magnitude = sum_over_processes(seen.magnitude).float() / max(n_rows, 1)
+        if not torch.isfinite(gram).all():
+            raise PassError(f"awq: {', '.join(names)}: NaN or Inf among its inputs on the calibration data")
+        obstacle = self._find_obstacle(reading, n_rows)
+        if obstacle is None:
+            scaling = self._search(reading, names, gram, magnitude)
+            how = "left alone: no scale lowers the error"
+            if scaling.scales is not None:
+                fold_into(self.step, reading, scaling.scales)
+                gram = gram / torch.outer(scaling.scales, scaling.scales)
+                how = f"exponent {scaling.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
+            errors = {"error_before": scaling.error_before, "error_after": scaling.error_after}
+            self.step.say(measured=dict.fromkeys(names, errors))
+        self.how |= dict.fromkeys(names, obstacle or how)
+        if n_rows:
+            self.importance |= dict.fromkeys(names, gram.diagonal() + 1e-3 * gram.diagonal().mean().clamp_min(1e-30))
+
+    def _find_obstacle(self, reading: Reading, n_rows: int) -> str | None:
+        """Return why no scale is searched for; None where one is."""
+        if not n_rows:
+            return "not scaled: no calibration data reaches it"
+        if not reading.source:
+            return "not scaled: no module before it can take a scale exactly"
+        fixed = [name for name in (*reading.layers, reading.source) if name in self.step.quantized]
+        return f"not scaled: {fixed[0]} is rounded already" if fixed else None
+
+    def _search(self, reading: Reading, names: list[str], gram: Tensor, magnitude: Tensor) -> Scaling:
+        weights = [matrix(self.knobs, self.step, name) for name in names]
+        schemes = [self.layers.schemes[name] for name in names]
+        signed = all(may_be_negative(scheme, self.target) for scheme in schemes)
+        tied = partial(tie_scales, reading)
+        try:
+            return search_scales(weights, [s.weights for s in schemes], gram, magnitude, tied, signed, self.knobs.steps)
+        except ValueError as error:
+            raise PassError(f"awq: {', '.join(names)}: {error}") from error
+
+    def _round(self) -> None:
+        for name, scheme in self.layers.schemes.items():
+            weight = matrix(self.knobs, self.step, name)
+            try:
+                self.step.put(name, nearest(weight, scheme, self.target, self.importance.get(name)), scheme)
+            except ValueError as error:
+                raise PassError(f"awq: {name}: {error}") from error
+
+    def _report(self) -> None:
+        knobs, target = self.knobs, self.target
+        starved = [name for name in self.layers.schemes if name not in self.importance]
+        verb = "rounded to the nearest, not scaled" if knobs.round else "not scaled"
+        texts = [f"awq: {name}: no calibration data reaches it; {verb}" for name in starved]
+        facts = self.layers.facts.values()
+        remark(knobs, self.step, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
+        decisions = []
+        for layer in facts:
+            decision = knobs.decision(layer, target)
+            how = self.how.get(layer.name, "not scaled: nothing reads it in a forward pass")
+            action = decision.action if knobs.round or not how.startswith(("not", "left")) else "kept"
+            decisions.append(replace(decision, action=action, reason=f"{decision.reason}; {how}"))
+        self.step.say(decisions=[*decisions, *self.layers.kept])

@@ -1,0 +1,67 @@
+"""The steps of `distill`: from whom and from what is learned, training, what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from compress.context import PassContext, PassResult, TrainSet
+from compress.distill.sequences import Writing, write_sequences
+from compress.distill.train import Around, Lessons, train
+from compress.distill.training_log import TrainLog
+from compress.distill.watch import module_names
+from compress.facts import LayerDecision, Note
+from compress.models.load import LoadedModel
+from compress.passes.distill import Distill
+from compress.passes.distill_student import Student
+from compress.work.distill_student import student_model
+from compress.work.losses import batches_of, objective, teacher_module, training_set
+from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
+
+NAME = "distill"
+
+
+def apply_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> PassResult:
+    """Train `loaded.module` in place. PassError: no training set, no teacher, other outputs than its, a broken loss."""
+    trainset, teacher = _prepare_training(knobs, loaded, context)
+    student = loaded.module
+    assert student is not None
+    with objective(knobs, loaded, student, teacher, trainset, context) as goal:
+        pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
+        fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
+        after = zero_keeper(student) if knobs.keep_zeros and not fresh else no_keeper
+        around = Around(NAME, context.log, context.progress, context.work, after_step=after)
+        lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
+        log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
+    student.requires_grad_(False)
+    return _make_result(loaded, log, goal.notes)
+
+
+def begin_distill(knobs: Distill, student: Student, loaded: LoadedModel, context: PassContext) -> LoadedModel:
+    """Return the student, which learns in the place of `loaded`. PassError."""
+    sample = batches_of(knobs, training_set(NAME, context), loaded)(np.arange(1), None).feeds
+    seed = context.seed if knobs.seed is None else knobs.seed
+    return student_model(student, loaded, sample, seed, context)
+
+
+def _prepare_training(knobs: Distill, loaded: LoadedModel, context: PassContext) -> tuple[TrainSet, nn.Module]:
+    """Return the training set, which the teacher may have continued, and the teacher."""
+    trainset, teacher = training_set(NAME, context), teacher_module(NAME, context, loaded)
+    if knobs.sequences is None:
+        return trainset, teacher
+    seed = context.seed if knobs.seed is None else knobs.seed
+    how = Writing(knobs.sequences.prompt_tokens, knobs.sequences.temperature, seed)
+    return write_sequences(teacher, trainset, how, context.work, context.progress), teacher
+
+
+def _make_result(loaded: LoadedModel, log: TrainLog, notes: tuple[Note, ...]) -> PassResult:
+    """Return what the report says: a decision for each layer, the numbers, and the curves as step -> loss."""
+    assert loaded.module is not None
+    decisions = tuple(
+        LayerDecision(name, type(part).__name__, "distilled", describe_kept_steps(log))
+        for name, part in module_names(loaded.module).items()
+        if not list(part.children()) and any(p.dim() > 1 for p in part.parameters(recurse=False))
+    )
+    return PassResult(replace(loaded), decisions, (*notes, describe_training(NAME, log)), gather_numbers(NAME, log))

@@ -1,0 +1,222 @@
+"""The steps of `int8` and `fp8` in their order, each a call into `compress.quantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import islice
+
+from compress.context import Feeds, PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note, matches
+from compress.graph.layers import GraphLayer, find_layers
+from compress.graph.run import clone
+from compress.graph.shortcut import shortcuts_to_convolutions
+from compress.passes.eight_bit import EightBit
+from compress.passes.int8 import Int8
+from compress.quantize.int8 import (
+    Setting,
+    choose_ranges,
+    correct_biases,
+    observe_state,
+    tensors_of,
+    with_integer_layers,
+)
+from compress.quantize.measure import (
+    COLLAPSE,
+    Suspect,
+    blame,
+    layer_sqnr_db,
+    output_cosine,
+    outputs_of,
+    sensitivities,
+    spread,
+)
+from compress.quantize.observers import Observer
+from compress.quantize.placement import Kind, decide_kind
+from compress.quantize.qdq import write_state
+from compress.quantize.restore import restore_until_held
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.state import GraphState
+
+MEASURE_BATCHES = 16
+"""Calibration batches on which errors are measured (not observed: that is all of them)."""
+
+
+def apply_eight_bit(knobs: EightBit, state: GraphState, context: PassContext) -> PassResult:
+    kind, dynamic = _choose_placement(knobs, state), knobs.is_dynamic
+    if kind == "all":
+        state = replace(state, model=clone(state.model))
+        shortcuts_to_convolutions(state.model)
+    taken, kept = knobs.choose(state.facts())
+    try:
+        state = with_integer_layers(
+            state, [layer.name for layer in taken], kind, knobs.attention, dynamic, _choose_rounding(knobs)
+        )
+        seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
+    except ValueError as error:
+        raise PassError(f"{knobs.kind}: {error}") from error
+    if not dynamic:
+        state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _make_settings(knobs, state))})
+    if knobs.bias_correction:
+        state = replace(state, biases={**state.biases, **correct_biases(state, seen)})
+    sample = list(islice(context.batches, MEASURE_BATCHES))
+    state, notes = _heal_collapse(knobs, state, seen, sample, context)
+    state, sensitivity, more = _restore(knobs, state, context)
+    measured = _measure(state, seen, sensitivity, sample, context)
+    decisions = [_decide(knobs, layer.name, layer.type, state) for layer in taken]
+    return PassResult(state, (*decisions, *kept), (*notes, *more), measured)
+
+
+def _choose_placement(knobs: EightBit, state: GraphState) -> Kind:
+    placed = knobs.choose_tensors()
+    if placed != "auto":
+        return placed
+    names = {facts.name for facts in knobs.choose(state.facts())[0]}
+    return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
+
+
+def _choose_rounding(knobs: EightBit) -> Callable[[GraphLayer], QuantizedWeight] | None:
+    """Return how weights are rounded; None: to int8."""
+    if knobs.number == "int8":
+        return None
+    from compress.quantize.fp8 import round_layer_to_fp8  # torch
+
+    return round_layer_to_fp8
+
+
+def _make_settings(knobs: EightBit, state: GraphState) -> Callable[[str], Setting]:
+    """Return a function: tensor name -> (method, percentile), with the overrides of the layers that touch it.
+
+    float8 takes the largest value, for small ones keep their precision whatever the scale is.
+    """
+    if not isinstance(knobs, Int8):
+        return lambda name: ("minmax", 100.0)
+    special: dict[str, Setting] = {}
+    layers = find_layers(state.model)
+    for override in knobs.overrides:
+        chosen = [
+            layer.name
+            for layer in layers
+            if any(matches(pattern, layer.name, layer.type, layer.op) for pattern in override.targets)
+        ]
+        setting = (override.calibration or knobs.calibration, override.percentile or knobs.percentile)
+        special |= dict.fromkeys(tensors_of(state.model, chosen), setting)
+    return lambda name: special.get(name, (knobs.calibration, knobs.percentile))
+
+
+def _heal_collapse(
+    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: PassContext
+) -> tuple[GraphState, list[Note]]:
+    """Compare outputs with float; where they collapsed, blame an operator kind, name its tensors, leave it float.
+
+    The kind is left out only with placement: auto; with an explicit placement the finding is reported. So is a collapse
+    that no one operator kind explains.
+    """
+    flavour = context.target.flavour
+    exact = outputs_of(state.model, sample)
+    cosine = output_cosine(exact, outputs_of(write_state(state, flavour), sample))
+    context.log(f"{knobs.kind}: mean cosine of the outputs to float {cosine:.5f}")
+    notes: list[Note] = []
+    while cosine < COLLAPSE:
+        blamed = [] if state.dynamic else blame(state, seen, exact, sample, flavour)
+        suspects = [suspect for suspect in blamed if suspect.cosine > cosine]
+        if not suspects:
+            text = f"{knobs.kind}: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
+            notes.append(Note("warning", f"{text}; the layers of lowest sqnr_db in the report are the first to ignore"))
+            break
+        worst = suspects[0]
+        finding = _describe_collapse(knobs.kind, worst, cosine, seen)
+        context.log(finding)
+        if knobs.placement_is_given:
+            notes.append(Note("warning", f"{finding}. Use placement: auto or inputs"))
+            break
+        notes.append(Note("warning", f"{finding}. They stay float"))
+        state, cosine = replace(state, leave_out=[*state.leave_out, worst.operator]), worst.cosine
+    return state, notes
+
+
+def _describe_collapse(kind: str, worst: Suspect, cosine: float, seen: dict[str, Observer]) -> str:
+    tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
+    return (
+        f"{kind}: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
+        f"without them {worst.cosine:.3f}; tensors: {tensors}"
+    )
+
+
+def _restore(
+    knobs: EightBit, state: GraphState, context: PassContext
+) -> tuple[GraphState, dict[str, float], list[Note]]:
+    if context.shortfalls is None or knobs.restore.max_layers == 0:
+        return state, {}, []
+    flavour = context.target.flavour
+    short = context.shortfalls(write_state(state, flavour))
+    if not short:
+        return state, {}, []
+    context.log(f"{knobs.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
+    some = _take_samples(context.batches, knobs.restore.samples)
+    sensitivity = sensitivities(
+        state, some, flavour, lambda names: context.progress(names, f"{knobs.kind}: sensitivity")
+    )
+    result = restore_until_held(
+        state,
+        short,
+        sensitivity,
+        flavour,
+        context.shortfalls,
+        knobs.restore.max_layers,
+        knobs.restore.max_minutes,
+        context.log,
+    )
+    notes = []
+    if result.layers:
+        notes.append(
+            Note("warning", f"{knobs.kind}: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})")
+        )
+    if result.shortfalls:
+        notes.append(
+            Note("warning", f"{knobs.kind}: gates still short ({result.ended}): {'; '.join(result.shortfalls)}")
+        )
+    return result.state, sensitivity, notes
+
+
+def _take_samples(batches: Iterable[Feeds], samples: int) -> list[Feeds]:
+    taken: list[Feeds] = []
+    count = 0
+    for feeds in batches:
+        taken.append(feeds)
+        count += len(next(iter(feeds.values())))
+        if count >= samples:
+            break
+    return taken
+
+
+def _measure(
+    state: GraphState,
+    seen: dict[str, Observer],
+    sensitivity: dict[str, float],
+    sample: list[Feeds],
+    context: PassContext,
+) -> dict[str, dict[str, float]]:
+    names = [*state.integer, *state.weight_only]
+    noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)
+    measured = {name: {"sqnr_db": round(value, 3)} for name, value in noise.items()}
+    for layer in find_layers(state.model):
+        observer = seen.get(layer.data_input.name or "")
+        if observer is not None and layer.name in measured:
+            measured[layer.name] |= {
+                "input_low": round(observer.low, 5),
+                "input_high": round(observer.high, 5),
+                "input_spread": round(spread(observer), 2),
+            }
+    for name, value in sensitivity.items():
+        measured.setdefault(name, {})["sensitivity"] = round(value, 8)
+    return measured
+
+
+def _decide(knobs: EightBit, name: str, kind: str, state: GraphState) -> LayerDecision:
+    if name in state.weight_only:
+        return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
+    if name in state.integer:
+        return LayerDecision(name, kind, knobs.number, knobs.scheme)
+    return LayerDecision(name, kind, "float32", "restored: among the most sensitive, and a gate did not hold")

@@ -1,0 +1,20 @@
+"""The work of `fold_batchnorm`: the float graph is rewritten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compress.context import PassContext, PassResult
+from compress.facts import LayerDecision
+from compress.graph.batchnorm import fold_batchnorms
+from compress.graph.run import clone
+from compress.passes.fold_batchnorm import FoldBatchNorm
+from compress.quantize.state import GraphState
+
+
+def apply_fold_batchnorm(config: FoldBatchNorm, state: GraphState, context: PassContext) -> PassResult:
+    """Fold every batch normalisation of the float graph into the convolution before it."""
+    graph = clone(state.model)
+    folded = fold_batchnorms(graph)
+    decisions = tuple(LayerDecision(name, "BatchNorm", "folded") for name in folded)
+    return PassResult(replace(state, model=graph), decisions)

@@ -1,0 +1,88 @@
+"""What the passes that learn are given: lessons from a stream's step or the calibration data, parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.materialise import fill, holders, plain
+from compress.blocks.sharing import share
+from compress.blocks.step import BlockStep
+from compress.blocks.streamed import StreamedModel
+from compress.context import Feeds
+from compress.quantize.learn import is_transposed
+from compress.quantize.lessons import BlockLesson, Together, arrange_batches, together
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.tune import Places, vectors
+
+ROWS = 2048
+"""Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
+
+
+def block_lessons(step: BlockStep, held_out: float) -> tuple[list[Together], list[Together]]:
+    """Return a step's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
+    lessons = [
+        BlockLesson(_bind_index(step.forward, i), _bind_index(step.float_outputs, i), call.rows, call.n_rows)
+        for i, call in enumerate(step.calls)
+    ]
+    n, part = len(lessons) - round(held_out * len(lessons)), 1 / share().size
+    return together(lessons[:n], ROWS, part), together(lessons[n:], ROWS, part)
+
+
+def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dict[str, Tensor]]:
+    """Return the calibration data sample by sample, [1, ...] by parameter of forward."""
+    all_samples = []
+    for feeds in batches:
+        tensors = {
+            parameter: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name, parameter in parameters.items()
+        }
+        n = min(len(tensor) for tensor in tensors.values())
+        all_samples += [{name: tensor[i : i + 1] for name, tensor in tensors.items()} for i in range(n)]
+    return all_samples
+
+
+def float_module(model: StreamedModel) -> nn.Module:
+    """Build the model as it was before anything was rounded, with its weights."""
+    module = model.build()
+    fill(module, model.store.read_float, model.store.tied)
+    return module
+
+
+def split(all_samples: Sequence[dict[str, Tensor]], held_out: float, batch_size: int) -> tuple[list[Any], list[Any]]:
+    """Return batches to learn from, and those that are kept aside."""
+    n = len(all_samples) - round(held_out * len(all_samples))
+    return arrange_batches(all_samples[:n], batch_size), arrange_batches(all_samples[n:], batch_size)
+
+
+def integers(model: StreamedModel, layer: str) -> QuantizedWeight:
+    weight = model.store.quantized(layer)
+    assert weight is not None
+    return weight
+
+
+def float_matrix(model: StreamedModel, layer: str, module: nn.Module) -> Tensor:
+    weight = model.store.read_float(f"{layer}.weight")
+    return weight.t().contiguous() if is_transposed(module) else weight
+
+
+def modules(module: nn.Module) -> dict[str, nn.Module]:
+    return {plain(name): part for name, part in module.named_modules()}
+
+
+def vectors_of(module: nn.Module, model: StreamedModel) -> Places:
+    """Return the vectors that the store can hold, by plain name."""
+    known = holders(module, model.tied)
+    return {plain(name): known[plain(name)] for name in vectors(module)}
+
+
+def full_names(found: Places, block: str) -> Places:
+    """Return the places by full plain name."""
+    return {plain(f"{block}.{name}" if block else name): places for name, places in found.items()}
+
+
+def _bind_index(function: Callable[[int], Tensor], i: int) -> Callable[[], Tensor]:
+    return lambda: function(i)

@@ -1,0 +1,225 @@
+"""The steps of `prune_layers`: find the blocks, learn what each is worth, choose, fit what stays, take out the rest."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from compress.blocks.activations import MicroBatch
+from compress.blocks.materialise import plain
+from compress.blocks.sizes import shapes_of
+from compress.blocks.trace import is_layer, layer_type
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note, Removable
+from compress.passes.depth import evenly_spaced, rename_blocks
+from compress.passes.prune_layers import PruneLayers
+from compress.prune.compensate import compensate
+from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
+from compress.prune.left_alone import explain_left_alone
+from compress.prune.norms import follow_data
+from compress.prune.points import find_points
+from compress.prune.shorten import shorten
+from compress.structure.find import find_structure
+from compress.structure.removable import find_removable
+from compress.work.prune_batches import pruning_batches, rows_within
+
+TRIED_ROWS, TRIED_BYTES = 32768, 2**30
+"""Tokens, or 256 for each image, that blocks are tried on one by one, and the outputs' bytes that are kept of them."""
+UNCONFIGURED = (
+    "no config.json describes the shallower model: an ONNX file is not affected, a checkpoint needs the shapes.json "
+    "that lies beside it"
+)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Blocks in the order in which they go, and what is told of each: its name in the report -> number."""
+
+    order: tuple[str, ...]
+    measured: Mapping[str, dict[str, float]]
+
+
+def apply_prune_layers(knobs: PruneLayers, loaded: Any, context: PassContext) -> PassResult:
+    """Make `loaded.module` shallower in place. PassError: nothing to remove, a speed-up out of reach."""
+    module: nn.Module = loaded.module
+    batches = pruning_batches(knobs.kind, loaded, context)
+    sample = batches[0].first
+    blocks = removable_blocks(module, sample)
+    if len(blocks) < 2:
+        raise PassError(f"{knobs.kind}: {len(blocks)} blocks were found that could go; it needs two")
+    skipping = Skipping(module, [block.name for block in blocks], sample)
+    n_before, types = _n_weights(module), _types(module)
+    few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
+    ranking = _rank_blocks(knobs, skipping, batches, few, context)
+    n_gone, notes = _count_gone(knobs, skipping, ranking, sample, context)
+    gone = ranking.order[:n_gone]
+    errors, left = _fit_without(knobs, skipping, gone, batches, few, context)
+    configured = shorten(skipping, gone, sample)
+    follow_data(module, [batch.feeds for batch in batches])
+    notes += [_make_note(knobs, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
+    notes += [] if configured else [Note("warning", UNCONFIGURED)]
+    loaded = replace(loaded, module=module)
+    return PassResult(loaded, decisions(types, blocks, gone, left), tuple(notes), dict(ranking.measured))
+
+
+def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[Removable, ...]:
+    """Return the blocks that can go, of a module that holds its values."""
+    structure = find_structure(module, sample, compute=True)
+    return find_removable(module, sample, [block.name for block in structure.blocks if block.name], compute=True)
+
+
+def decisions(
+    types: Mapping[str, str], blocks: Sequence[Removable], gone: Sequence[str], left: Mapping[str, str]
+) -> tuple[LayerDecision, ...]:
+    """Return decisions on the blocks, under their old names, then on the layers that are left, under their new names.
+
+    `types`: layer -> its type, before. `left`: layer -> why it was not fitted.
+    """
+    taken = [LayerDecision(block.name, "block", "pruned" if block.name in gone else "kept", "") for block in blocks]
+    moved = rename_blocks(blocks, gone)
+    lost = {layer for removable in blocks if removable.name in gone for layer in removable.layers}
+    block_of = {layer: removable.name for removable in blocks for layer in removable.layers}
+    layers = []
+    for name, kind in ((name, kind) for name, kind in types.items() if name not in lost):
+        block = block_of.get(name, "")
+        new = moved.get(block, block)
+        reasons = [f"was {name}"] if new != block else []
+        reasons += [f"not fitted: {left[name]}"] if name in left else []
+        layers.append(LayerDecision(new + name.removeprefix(block), kind, "kept", "; ".join(reasons)))
+    return (*taken, *layers)
+
+
+def _rank_blocks(
+    knobs: PruneLayers,
+    skipping: Skipping,
+    batches: Sequence[MicroBatch],
+    few: Sequence[MicroBatch],
+    context: PassContext,
+) -> Ranking:
+    """Rank every block that may go, the first to go first. `few`: what they are tried on one by one."""
+    names, n = skipping.blocks, len(skipping.blocks)
+    if knobs.layers is not None:
+        return Ranking(tuple(name for k, name in enumerate(names) if k not in knobs.layers), {})
+    if knobs.choose == "uniform":
+        return Ranking(_order_uniformly(names) if knobs.speedup else _drop_evenly(names, knobs.n_kept(n)), {})
+    if knobs.choose == "angular":
+        distances = angular_distances(skipping.module, names, batches)
+        order = sorted(names, key=distances.__getitem__)
+        return Ranking(tuple(order), {name: {"angular_distance": distance} for name, distance in distances.items()})
+    n_gone = n - 1 if knobs.speedup is not None else n - knobs.n_kept(n)
+    removal = least_error(skipping, n_gone, few, context.progress)
+    pairs = zip(removal.names, removal.errors, strict=True)
+    return Ranking(removal.names, {name: {"output_error": error} for name, error in pairs})
+
+
+def _drop_evenly(names: Sequence[str], n_kept: int) -> tuple[str, ...]:
+    stay = evenly_spaced(len(names), n_kept)
+    return tuple(name for k, name in enumerate(names) if k not in stay)
+
+
+def _order_uniformly(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, the middle one first, then the middle ones of what is left."""
+    order: list[str] = []
+    for n_kept in range(len(names) - 1, 0, -1):
+        gone = _drop_evenly(names, n_kept)
+        order.append(next(name for name in gone if name not in order))
+    return tuple(order)
+
+
+def _take_rows(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
+    """Return the first batches, of so many rows together, or one."""
+    taken, n_rows = [batches[0]], batches[0].n_rows
+    for batch in batches[1:]:
+        n_rows += batch.n_rows
+        if n_rows > rows:
+            break
+        taken.append(batch)
+    return taken
+
+
+def _count_gone(
+    knobs: PruneLayers, skipping: Skipping, ranking: Ranking, sample: Mapping[str, Tensor], context: PassContext
+) -> tuple[int, list[Note]]:
+    """Return how many of the ranking go: as few as the speed-up takes, where one is asked for, found by halving."""
+    if knobs.speedup is None:
+        n = len(skipping.blocks)
+        return (len(ranking.order) if knobs.layers is not None else n - knobs.n_kept(n)), []
+    if context.time_modules is None:
+        raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use keep or drop")
+
+    def measure_speed(n_gone: int) -> float:
+        speed = _measure_speed_without(skipping, ranking.order[:n_gone], sample, context)
+        context.log(f"{knobs.kind}: {speed:.2f}x without {n_gone} blocks")
+        return speed
+
+    low, high = 1, len(ranking.order)
+    reached = measure_speed(high)
+    if reached < knobs.speedup:
+        raise PassError(f"{knobs.kind}: speedup {knobs.speedup:g} is out of reach: without {high} it is {reached:.2f}")
+    while low < high:
+        middle = (low + high) // 2
+        speed = measure_speed(middle)
+        if speed >= knobs.speedup:
+            high, reached = middle, speed
+        else:
+            low = middle + 1
+    text = f"{knobs.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
+    return high, [Note("info", text)]
+
+
+def _measure_speed_without(
+    skipping: Skipping, names: Sequence[str], sample: Mapping[str, Tensor], context: PassContext
+) -> float:
+    assert context.time_modules is not None
+    smaller = copy.deepcopy(skipping.module)
+    shorten(Skipping(smaller, skipping.blocks, sample), names, sample)
+    before_ms, after_ms = context.time_modules([skipping.module, smaller])
+    return before_ms / after_ms
+
+
+def _fit_without(
+    knobs: PruneLayers,
+    skipping: Skipping,
+    gone: Sequence[str],
+    batches: Sequence[MicroBatch],
+    few: Sequence[MicroBatch],
+    context: PassContext,
+) -> tuple[tuple[float, float], dict[str, str]]:
+    """Fit anew what is left without the blocks.
+
+    Returns the errors of the outputs without them, before and after, and layer -> why it was not fitted.
+    """
+    module = skipping.module
+    whole, teacher = Outputs(module, few), copy.deepcopy(module) if knobs.compensate else None
+    with skipping.without(gone):
+        before = whole.error_of(module)
+        if teacher is None:
+            return (before, before), {}
+        feeds = [batch.feeds for batch in batches]
+        compensate(module, teacher, feeds, {}, seed=context.seed, progress=context.progress)
+        few_rows = {name: tensor[:2] for name, tensor in feeds[0].items()}
+        left = explain_left_alone(module, {point.layer for point in find_points(module, few_rows)})
+        return (before, whole.error_of(module)), left
+
+
+def _types(module: nn.Module) -> dict[str, str]:
+    return {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
+
+
+def _n_weights(module: nn.Module) -> int:
+    return sum(math.prod(shape) for shape in shapes_of(module).tensors.values())
+
+
+def _make_note(knobs: PruneLayers, errors: tuple[float, float], share: float, n: int, n_gone: int) -> Note:
+    text = (
+        f"{knobs.kind}: {n - n_gone} of {n} blocks stay, {share:.1%} of the weights; outputs differ by {errors[0]:.3f}"
+    )
+    if knobs.compensate:
+        text += f" without compensation, by {errors[1]:.3f} with it"
+    return Note("info", f"{text} (squared error over the outputs' variance, on calibration data)")

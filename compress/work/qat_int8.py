@@ -1,0 +1,185 @@
+"""The steps of `qat` for W8A8: where int8 would begin, the graph that computes so in torch, training, what was learned.
+
+It works on the exported graph, as `int8` does. What is trained is that graph with its rounding, so what ends in the
+file is what was trained. Batch norms lie in the convolutions before them there, with the statistics that the model came
+with; those that stand alone keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.sharing import sum_over_processes
+from compress.blocks.trace import name_outputs
+from compress.context import Feeds, PassContext, PassResult
+from compress.distill.train import Around, Lessons, train
+from compress.distill.training_log import TrainLog
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note
+from compress.graph.torch_graph import TorchGraph, check_operators
+from compress.models.load import LoadedModel
+from compress.passes.qat import Qat
+from compress.quantize.measure import layer_sqnr_db, outputs_of
+from compress.quantize.qdq import write_state
+from compress.quantize.simulated import SimulatedGraph
+from compress.quantize.state import GraphState
+from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
+from compress.work.losses import batches_of, objective, training_set
+from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
+
+NAME = "qat"
+PART = 0.2
+"""By which `learning_rate`, as it suits a float model, is too fast for one that is nearly right already (measured on
+ResNet-20: at the full rate 200 steps hardly win back what the first ones cost)."""
+LEAST_RATE = 1e-4
+"""Of a vector of zeros."""
+TOLERANCE = 1e-4
+"""Of the largest output: by how much the float graph may differ in torch, as for the export."""
+
+
+class Student(nn.Module):
+    """A simulated graph that takes and gives tensors by the names of the torch module that it was exported from.
+
+    `parameters`: the graph's input -> what it is called here. `names`: of the module's outputs, which are the graph's
+    first ones; a decoder's caches come after them.
+    """
+
+    def __init__(self, simulated: SimulatedGraph, parameters: Mapping[str, str], names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.simulated, self.parameters_of, self.names = simulated, dict(parameters), names
+
+    def forward(self, **feeds: Tensor) -> dict[str, Tensor]:
+        outputs = self.simulated(**{name: feeds[parameter] for name, parameter in self.parameters_of.items()})
+        return dict(zip(self.names, outputs.values(), strict=False))
+
+
+class Teacher(nn.Module):
+    """The torch module, which is fed with more than it takes: a graph has inputs, its caches, of its own."""
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        super().__init__()
+        self.wrapped, self.names = module.requires_grad_(False).eval(), frozenset(names)
+
+    def forward(self, **feeds: Tensor) -> dict[str, Tensor]:
+        return name_outputs(self.wrapped(**{name: feeds[name] for name in self.names}))
+
+
+def apply_qat_int8(knobs: Qat, state: GraphState, context: PassContext) -> PassResult:
+    """Round as `int8` would, train, decide.
+
+    PassError: no training set, no torch model, an operator that cannot be trained through, a loss that breaks.
+    """
+    trainset, loaded = training_set(NAME, context), _load_source(context)
+    feeds, sample = trainset.feeds(np.arange(1)), list(islice(context.batches, MEASURE_BATCHES))
+    check_in_torch(state, sample[0] if sample else feeds)
+    begun = apply_eight_bit(knobs.int8(), state, context)
+    simulated = SimulatedGraph(begun.model, context.target.flavour, knobs.learn_scales)
+    loaded, teacher = _feed_as_graph(loaded, feeds)
+    student = Student(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
+    course = knobs.course(trainset.n, context.seed)
+    with objective(knobs, loaded, student, teacher if knobs.teacher else None, trainset, context) as goal:
+        pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
+        lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
+        log = train(pupil, lessons, course, _make_callbacks(knobs, pupil, simulated, context))
+    return _make_result(begun, simulated.decide(), log, (*goal.notes, *_note_not_simulated(knobs)), sample, context)
+
+
+def check_in_torch(state: GraphState, feeds: Feeds) -> None:
+    """Raise PassError unless torch computes the float graph as ONNX Runtime does."""
+    try:
+        check_operators(state.model)
+    except ValueError as error:
+        raise PassError(f"{NAME}: {error}; use int8, which needs no training, or train for weights alone") from error
+    (expected,) = outputs_of(state.model, [feeds])
+    with torch.no_grad():
+        module = TorchGraph(state.model, ())
+        outputs = module(**{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()})
+    got = next(iter(outputs.values())).numpy()
+    off = float(np.abs(got - expected).max(initial=0.0)) / max(float(np.abs(expected).max(initial=0.0)), 1e-12)
+    if not off <= TOLERANCE:
+        raise PassError(
+            f"{NAME}: torch computes the exported graph otherwise than ONNX Runtime does (by {off:.1e} of the largest "
+            f"output, {TOLERANCE:.0e} is allowed), so training would aim at something else; use int8"
+        )
+
+
+def _load_source(context: PassContext) -> LoadedModel:
+    """Return the torch model before all passes: it teaches, and the samples are made for its inputs."""
+    if context.teacher is None:
+        raise PassError(f"{NAME}: there is no torch model to train: an onnx: source has none; use int8")
+    loaded: LoadedModel = context.teacher()
+    return loaded
+
+
+def _feed_as_graph(loaded: LoadedModel, feeds: Feeds) -> tuple[LoadedModel, Teacher]:
+    """Return the model with all of the graph's inputs, named as forward's parameters where possible, and a teacher."""
+    assert loaded.module is not None and loaded.parameters is not None
+    taken = loaded.parameters
+    return replace(loaded, parameters={name: taken.get(name, name) for name in feeds}), Teacher(
+        loaded.module, taken.values()
+    )
+
+
+def _output_names(loaded: LoadedModel, teacher: Teacher, feeds: Feeds) -> tuple[str, ...]:
+    names = loaded.parameters or {}
+    with torch.no_grad():
+        return tuple(teacher(**{names[name]: torch.from_numpy(array) for name, array in feeds.items()}))
+
+
+def _note_not_simulated(knobs: Qat) -> tuple[Note, ...]:
+    if knobs.precision == "float32":
+        return ()
+    return (Note("info", f"{NAME}: trained with products in {knobs.precision}; the graph's are those of integers"),)
+
+
+def _make_callbacks(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: PassContext) -> Around:
+    """Return callbacks by which ranges follow for a part of the run, then stay; zeros stay throughout."""
+    keep = zero_keeper(simulated.graph) if knobs.keep_zeros else no_keeper
+
+    def before(step: int, done: float) -> None:
+        simulated.before_step(frozen=done >= knobs.freeze_observers)
+
+    def after(step: int) -> None:
+        simulated.after_step(sum_over_processes)
+        keep(step)
+
+    return Around(NAME, context.log, context.progress, context.work, _compute_rates(pupil, simulated), before, after)
+
+
+def _compute_rates(pupil: nn.Module, simulated: SimulatedGraph) -> dict[str, float]:
+    """Return each parameter's factor on the rate: a fixed part of its root mean square; of the growth of scales, of 1.
+
+    A step then moves all of them by the same part of what they are. Folding batch norms leaves layers whose weights
+    differ by orders of magnitude, and one rate for all would wreck the small ones: nothing normalises after them.
+    """
+    held = {id(p): max(float(p.detach().square().mean().sqrt()), LEAST_RATE) for p in simulated.graph.values}
+    return {name: PART * held.get(id(p), 1.0) for name, p in pupil.named_parameters()}
+
+
+def _make_result(
+    begun: PassResult,
+    state: GraphState,
+    log: TrainLog,
+    notes: tuple[Note, ...],
+    sample: list[Feeds],
+    context: PassContext,
+) -> PassResult:
+    """Return what the report says: as of `int8`, measured again, and the numbers and curves of training."""
+    names = [*state.integer, *state.weight_only]
+    noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)
+    figures = {name: {"sqnr_db": round(value, 3)} for name, value in noise.items()} | gather_numbers(NAME, log)
+    decisions = tuple(_add_training(decision, describe_kept_steps(log)) for decision in begun.decisions)
+    before = tuple(replace(note, text=note.text.replace("int8:", f"{NAME}:", 1)) for note in begun.notes)
+    return PassResult(state, decisions, (*before, *notes, describe_training(NAME, log)), figures)
+
+
+def _add_training(decision: LayerDecision, steps: str) -> LayerDecision:
+    return (
+        replace(decision, reason=f"{decision.reason}, trained for {steps}") if decision.action == "int8" else decision
+    )

@@ -1,0 +1,184 @@
+"""The arithmetic of `rotate`: which parameter is multiplied with what, in a module or a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.folding import norm_weight_offset
+from compress.blocks.materialise import plain
+from compress.blocks.streamed import StreamedModel
+from compress.blocks.trace import is_hf_conv1d, is_layer
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note, Reading, Residual, Structure
+from compress.passes.rotate import Rotate, values
+from compress.quantize.hadamard import Orthogonal, orthogonal
+from compress.quantize.sparse import zeros_to_keep
+
+Edit = Callable[[Tensor], Tensor]
+"""A new value of a matrix [out, in] or bias [out], from its old one."""
+Edits = dict[str, list[Edit]]
+Read = Callable[[str], Tensor]
+Modules = Mapping[str, nn.Module]
+OUTSIDE = "/"
+"""Stands for what is in no block."""
+
+
+def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> PassResult:
+    """Rotate a streamed model, block by block, without data. PassError if it is quantized already, or has no stream."""
+    from compress.blocks.stream import Stream
+
+    if quantized := model.quantized_layers():
+        raise PassError(f"rotate: {quantized[0]} is rounded already; put rotate before the pass that does it")
+    if knobs.residual and model.structure.residual is None:
+        why = "; ".join(model.structure.notes)
+        raise PassError(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
+    modules = modules_of(model.build())
+    edits, notes = edits_of(
+        model.structure, modules, model.store.read, knobs.residual, knobs.heads, knobs.randomize, context.seed
+    )
+    places = _group_by_block(edits, [block.name for block in model.structure.blocks])
+    stream = Stream(model, context, data=False)
+    for number, step in enumerate(stream):
+        names = places.pop(step.name if step.name in places else OUTSIDE, [])
+        filled = []
+        for name in sorted(names, key=lambda name: name in model.tied):  # a tied one gets values of its own afterwards
+            old = model.store.read(name)
+            filled += [name] if old.dim() > 1 and zeros_to_keep(old) is not None else []
+            step.replace(name, edit_parameter(name, old, edits[name], modules))
+        touched = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        decisions = [
+            LayerDecision(name, type(modules[name]).__name__, "rotated") for name in touched if is_layer(modules[name])
+        ]
+        warnings = [Note("warning", f"rotate: {name} came with zeros, which are filled now") for name in filled]
+        step.say(decisions=decisions, notes=[*(notes if number == 0 else []), *warnings])
+    return stream.result()
+
+
+def _group_by_block(edits: Edits, blocks: list[str]) -> dict[str, list[str]]:
+    """Group parameters by block; those outside of blocks are one group, for the first step there holds all of them."""
+    places: dict[str, list[str]] = {block: [] for block in blocks}
+    for name in edits:
+        places.setdefault(next((block for block in blocks if name.startswith(f"{block}.")), OUTSIDE), []).append(name)
+    return places
+
+
+def rotate_module(
+    module: nn.Module,
+    structure: Structure,
+    residual: bool = True,
+    heads: bool = True,
+    randomize: bool = True,
+    seed: int = 0,
+) -> list[Note]:
+    """Rotate a module that holds its weights, in place; it computes what it did, but for float rounding.
+
+    A head that shares the embedding's weight gets one of its own. Gives notes on sizes without a Hadamard matrix.
+    """
+    held = {plain(name): p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+    modules = modules_of(module)
+    edits, notes = edits_of(structure, modules, held.__getitem__, residual, heads, randomize, seed)
+    for name, todo in edits.items():
+        owner, _, leaf = name.rpartition(".")
+        new = edit_parameter(name, held[name], todo, modules)
+        modules[owner]._parameters[leaf] = nn.Parameter(new, requires_grad=False)
+    return notes
+
+
+def edits_of(
+    structure: Structure, modules: Modules, read: Read, residual: bool, heads: bool, randomize: bool, seed: int
+) -> tuple[Edits, list[Note]]:
+    """Return parameter -> its edits, in order, and notes. The modules may lie on meta; `read` gives values."""
+    edits: Edits = {}
+    notes: list[Note] = []
+    if residual and structure.residual is not None:
+        turn = orthogonal(structure.residual.width, seed, randomize)
+        notes += _note_not_hadamard(turn, "the residual stream")
+        _fold_norms(edits, structure.residual, modules, read)
+        _turn_stream(edits, structure.residual, turn, modules)
+    if heads:
+        turns = {r.head_size: orthogonal(r.head_size, seed + 1, randomize) for r in values(structure)}
+        for size, turn in turns.items():
+            notes += _note_not_hadamard(turn, f"heads of {size}")
+        for reading in values(structure):
+            columns = _n_columns(modules[reading.layers[0]])
+            _turn_heads(edits, reading, turns[reading.head_size], columns // reading.source_repeat, modules)
+    return edits, notes
+
+
+def edit_parameter(name: str, old: Tensor, todo: list[Edit], modules: Modules) -> Tensor:
+    """Return the parameter's new value, in its own type. PassError where it holds NaN or infinity afterwards."""
+    owner, _, leaf = name.rpartition(".")
+    transposed = leaf == "weight" and is_hf_conv1d(modules[owner])  # held as [in, out]
+    new = old.to(torch.float64)
+    new = new.t() if transposed else new
+    for edit in todo:
+        new = edit(new)
+    new = (new.t() if transposed else new).to(old.dtype).contiguous()
+    if not bool(torch.isfinite(new).all()):
+        raise PassError(f"rotate: {name} holds NaN or infinity")
+    return new
+
+
+def _fold_norms(edits: Edits, residual: Residual, modules: Modules, read: Read) -> None:
+    """Fold each norm's scale into the layers that read it; the norm then multiplies with one."""
+    for norm, layers in residual.norms:
+        offset = norm_weight_offset(modules[norm])
+        if offset is None:
+            raise PassError(f"rotate: {norm} ({type(modules[norm]).__name__}) cannot be folded into what reads it")
+        scale = read(f"{norm}.weight").to(torch.float64) + offset  # [width]
+        for layer in layers:
+            _add(edits, f"{layer}.weight", lambda w, scale=scale: w * scale)  # type: ignore[misc]
+        _add(edits, f"{norm}.weight", lambda w, offset=offset: torch.full_like(w, 1 - offset))  # type: ignore[misc]
+
+
+def _turn_stream(edits: Edits, residual: Residual, turn: Orthogonal, modules: Modules) -> None:
+    """Turn x -> x Q: tables and what writes become w Q on their outputs, what reads becomes W Q on its inputs."""
+    for name in (*residual.embeddings, *residual.readers):
+        _add(edits, f"{name}.weight", turn.turn)
+    for name in residual.writers:
+        _add(edits, f"{name}.weight", lambda w: turn.turn(w.t()).t())
+        if getattr(modules[name], "bias", None) is not None:
+            _add(edits, f"{name}.bias", turn.turn)
+
+
+def _turn_heads(edits: Edits, reading: Reading, turn: Orthogonal, n_channels: int, modules: Modules) -> None:
+    """Turn each head's values v -> v R; their weighted sums turn alike. The source's last outputs are values."""
+
+    def rows(w: Tensor) -> Tensor:  # [out, ...]
+        last = w[-n_channels:].reshape(-1, turn.size, *w.shape[1:])  # [heads, size, ...]
+        turned = turn.turn(last.movedim(1, -1)).movedim(-1, 1).reshape(n_channels, *w.shape[1:])
+        return torch.cat([w[:-n_channels], turned])
+
+    def columns(w: Tensor) -> Tensor:
+        return turn.turn(w.reshape(len(w), -1, turn.size)).reshape(w.shape)
+
+    _add(edits, f"{reading.source}.weight", rows)
+    if getattr(modules[reading.source], "bias", None) is not None:
+        _add(edits, f"{reading.source}.bias", rows)
+    for layer in reading.layers:
+        _add(edits, f"{layer}.weight", columns)
+
+
+def _note_not_hadamard(turn: Orthogonal, what: str) -> list[Note]:
+    if turn.hadamard:
+        return []
+    text = f"rotate: no Hadamard matrix of size {turn.size} is at hand; the rotation of {what} has a random factor"
+    return [Note("info", text)]
+
+
+def _add(edits: Edits, name: str, edit: Edit) -> None:
+    edits.setdefault(name, []).append(edit)
+
+
+def modules_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by plain name."""
+    return {plain(name): part for name, part in module.named_modules()}
+
+
+def _n_columns(layer: nn.Module) -> int:
+    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
+    return shape[0] if is_hf_conv1d(layer) else shape[1]

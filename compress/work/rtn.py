@@ -1,0 +1,57 @@
+"""The steps of the `rtn` pass: on the layers of an ONNX graph, and on the blocks of a torch model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.graph.layers import find_layers
+from compress.passes.rtn import Rtn
+from compress.quantize.state import GraphState
+from compress.work.block_layers import InputRanges, find_shared_peaks, matrix, nearest, remark, step_layers
+
+
+def apply_rtn(knobs: Rtn, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
+    if isinstance(model, GraphState):
+        return _round_graph(knobs, model, context)
+    return _round_blocks(knobs, model, context)
+
+
+def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassResult:
+    taken, kept = knobs.graph_layers(state)
+    layers = {layer.name: layer for layer in find_layers(state.model)}
+    weights, target = {}, context.target
+    for facts in context.progress(taken, "rtn: rounding"):
+        try:
+            values = torch.from_numpy(layers[facts.name].matrix().copy())
+            weights[facts.name] = nearest(values, knobs.setting(facts, target), target)
+        except ValueError as error:
+            raise PassError(f"rtn: {facts.name}: {error}") from error
+    state = replace(state, weight_only=[*state.weight_only, *weights], weights={**state.weights, **weights})
+    return PassResult(state, (*(knobs.decision(facts, target) for facts in taken), *kept))
+
+
+def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult:
+    stream = Stream(model, context, data=knobs.needs_calibration)
+    for step in stream:
+        work = step_layers(knobs, step, context.target)
+        inputs = InputRanges.of(work.schemes)
+        try:
+            if inputs.schemes:
+                step.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
+            peaks = find_shared_peaks(knobs, step, work.schemes)
+            for layer, scheme in work.schemes.items():
+                values, peak = matrix(knobs, step, layer), peaks.get(layer, 0.0)
+                weight = nearest(values, scheme, context.target, least_peak=peak)
+                step.put(layer, weight, scheme, inputs.scale(layer))
+        except ValueError as error:
+            raise PassError(f"rtn: {step.name}: {error}") from error
+        facts = work.facts.values()
+        remark(knobs, step, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
+        step.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *work.kept])
+    return stream.result()

@@ -1,0 +1,181 @@
+"""The steps of the `sparsify` pass: each block's forward stops before each reading while its layers become sparse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from compress.blocks.parts import layers_of
+from compress.blocks.sharing import sum_over_processes
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.blocks.trace import is_hf_conv1d, weight_shape
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import LayerFacts, Note, Reading
+from compress.passes.sparsify import CONVOLUTIONS, Sparsify
+from compress.prune.inputs import visit_inputs
+from compress.prune.masks import Scope, choose_zeros, global_counts, wanda_scores
+from compress.prune.matrix import as_matrices, as_weight, groups_of
+from compress.prune.refit import refit
+from compress.prune.sparsegpt import sparsegpt
+from compress.prune.sparsity import Sparsity
+from compress.quantize.gptq import Hessian, invert_hessian
+from compress.quantize.gram import Gram
+from compress.work.block_layers import layer_facts, step_facts
+
+JUDGED_ROWS = 128
+"""Of each group of a weight, evenly spaced: the outputs on which the error is measured."""
+T = TypeVar("T")
+
+
+def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) -> PassResult:
+    """Make a streamed model sparse. Raises PassError naming the layer."""
+    amounts = _compute_global_amounts(knobs, model) if knobs.scope == "global" else {}
+    stream = Stream(model, context, data=knobs.needs_calibration)
+    for step in stream:
+        taken, kept = knobs.choose_layers(step_facts(step), model.structure)
+        step.say(decisions=[*map(knobs.decision, taken), *kept])
+        work = _Work(knobs, step, taken, {layer.name: amounts.get(layer.name, knobs.setting(layer)) for layer in taken})
+        if taken and knobs.needs_calibration:
+            visit_inputs(step, [layer.name for layer in taken if layer.type in CONVOLUTIONS], work.visit, work.act)
+        work.finish()
+    return stream.result()
+
+
+def _compute_global_amounts(knobs: Sparsify, model: StreamedModel) -> dict[str, Sparsity]:
+    """Return what each layer without an override gets, from the weights of all."""
+    layers = [
+        layer_facts(name, layer)
+        for name, layer in layers_of(model.build()).items()
+        if not model.store.is_quantized(name)
+    ]
+    taken, _ = knobs.choose_layers(layers, model.structure)
+    sizes = {layer.name: layer.n_weights for layer in taken if knobs.override(layer) is None}
+    counts = global_counts(lambda name: model.store.read(f"{name}.weight"), sizes, knobs.base.share)
+    for name, count in counts.items():
+        if count == sizes[name]:
+            raise PassError(
+                f"sparsify: {name}: global scope leaves none of its weights; ignore it, or use scope: layer"
+            )
+    return {name: Sparsity(count / sizes[name]) for name, count in counts.items()}
+
+
+class _Work:
+    """One step: Gram matrices of what each reading's groups read, while they are needed."""
+
+    def __init__(
+        self, knobs: Sparsify, step: BlockStep, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
+    ) -> None:
+        self.knobs, self.step, self.amounts = knobs, step, amounts
+        self.scope: Scope = "row" if knobs.within == "row" else "layer"
+        self.facts = {layer.name: layer for layer in taken}
+        self.grams: dict[Reading, list[Gram]] = {}
+        self.left = list(self.facts)
+
+    def visit(self, reading: Reading, rows: Tensor) -> None:
+        """Add `rows` [groups, n, in] to the reading's Gram matrices."""
+        if any(name in self.facts for name in reading.layers):
+            grams = self.grams.setdefault(reading, [Gram(rows.shape[2]) for _ in rows])
+            for gram, part in zip(grams, rows, strict=True):
+                gram.add(part)
+
+    def act(self, reading: Reading) -> None:
+        """Make the reading's layers sparse."""
+        names = [name for name in reading.layers if name in self.facts]
+        if not names:
+            return
+        means = [gram.mean(sum_over_processes) for gram in self.grams.pop(reading, self._make_grams(names[0]))]
+        if not means[0][1]:
+            return  # `finish` takes them by magnitude
+        grams = torch.stack([gram for gram, _ in means])  # [groups, in, in]
+        hessians = self._invert_grams(names, grams) if self.knobs.method == "sparsegpt" else []
+        for name in names:
+            self._sparsify(name, grams, hessians)
+            self.left.remove(name)
+
+    def finish(self) -> None:
+        """Prune by magnitude: all layers with that method, else those that no calibration row reached."""
+        if self.knobs.needs_calibration:
+            self._remark([f"{name}: no calibration data reaches it; by magnitude" for name in self.left])
+        for name in self.left:
+            weight = self._matrices(name)
+            self._replace(name, self._prune_by_magnitude(name, weight))
+
+    def _make_grams(self, name: str) -> list[Gram]:
+        """Return the Gram matrices of a layer that no row reached in this process."""
+        width = math.prod(self.facts[name].shape[1:])
+        return [Gram(width) for _ in range(groups_of(self.step.layers[name]))]
+
+    def _invert_grams(self, names: Sequence[str], grams: Tensor) -> list[Hessian]:
+        wanted = self.knobs.damp_percent
+        hessians = [self._name_errors(names, partial(invert_hessian, gram, wanted, act_order=False)) for gram in grams]
+        most = max(hessian.damp_percent for hessian in hessians)
+        if most > wanted:
+            self._remark([f"{', '.join(names)}: the Hessian could not be inverted until damp_percent was {most:g}"])
+        return hessians
+
+    def _sparsify(self, name: str, grams: Tensor, hessians: Sequence[Hessian]) -> None:
+        weight, amount = self._matrices(name), self.amounts[name]
+        if hessians:
+            sparse = sparsegpt(weight, hessians, amount, self.scope, self.knobs.block_size)
+            damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
+            sparse = refit(weight, sparse, damped, self.knobs.refit)
+        else:
+            sparse = weight.masked_fill(
+                choose_zeros(self._score_by_wanda(name, weight, grams), amount, self.scope), 0.0
+            )
+        self._replace(name, sparse)
+        self._measure(name, weight, sparse, grams)
+
+    def _measure(self, name: str, weight: Tensor, sparse: Tensor, grams: Tensor) -> None:
+        """Report E|(W - S) x|^2 / E|W x|^2 of what was found, and of the smallest weights set to zero."""
+        step = -(-weight.shape[1] // JUDGED_ROWS)
+        changes = (weight, weight - sparse, weight - self._prune_by_magnitude(name, weight))
+        energy, error, other = (_energy(change[:, ::step], grams) for change in changes)
+        energy = max(energy, 1e-30)
+        self.step.say(measured={name: {"output_error": error / energy, "output_error_magnitude": other / energy}})
+
+    def _score_by_wanda(self, name: str, weight: Tensor, grams: Tensor) -> Tensor:
+        scores = wanda_scores(weight, grams)
+        if not torch.isfinite(scores).all():
+            raise PassError(f"sparsify: {name}: NaN or Inf among its inputs on the calibration data")
+        return scores
+
+    def _prune_by_magnitude(self, name: str, weight: Tensor) -> Tensor:
+        return weight.masked_fill(choose_zeros(weight.abs(), self.amounts[name], self.scope), 0.0)
+
+    def _matrices(self, name: str) -> Tensor:
+        return as_matrices(self.step.matrix(name), groups_of(self.step.layers[name]))
+
+    def _replace(self, name: str, matrices: Tensor) -> None:
+        """Go on with other weights [groups, out, in]."""
+        layer = self.step.layers[name]
+        weight = as_weight(matrices, weight_shape(layer))
+        self.step.replace(f"{name}.weight", weight.t() if is_hf_conv1d(layer) else weight)
+        self.step.say(measured={name: {"sparsity": float((matrices == 0).float().mean())}})
+
+    def _remark(self, texts: Sequence[str]) -> None:
+        """Add notes of level warning; with `strict` raise a PassError."""
+        remarks = [f"sparsify: {text}" for text in texts]
+        if remarks and self.knobs.strict:
+            raise PassError(remarks)
+        self.step.say(notes=[Note("warning", text) for text in remarks])
+
+    def _name_errors(self, names: Sequence[str], do: Callable[[], T]) -> T:
+        """Return `do()`; its errors get the layers' names."""
+        try:
+            return do()
+        except ValueError as error:
+            raise PassError(f"sparsify: {', '.join(names)}: {error}") from error
+
+
+def _energy(weight: Tensor, grams: Tensor) -> float:
+    """Return E|W x|^2, summed over groups; `weight` [groups, out, in], `grams` [groups, in, in]."""
+    return float(((weight @ grams) * weight).sum(dtype=torch.float64))

@@ -1,0 +1,259 @@
+"""The steps of `tune`: what to start from, blocks one by one where memory asks for it, then the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.blocks.sharing import share, sum_over_processes
+from compress.blocks.skeleton import without_cache
+from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext, PassResult
+from compress.errors import PassError
+from compress.facts import LayerDecision, Note
+from compress.passes.gptq import Gptq
+from compress.passes.tune import SAID, How, Tune
+from compress.passes.weight_only import WeightPass
+from compress.quantize.learn import Course, TuneLog, learn
+from compress.quantize.lessons import Loss
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.tune import student_of, tune_module, vectors
+from compress.work import apply_pass
+from compress.work.learning import (
+    block_lessons,
+    float_matrix,
+    float_module,
+    full_names,
+    integers,
+    modules,
+    samples,
+    split,
+    vectors_of,
+)
+
+END = "end to end"
+"""The name under which the report has what was measured of the whole model."""
+
+
+@dataclass
+class Learned:
+    """What is to be written into the model, and said."""
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    floats: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult:
+    """Learn, then write all of it in one stream without data. PassError: no data, or `strict` and something is left."""
+    if not len(context.batches):
+        raise PassError("tune: there is no calibration data; give the recipe a calibration set")
+    rounded, learned = _round_first(knobs, model, context)
+    chosen = _choose_layers(knobs, rounded, learned)
+    start = {layer: integers(rounded, layer) for layer in chosen}
+    how = knobs.how(*_count_weights(rounded, start))
+    learned.notes.append(Note("info", f"tune: {SAID[how]}"))
+    current = rounded
+    if how != "whole":
+        current = _learn_blocks(knobs, rounded, chosen, context, learned, how)
+    if how != "blocks":
+        _learn_whole(knobs, rounded, current, chosen, context, learned, how)
+    _judge_strictly(knobs, learned)
+    return _write_learned(model, rounded, start, learned, context)
+
+
+def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tuple[StreamedModel, Learned]:
+    """Return the model with integers in it: those of earlier passes, or those that `gptq` gives now."""
+    if model.quantized_layers():
+        return model, Learned()
+    shared = {name: getattr(knobs, name) for name in WeightPass.model_fields if name != "kind"}
+    result = apply_pass(Gptq(kind="gptq", **shared), model, _with_folder(context, "gptq"))
+    learned = Learned(notes=[Note("info", "tune: nothing was rounded yet: gptq did it first"), *result.notes])
+    learned.measured |= {layer: dict(numbers) for layer, numbers in result.measured.items()}
+    return result.model, learned
+
+
+def _choose_layers(knobs: Tune, model: StreamedModel, learned: Learned) -> list[str]:
+    """Choose the layers to learn. What is not on an integer grid is left alone and named."""
+    layers = modules(model.build())
+    wanted: list[str] = []
+    left: list[str] = []
+    for layer in model.quantized_layers():
+        weights = model.schemes[layer].weights
+        if knobs.wants(layer, type(layers[layer]).__name__, weights.bits):
+            (wanted if weights.kind == "int" else left).append(layer)
+    if left:
+        learned.notes.append(Note("warning", f"tune: not on an integer grid, left as they are: {', '.join(left)}"))
+        if knobs.strict:
+            raise PassError(f"tune: {left[0]} is not on an integer grid, and strict was asked for; ignore it")
+    if not wanted:
+        raise PassError("tune: no quantized layer is left to tune; check targets, ignore and restrict")
+    return wanted
+
+
+def _learn_blocks(
+    knobs: Tune, model: StreamedModel, chosen: Sequence[str], context: PassContext, learned: Learned, how: How
+) -> StreamedModel:
+    """Learn each block against the float block; return the model with what came of it."""
+    stream = Stream(model, _with_folder(context, "blocks"), float_too=True, readings_outside=False)
+    wanted = set(chosen)
+    seconds = None if knobs.max_seconds is None else knobs.max_seconds / (len(stream) + (how != "blocks"))
+    for step in stream:
+        names = [layer for layer in step.layers if layer in wanted]
+        if not names:
+            continue
+        places = full_names(vectors(step.block), step.name)
+        start = {layer: step.quantized[layer] for layer in names}
+        floats = {layer: step.float_matrix(layer) for layer in names}
+        student = student_of(step.block, step.layers, start, floats, places)
+        lessons, kept = block_lessons(step, knobs.held_out)
+        course = _make_course(knobs, knobs.block_steps, context.seed + step.index, seconds)
+        log = learn(student, lessons, kept, course, context.progress, sum_over_processes)
+        weights, values = student.freeze()
+        for layer, weight in weights.items():
+            step.put(layer, weight, model.schemes[layer])
+        for name, value in values.items():
+            step.replace(name, value)
+        step.say(notes=[_make_note(step.name or "the model", log)], measured={step.name: _numbers(log)})
+    result = stream.result()
+    learned.notes += result.notes
+    learned.measured |= {name: dict(numbers) for name, numbers in result.measured.items()}
+    learned.weights |= {layer: integers(result.model, layer) for layer in chosen}
+    learned.floats |= _find_changed(model, result.model)
+    return result.model
+
+
+def _learn_whole(
+    knobs: Tune,
+    before: StreamedModel,
+    model: StreamedModel,
+    chosen: Sequence[str],
+    context: PassContext,
+    learned: Learned,
+    how: How,
+) -> None:
+    """Learn the model end to end; with its rounding, unless the blocks have learned that already.
+
+    The teacher is what `before` holds of the float model, since blocks that were learned have other norms.
+    """
+    student, teacher = model.materialise(), float_module(before)
+    for module in (student, teacher):
+        without_cache(module)
+        module.requires_grad_(False)
+    layers = modules(student)
+    lessons, kept = split(samples(context.batches, model.parameters), knobs.held_out, knobs.batch_size)
+    weights, floats, log = tune_module(
+        student,
+        {layer: layers[layer] for layer in chosen},
+        {layer: integers(model, layer) for layer in chosen},
+        lessons,
+        teacher,
+        _make_course(knobs, knobs.steps, context.seed, _remaining_seconds(knobs, learned, how)),
+        kept_aside=kept,
+        kind=_choose_loss(knobs, student),
+        floats={layer: float_matrix(model, layer, layers[layer]) for layer in chosen},
+        places=vectors_of(student, model),
+        learn_rounding=how == "whole",
+        progress=context.progress,
+        reduce=sum_over_processes,
+        rank=share().rank,
+        size=share().size,
+    )
+    learned.weights |= weights
+    learned.floats |= floats
+    learned.notes.append(_make_note(END, log))
+    learned.measured[END] = _numbers(log)
+
+
+def _write_learned(
+    model: StreamedModel,
+    rounded: StreamedModel,
+    start: Mapping[str, QuantizedWeight],
+    learned: Learned,
+    context: PassContext,
+) -> PassResult:
+    """Write all that was learned into the files of this pass."""
+    weights = {layer: integers(rounded, layer) for layer in rounded.quantized_layers()} if rounded is not model else {}
+    weights |= learned.weights
+    left = dict(learned.floats)
+    stream = Stream(model, context, data=False)
+    for number, step in enumerate(stream):
+        decisions = []
+        for layer in (name for name in step.layers if name in weights):
+            step.put(layer, weights[layer], rounded.schemes[layer], rounded.activation_scales.get(layer))
+            if layer in start:
+                changed = float((weights[layer].values != start[layer].values).mean())
+                step.say(measured={layer: {"changed": changed}})
+                reason = f"{changed:.1%} of its integers changed"
+                decisions.append(LayerDecision(layer, type(step.layers[layer]).__name__, "tuned", reason))
+        for name in [name for name in left if name in step.part.holders]:
+            step.replace(name, left.pop(name))
+        step.say(decisions, learned.notes if number == 0 else (), learned.measured if number == 0 else None)
+    if left:
+        raise PassError(f"tune: {next(iter(left))} was learned, but no block holds it")
+    return stream.result()
+
+
+def _judge_strictly(knobs: Tune, learned: Learned) -> None:
+    warnings = [note.text for note in learned.notes if note.level == "warning"]
+    if knobs.strict and warnings:
+        raise PassError(warnings)
+
+
+def _make_note(what: str, log: TuneLog) -> Note:
+    """Return a note of what learning came to."""
+    if log.steps and not log.best_step:
+        return Note("warning", f"tune: {what}: {log.steps} steps led to nothing better than the start, which is kept")
+    text = f"loss on what was kept aside {log.start_loss:.4g} -> {log.end_loss:.4g}"
+    return Note("info", f"tune: {what}: {text} in {log.steps} steps (best at step {log.best_step})")
+
+
+def _numbers(log: TuneLog) -> dict[str, float]:
+    counts = {"steps": log.steps, "best_step": log.best_step, "learning_seconds": round(log.seconds, 3)}
+    return {"start_loss": log.start_loss, "end_loss": log.end_loss, **counts}
+
+
+def _make_course(knobs: Tune, steps: int, seed: int, max_seconds: float | None) -> Course:
+    rates = (knobs.rounding_rate, knobs.scale_rate, knobs.norm_rate)
+    return Course(steps, *rates, max_seconds=max_seconds, seed=seed)
+
+
+def _remaining_seconds(knobs: Tune, learned: Learned, how: How) -> float | None:
+    """Return the seconds for the whole model: all, or what one block had."""
+    if knobs.max_seconds is None or how == "whole":
+        return knobs.max_seconds
+    blocks = sum("best_step" in numbers for numbers in learned.measured.values())
+    return knobs.max_seconds / (blocks + 1)
+
+
+def _choose_loss(knobs: Tune, module: nn.Module) -> Loss:
+    """Choose the loss: logits are compared as distributions; an output that nobody calls logits as it is."""
+    if knobs.loss != "auto":
+        return knobs.loss
+    return "kl" if getattr(module, "output", "") == "logits" else "hidden"
+
+
+def _count_weights(model: StreamedModel, start: Mapping[str, QuantizedWeight]) -> tuple[int, int]:
+    """Return (weights that are learned, all weights)."""
+    total = sum(int(np.prod(model.store.shape(name))) for name in model.store.names() if name not in model.tied)
+    return sum(weight.values.size for weight in start.values()), total
+
+
+def _find_changed(before: StreamedModel, after: StreamedModel) -> dict[str, Tensor]:
+    """Return the vectors that have other values than before."""
+    names = [name for name in after.store.names() if len(after.store.shape(name)) == 1]
+    vectors_after = {name: after.store.read(name) for name in names}
+    return {name: value for name, value in vectors_after.items() if not torch.equal(value, before.store.read(name))}
+
+
+def _with_folder(context: PassContext, name: str) -> PassContext:
+    """Return the same context, with a folder of its own for unfinished work."""
+    work: Path | None = None if context.work is None else context.work / name
+    return replace(context, work=work)

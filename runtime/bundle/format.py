@@ -1,0 +1,384 @@
+"""The bundle's format: the one module that writes it and reads it.
+
+```
+manifest.json          what everything is, the sha256 and size of every other file, and a digest of itself
+model/model.onnx ...   the candidate, with the config and tokenizer that it needs
+baseline/model.onnx    what it is judged against
+evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz; candidate_outputs.npz
+                       where the candidate is a checkpoint, which is not run here
+report.json .md .xml   what validation measured, report.steps.json and compress.log: in no manifest, because they are
+                       written afterwards; any other name that the manifest does not list is not the bundle's
+host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
+                       because it is of one machine
+```
+
+A bundle may come from anyone. Nothing in it is executed but engines, on the backends made for them; no path in it
+leaves its folder, and one wrong byte stops the load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime.bundle.columns import Array, Columns, count
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.files import (
+    checkpoint_files,
+    checkpoint_size,
+    code_problem,
+    engine_files,
+    inside,
+    model_files,
+    model_size,
+    regular_files,
+    sha256_of,
+    write_whole,
+)
+from runtime.bundle.manifest import (
+    FORMAT_VERSION,
+    GENERATION,
+    TASKS,
+    Artifact,
+    Benchmark,
+    BuildScore,
+    EvaluationSet,
+    FileRecord,
+    Gate,
+    Generation,
+    Judgement,
+    KvCache,
+    Manifest,
+)
+from runtime.bundle.records import Mismatch, from_json, to_json
+from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, split_columns, write_jsonl, write_npz
+from runtime.encode.preprocess import spec_from_dict
+from runtime.errors import BundleError, UsageError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""What a bundle may be called: deployments make folders and files of the name."""
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HOST",
+    "TASKS",
+    "Artifact",
+    "Benchmark",
+    "BuildScore",
+    "EvaluationSet",
+    "FileRecord",
+    "Gate",
+    "Generation",
+    "Judgement",
+    "KvCache",
+    "Manifest",
+    "canonical_json",
+    "checkpoint_files",
+    "checkpoint_size",
+    "inside",
+    "is_hashed",
+    "model_files",
+    "model_size",
+    "read_candidate_outputs",
+    "read_manifest",
+    "read_outputs",
+    "read_samples",
+    "verify",
+    "write_bundle",
+    "write_candidate_outputs",
+    "write_outputs",
+    "write_samples",
+]
+
+NO_LAYERS = ("note", "measured")
+"""Types of rows of layers.json that are of no layer."""
+MANIFEST, HOST = "manifest.json", "host.json"
+ARRAYS, TEXTS, BASELINE_OUTPUTS = (
+    "evaluation/samples.npz",
+    "evaluation/samples.jsonl",
+    "evaluation/baseline_outputs.npz",
+)
+CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
+FOLDERS = ("model/", "baseline/", "evaluation/")
+"""What every bundle may have; others are those of its artifacts."""
+WRITTEN_AFTERWARDS = re.compile(r"report\.(?:json|md|xml|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log")
+"""Names of what validation writes, a draft that a kill left of it included."""
+MAX_MANIFEST_BYTES = 64 * 2**20
+FILES_OF = {"onnx": model_files, "checkpoint": checkpoint_files, "engine": engine_files}
+"""Kind of artifact -> the files that its size counts."""
+
+
+def canonical_json(value: Any) -> bytes:
+    """Encode a value in the one way it is written: sorted keys, two spaces, ASCII, final newline.
+
+    ValueError for NaN, infinity.
+    """
+    return json.dumps(to_json(value), sort_keys=True, indent=2, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
+    """Hash every file under `staging`, write manifest.json there, and give it back with its files and digest.
+
+    Same files and manifest, same bytes. BundleError if the folder holds what a bundle may not (links), or the result
+    would not be read again.
+    """
+    files, problems = regular_files(staging)
+    if problems:
+        raise BundleError([f"{staging}: holds what a bundle may not", *problems])
+    records = {
+        name: FileRecord(sha256_of(path), path.stat().st_size) for name, path in files.items() if is_hashed(name)
+    }
+    manifest = replace(manifest, files=records, digest="")
+    manifest = replace(manifest, digest=_compute_digest(to_json(manifest)))
+    write_whole(staging / MANIFEST, canonical_json(manifest))
+    return read_manifest(staging)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the bundle in the folder `path`, checked by itself.
+
+    BundleError for another format version, a wrong type, a digest or bytes that are not its content's, and a path that
+    leaves the folder. The other files are not looked at; `verify` does that.
+    """
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{file}: larger than {MAX_MANIFEST_BYTES} bytes, not a manifest")
+        raw = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BundleError(f"{file}: {reason}; is this a bundle's folder?") from error
+    try:
+        data = json.loads(raw, object_pairs_hook=_refuse_duplicates)
+        manifest = _parse_manifest(data)
+        intact = raw == canonical_json(data) and manifest.digest == _compute_digest(data)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{file}: {error}") from error
+    if not intact:
+        raise BundleError(f"{file}: its digest is not that of its content; it was changed after it was written")
+    problems = list(_path_problems(path, manifest))
+    if problems:
+        raise BundleError(problems)
+    return manifest
+
+
+def verify(path: Path) -> Manifest:
+    """Read the manifest; check each file's size and sha256, that none is unlisted, and that models read no other file.
+
+    BundleError lists all problems, one a line.
+    """
+    manifest = read_manifest(path)
+    files, problems = regular_files(path)
+    unlisted = sorted(name for name in files.keys() - manifest.files.keys() if is_hashed(name))
+    problems += [f"{name}: not in the manifest; remove it" for name in unlisted]
+    problems += [code_problem(name) for name in files.keys() - manifest.files.keys() if code_problem(name)]
+    for name, record in sorted(manifest.files.items()):
+        problems += _file_problems(files.get(name), name, record)
+    if not problems:
+        for artifact in manifest.artifacts:
+            problems += _artifact_problems(path, manifest, artifact)
+    if problems:
+        raise BundleError([f"{path}: not the bundle that its manifest describes", *problems])
+    return manifest
+
+
+def write_samples(folder: Path, columns: Columns) -> EvaluationSet:
+    """Freeze samples in the bundle's folder: numbers and images to evaluation/samples.npz, texts to samples.jsonl.
+
+    Image files and Pillow images are decoded. The record already names where `write_outputs` puts the baseline's
+    outputs. UsageError where columns differ in length or hold neither numbers nor texts.
+    """
+    arrays, texts = split_columns(columns)
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    if arrays:
+        write_npz(folder / ARRAYS, {name: parts[0] if len(parts) == 1 else parts for name, parts in arrays.items()})
+    if texts:
+        write_jsonl(folder / TEXTS, texts)
+    return EvaluationSet(
+        n_samples=count(columns),
+        arrays=ARRAYS if arrays else None,
+        texts=TEXTS if texts else None,
+        baseline_outputs=BASELINE_OUTPUTS,
+        digest=digest_columns(columns),
+    )
+
+
+def read_samples(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """Read the frozen samples of the bundle in `path`: columns as `write_samples` was given them, images as arrays.
+
+    UsageError if the bundle has none; BundleError if they are not the n_samples that the manifest promises.
+    """
+    evaluation = _require_evaluation(path, manifest)
+    columns: dict[str, Any] = {}
+    if evaluation.arrays is not None:
+        columns |= read_npz(inside(path, evaluation.arrays))
+    if evaluation.texts is not None:
+        columns |= read_jsonl(inside(path, evaluation.texts))
+    _check_count(path, columns, evaluation.n_samples)
+    return columns
+
+
+def write_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
+    """Write the baseline's outputs over the frozen samples to evaluation/baseline_outputs.npz under `folder`."""
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    write_npz(folder / BASELINE_OUTPUTS, outputs)
+
+
+def read_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
+    """Read what `write_outputs` kept; errors as in `read_samples`."""
+    evaluation = _require_evaluation(path, manifest)
+    outputs: dict[str, Any] = dict(read_npz(inside(path, evaluation.baseline_outputs)))
+    _check_count(path, outputs, evaluation.n_samples)
+    return outputs
+
+
+def write_candidate_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
+    """Write a checkpoint's outputs over the frozen samples, by which it is judged, to evaluation/candidate_outputs.npz.
+
+    For text-generation nll, n_tokens, kl and agree, as `runtime.decode.scoring.score` describes them.
+    """
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    write_npz(folder / CANDIDATE_OUTPUTS, outputs)
+
+
+def read_candidate_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
+    """Read what `write_candidate_outputs` kept; BundleError if the bundle has none, or not one row for each sample."""
+    evaluation = _require_evaluation(path, manifest)
+    if CANDIDATE_OUTPUTS not in manifest.files:
+        raise BundleError(f"{path}: the candidate is a checkpoint, and {CANDIDATE_OUTPUTS} is missing; build it again")
+    outputs: dict[str, Any] = dict(read_npz(inside(path, CANDIDATE_OUTPUTS)))
+    _check_count(path, outputs, evaluation.n_samples)
+    return outputs
+
+
+def _require_evaluation(path: Path, manifest: Manifest) -> EvaluationSet:
+    if manifest.evaluation is None:
+        raise UsageError(f"{path}: this bundle has no evaluation set; give data.evaluation in its recipe")
+    return manifest.evaluation
+
+
+def _check_count(path: Path, columns: Columns, expected: int) -> None:
+    try:
+        n = count(columns)
+    except UsageError as error:
+        raise BundleError(f"{path}: evaluation set: {error}") from error
+    if n != expected:
+        raise BundleError(f"{path}: the evaluation set has {n} samples, its manifest says {expected}")
+
+
+def _parse_manifest(data: Any) -> Manifest:
+    """Parse a manifest; ValueError for one of another format version, of wrong types, or that contradicts itself."""
+    if not isinstance(data, dict):
+        raise Mismatch("not a JSON object")
+    if data.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"format_version is {data.get('format_version')!r}; this version of runtime reads {FORMAT_VERSION}"
+        )
+    manifest = from_json(Manifest, data, "manifest")
+    if not NAME.fullmatch(manifest.name):
+        raise ValueError(f"manifest.name: {manifest.name!r} is more than letters, digits, dot, dash and underscore")
+    spec_from_dict(manifest.preprocess)
+    if manifest.task not in TASKS:
+        raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
+    if manifest.task in GENERATION and manifest.generation is None:
+        raise ValueError(f"manifest.generation: missing, and the task is {manifest.task}")
+    names = [artifact.name for artifact in manifest.artifacts]
+    if len(set(names)) != len(names) or "candidate" not in names:
+        raise ValueError(
+            f"manifest.artifacts: {', '.join(names) or 'none'}; names must differ and one must be 'candidate'"
+        )
+    for order in manifest.orders:
+        if order.runtime not in ENGINES or order.graph not in names:
+            raise ValueError(f"manifest.orders: {order.name}: there is no runtime {order.runtime} or no {order.graph}")
+    return manifest
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) != len(keys) else []
+    if twice:
+        raise ValueError(f"'{twice[0]}' is there twice")
+    return dict(pairs)
+
+
+def _compute_digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical_json({key: value for key, value in data.items() if key != "digest"})).hexdigest()
+
+
+def _path_problems(root: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield a problem for each path that leaves the folder, differs only in case, or that `files` does not list."""
+    evaluation = manifest.evaluation
+    used = [artifact.path for artifact in manifest.artifacts]
+    for record in (artifact.engine for artifact in manifest.artifacts if artifact.engine is not None):
+        used += [name for name in (record.weights_from, record.layers) if name]
+    used += [p for p in (evaluation.arrays, evaluation.texts, evaluation.baseline_outputs) if p] if evaluation else []
+    for name in dict.fromkeys([*manifest.files, *used]):
+        try:
+            inside(root, name)
+        except BundleError as error:
+            yield str(error)
+    yield from (
+        f"{name}: named in the manifest, but not among its files" for name in used if name not in manifest.files
+    )
+    yield from (f"{name}: may not be among the manifest's files" for name in manifest.files if not is_hashed(name))
+    yield from _use_problems(manifest, manifest.files, used)
+    folded: dict[str, str] = {}
+    for name in manifest.files:
+        if folded.setdefault(name.casefold(), name) != name:
+            yield f"{name}: the same file as {folded[name.casefold()]} where case is not told apart"
+
+
+def _use_problems(manifest: Manifest, names: Iterable[str], used: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each file that something could run, or whose folder holds nothing of the bundle's.
+
+    Such a folder may be a package's: whoever stands in the bundle's folder and starts Python would run it. A
+    checkpoint's own code is told by its manifest, and lies where nothing but transformers looks for it.
+    """
+    homes = {name.partition("/")[0] for name in (*used, *FOLDERS)}
+    own_code = {a.path.rpartition("/")[0] for a in manifest.artifacts if a.remote_code and "/" in a.path}
+    for name in names:
+        top, _, rest = name.partition("/")
+        folder, _, file = name.rpartition("/")
+        if rest and top not in homes:
+            yield f"{name}: no model of the manifest lies in the folder {top}; a bundle has no use for it"
+        elif not (folder in own_code and file.endswith(".py")) and (problem := code_problem(name)):
+            yield problem
+
+
+def is_hashed(name: str) -> bool:
+    """Return False for the manifest itself, what validation writes afterwards, and what is of one machine alone."""
+    return name not in (MANIFEST, HOST) and WRITTEN_AFTERWARDS.fullmatch(name) is None
+
+
+def _file_problems(file: Path | None, name: str, record: FileRecord) -> list[str]:
+    if file is None:
+        return [f"{name}: missing"]
+    try:
+        size = file.stat().st_size
+        if size != record.size_bytes:
+            return [f"{name}: {size} bytes, the manifest says {record.size_bytes}"]
+        if sha256_of(file) != record.sha256:
+            return [f"{name}: its sha256 is not the manifest's"]
+    except OSError as error:
+        return [f"{name}: cannot be read: {error.strerror}"]
+    return []
+
+
+def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> list[str]:
+    try:
+        files = FILES_OF[artifact.kind](inside(root, artifact.path))
+    except BundleError as error:
+        return [f"{artifact.path}: {problem}" for problem in error.problems]
+    unlisted = [file.name for file in files if file.relative_to(root).as_posix() not in manifest.files]
+    if unlisted:
+        return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
+    size = sum(file.stat().st_size for file in files)
+    if size != artifact.size_bytes:
+        what = {"checkpoint": "in its tensors", "engine": "in the file"}.get(artifact.kind, "with external data")
+        return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
+    return []

@@ -1,0 +1,360 @@
+"""What a bundle's manifest says: the records, and nothing that touches a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from runtime.bundle.engine import EngineOrder, EngineRecord
+from runtime.bundle.records import PYDANTIC_CONFIG
+from runtime.bundle.tensors import TensorSpec
+
+FORMAT_VERSION = 1
+CLASSIFICATION = ("image-classification", "text-classification")
+GENERATION = ("text-generation",)
+TEXT_TASKS = ("text-classification", "feature-extraction", *GENERATION)
+OUTPUT_TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
+"""Tasks whose outputs are kept, one row a sample; a decoder's logits are reduced as they come
+(`runtime.decode.scoring`)."""
+TASKS = (*OUTPUT_TASKS, *GENERATION)
+RULES = ("max_drop", "min", "max", "min_speedup")
+"""The rules of a gate: names of its fields, in the order in which they are decided and shown."""
+
+MOST_THREADS = 1024
+"""Of one model: more than machines have, and few enough that they start."""
+MOST_BATCH, MOST_TOKENS, MOST_CALLS = 2**16, 2**20, 10**6
+"""Samples in a call; tokens of a text; timed calls: a stranger's bundle may ask for no more."""
+
+
+def _check_range(record: object, name: str, least: int, most: int) -> None:
+    value = getattr(record, name)
+    if value < least:
+        raise ValueError(f"{name} is {value}, below {least}")
+    if value > most:
+        raise ValueError(f"{name} is {value}, above {most}")
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The keys and values of earlier tokens, as inputs and outputs of a decoder's graph.
+
+    Each of `past` and `present` is [batch, n_heads, length, head_size]. In a graph with `shared_buffer` past and
+    present are one buffer of fixed length, texts are padded on the right, and the attention mask says how long each row
+    is; in any other graph past grows by what each call reads, and texts are padded on the left.
+    """
+
+    n_layers: int
+    n_heads: int
+    """Of keys and values: fewer than the queries' where those share them."""
+    head_size: int
+    dtype: str = "float32"
+    shared_buffer: bool = False
+    past: str = "past_key_values.{layer}.{kind}"
+    """Name of an input; layer from 0, kind is key or value."""
+    present: str = "present.{layer}.{kind}"
+    """Name of an output."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_heads", "head_size"):
+            _check_range(self, name, 1, MOST_BATCH)
+        for name in ("past", "present"):
+            if not all(part in getattr(self, name) for part in ("{layer}", "{kind}")):
+                raise ValueError(f"{name} is '{getattr(self, name)}': it must hold {{layer}} and {{kind}}")
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Return the names (past, present) for each layer's keys and values."""
+        return tuple(
+            (self._fill_pattern(self.past, layer, kind), self._fill_pattern(self.present, layer, kind))
+            for layer in range(self.n_layers)
+            for kind in ("key", "value")
+        )
+
+    @staticmethod
+    def _fill_pattern(pattern: str, layer: int, kind: str) -> str:
+        return pattern.replace("{layer}", str(layer)).replace("{kind}", kind)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One model of the bundle: an .onnx file, a checkpoint's folder that another engine loads, or a compiled engine."""
+
+    name: str
+    """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend."""
+    path: str
+    """Of the .onnx file, of a checkpoint's config.json, or of an engine; relative to the bundle's folder."""
+    target: str
+    """The backend it was made for."""
+    precision: str
+    """What its weights are stored in, in words: float32, int8, ..."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    size_bytes: int
+    """The file and its external data; all the folder's safetensors of a checkpoint."""
+    cache: KvCache | None = None
+    """A decoder's; None: each call reads whole texts."""
+    kind: Literal["onnx", "checkpoint", "engine"] = "onnx"
+    """A checkpoint is not run here: its quality was measured when it was built."""
+    engine: EngineRecord | None = None
+    """An engine's: what it was compiled with and for."""
+    remote_code: bool = False
+    """A checkpoint's whose recipe said `trust_remote_code`: *.py files beside its config.json are the model's own. They
+    are never run here."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "engine") != (self.engine is not None):
+            raise ValueError(f"artifact '{self.name}': an engine has a record of its build, and nothing else has one")
+        fixed = fixed_batch(self.inputs)
+        if fixed is not None and not 1 <= fixed <= MOST_BATCH:
+            raise ValueError(f"artifact '{self.name}': its inputs have a batch of {fixed}: give 1 to {MOST_BATCH}")
+        if self.remote_code and self.kind != "checkpoint":
+            raise ValueError(f"artifact '{self.name}': remote_code is of checkpoints alone")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What generating text needs to know of a decoder, and its makers' settings for sampling."""
+
+    context_length: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Any of them ends an answer."""
+    pad_token_id: int | None = None
+    temperature: float = 1.0
+    """This and the rest: used where a call samples and does not give its own."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_range(self, "context_length", 1, 2**31)
+        _check_range(self, "vocab_size", 1, 2**31)
+        single = {"bos_token_id": self.bos_token_id, "pad_token_id": self.pad_token_id}
+        for name, token in (*single.items(), *(("eos_token_ids", token) for token in self.eos_token_ids)):
+            if token is not None and not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name} {token} is not in the vocabulary of {self.vocab_size}")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A bound that a metric must keep to; at least one of `max_drop`, `min`, `max`, `min_speedup` is given."""
+
+    metric: str
+    """The name of a metric: top1, spearman, latency_p50, size, ..."""
+    max_drop: float | None = None
+    """At most this much worse than the baseline, in the metric's own unit."""
+    min: float | None = None
+    """At least this."""
+    max: float | None = None
+    """At most this."""
+    min_speedup: float | None = None
+    """At least this many times as fast as the baseline."""
+    undecided: Literal["fail", "pass"] | None = None
+    """What to do when the confidence interval holds the bound; default: what `validate` says."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if not self.bounds:
+            raise ValueError(f"gate on '{self.metric}' has no rule: give one of {', '.join(RULES)}")
+        for name, bound in self.bounds.items():
+            if not math.isfinite(bound):
+                raise ValueError(f"gate on '{self.metric}': {name} is {bound}, not a finite number")
+        if self.max_drop is not None and self.max_drop < 0:
+            raise ValueError(
+                f"gate on '{self.metric}': max_drop is {self.max_drop}, below 0; a drop is a positive number"
+            )
+        if self.min_speedup is not None and self.min_speedup <= 0:
+            raise ValueError(f"gate on '{self.metric}': min_speedup is {self.min_speedup}, not above 0")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"gate on '{self.metric}': min {self.min} is above max {self.max}")
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Return the rules that are given, as rule -> bound."""
+        return {rule: bound for rule in RULES if (bound := getattr(self, rule)) is not None}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How speed is measured."""
+
+    batch_size: int = 1
+    """Samples in a call whose latency is measured."""
+    throughput_batch_size: int = 64
+    """Samples in a call whose throughput is measured."""
+    warmup: int = 10
+    """Calls that are run first and not counted."""
+    iterations: int = 100
+    """Calls that are counted, for each of baseline and candidate."""
+    threads: int = 1
+    """Threads inside one operator."""
+    sequence_length: int | None = None
+    """Tokens in each text; default: the texts as they are."""
+    latency_limit_ms: float | None = None
+    """Also measure the throughput at the largest batch whose p95 latency stays within this."""
+    prompt_tokens: int = 128
+    """text-generation: tokens of each prompt."""
+    new_tokens: int = 64
+    """text-generation: tokens generated after each prompt."""
+    ttft_limit_ms: float | None = None
+    """text-generation: also measure goodput; p95 of the time to the first token stays within this."""
+    tpot_limit_ms: float | None = None
+    """text-generation: also measure goodput; p95 of the time for each further token stays within this."""
+    price_per_hour: float | None = None
+    """text-generation: also give the cost of a million tokens on a machine of this price, in its currency."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        _check_range(self, "batch_size", 1, MOST_BATCH)
+        _check_range(self, "throughput_batch_size", 1, MOST_BATCH)
+        _check_range(self, "warmup", 0, MOST_CALLS)
+        _check_range(self, "iterations", 1, MOST_CALLS)
+        _check_range(self, "threads", 1, MOST_THREADS)
+        _check_range(self, "prompt_tokens", 1, MOST_TOKENS)
+        _check_range(self, "new_tokens", 2, MOST_TOKENS)
+        if self.sequence_length is not None:
+            _check_range(self, "sequence_length", 1, MOST_TOKENS)
+        for name in ("latency_limit_ms", "ttft_limit_ms", "tpot_limit_ms", "price_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}, not a positive number")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What decides whether the candidate is good enough."""
+
+    gates: tuple[Gate, ...] = ()
+    """All of them must hold."""
+    metrics: tuple[str, ...] = ()
+    """What to report; default: every metric that fits the task and the labels."""
+    confidence: float = 0.95
+    """Of the intervals."""
+    undecided: Literal["fail", "pass"] = "fail"
+    """What a gate does when its interval holds the bound."""
+    seed: int = 0
+    """Of the order in which samples and models are timed."""
+    batch_size: int = 32
+    """Samples in a call while quality is measured."""
+    benchmark: Benchmark = Benchmark()
+    """How speed is measured."""
+    steps: Literal["auto"] | bool = "auto"
+    """Also measure what each pass left, as the bundle is built. auto: from two passes on, of models up to 512 MiB."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence is {self.confidence}, not between 0 and 1")
+        _check_range(self, "seed", 0, 2**128)
+        _check_range(self, "batch_size", 1, MOST_BATCH)
+
+
+@dataclass(frozen=True)
+class BuildScore:
+    """How the quality of a candidate was measured that nothing here runs: when it was built."""
+
+    by: str
+    """The library and its version: torch 2.13.0."""
+    gaps: tuple[str, ...] = ()
+    """What the engine computes otherwise than was measured, as sentences: gates on quality are undecided then."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """The frozen samples and what the baseline said to them; paths are relative to the bundle's folder."""
+
+    n_samples: int
+    arrays: str | None
+    """evaluation/samples.npz: images, tensors, labels."""
+    texts: str | None
+    """evaluation/samples.jsonl: one object of texts for each sample."""
+    baseline_outputs: str
+    """evaluation/baseline_outputs.npz; text-generation: nll (nats, summed) and n_tokens of each sample."""
+    digest: str
+    """sha256 of the samples' content, whatever file they are stored in."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of the bundle must be."""
+
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that a machine needs to know to run and judge the bundle."""
+
+    format_version: int = FORMAT_VERSION
+    """Of this file; a reader refuses another."""
+    name: str
+    """The recipe's."""
+    task: str
+    """What the model does: image-classification, text-generation, ..."""
+    target: str
+    """The runtime that the bundle was made for."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes, in the order of the model's outputs."""
+    preprocess: dict[str, object]
+    """A `runtime.encode.preprocess` spec; `spec_from_dict` reads it."""
+    artifacts: tuple[Artifact, ...]
+    """The models: "candidate", "baseline", and those for further targets."""
+    evaluation: EvaluationSet | None
+    """The frozen samples."""
+    judgement: Judgement
+    """What the recipe's `validate` says: gates, metrics, how speed is measured."""
+    generation: Generation | None = None
+    """text-generation: what generating needs to know."""
+    source_bytes: int | None = None
+    """Of the weight files that the model came in, where the bundle holds no baseline to run."""
+    score: BuildScore | None = None
+    """Where the candidate is a checkpoint that nothing here runs."""
+    orders: tuple[EngineOrder, ...] = ()
+    """Engines that the recipe asks for; those without an artifact of their name are left for `compress compile`."""
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """Every file of the bundle but the manifest itself and what validation writes; `write_bundle` fills it."""
+    created_by: str
+    """"compress" and its version."""
+    digest: str = ""
+    """sha256 of the manifest without this field; `write_bundle` fills it."""
+
+    def artifact(self, name: str) -> Artifact:
+        """Return the artifact called `name`; KeyError if there is none."""
+        return {artifact.name: artifact for artifact in self.artifacts}[name]
+
+    def waiting(self) -> tuple[EngineOrder, ...]:
+        """Return the orders that no artifact fills yet."""
+        built = {artifact.name for artifact in self.artifacts}
+        return tuple(order for order in self.orders if order.name not in built)
+
+    def candidate_for(self, backend: str) -> Artifact:
+        """Return the compressed model to run on `backend`: its engine or flavour if there is one, else "candidate"."""
+        return self._pick_first(f"engine-{backend}", f"candidate-{backend}", "candidate")
+
+    def graph_for(self, backend: str) -> Artifact:
+        """Return the ONNX file that `candidate_for` is, or was compiled from."""
+        chosen = self.candidate_for(backend)
+        graphs = {order.name: order.graph for order in self.orders}
+        return self.artifact(graphs.get(chosen.name, chosen.name))
+
+    def baseline_for(self, backend: str) -> Artifact:
+        """Return the float model to run on `backend`; KeyError if there is none."""
+        return self._pick_first(f"baseline-{backend}", "baseline")
+
+    def _pick_first(self, *names: str) -> Artifact:
+        there = {artifact.name for artifact in self.artifacts}
+        return self.artifact(next((name for name in names if name in there), names[-1]))
+
+
+def fixed_batch(specs: Sequence[TensorSpec]) -> int | None:
+    """Return the batch size that a model with these inputs is bound to, if it is."""
+    return next((spec.shape[0] for spec in specs if spec.shape and isinstance(spec.shape[0], int)), None)

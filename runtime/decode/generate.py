@@ -1,0 +1,222 @@
+"""Text after a prompt: one call for the prompts, then one for each further token of all of them.
+
+A prompt is encoded as an evaluation text is (`runtime.encode.language`), a chat as its template says, with nothing
+added.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from runtime.bundle.columns import Array
+from runtime.bundle.manifest import Generation
+from runtime.decode.kv_cache import Decoder
+from runtime.decode.sampling import Sampling, choose
+from runtime.decode.text_stream import TextStream
+from runtime.encode.chat import check_messages, render_chat
+from runtime.encode.language import LanguageEncoder
+from runtime.errors import UsageError
+from runtime.metrics import NonFiniteOutputs
+
+USUAL_NEW_TOKENS = 128
+Pieces = abc.Generator[tuple[int, str], None, "list[Result]"]
+"""(row, text) as it comes; the return value is the results."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer."""
+
+    text: str
+    """Without special tokens, and without the stop string that ended it."""
+    token_ids: tuple[int, ...]
+    """All that were generated, but for the token that ended it."""
+    finish: Literal["eos", "stop", "length"]
+    """What ended it: the model, a stop string, or `max_new_tokens`."""
+    prompt_tokens: int
+
+
+NUMBERS: dict[str, type] = {
+    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "min_p": Real,
+    "repetition_penalty": Real, "seed": Integral,
+}  # fmt: skip
+"""Settings of a request that are numbers, whole ones or any."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. None: what the model's makers say, `Generation`; tokens: as many as fit, at most 128."""
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    """0: greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: Sequence[str] = ()
+    seed: int = 0
+    chat: bool = False
+    """A prompt is what a user says, or a list of messages, put into the model's chat template."""
+
+    def __post_init__(self) -> None:
+        for name in NUMBERS:
+            value, optional = getattr(self, name), getattr(type(self), name) is None
+            if not (value is None and optional) and (not isinstance(value, NUMBERS[name]) or isinstance(value, bool)):
+                raise UsageError(f"{name} is {value!r}: give a number{'' if NUMBERS[name] is Real else ', whole'}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
+        if (
+            not isinstance(self.stop, Sequence)
+            or isinstance(self.stop, str)
+            or not all(isinstance(text, str) and text for text in self.stop)
+        ):
+            raise UsageError(f"stop is {self.stop!r}: give a list of texts, none of them empty")
+
+    def sampling(self, defaults: Generation) -> Sampling:
+        """Return the settings, with the model's own where none were given; UsageError for one out of its range."""
+
+        def resolve(name: str) -> Any:
+            value = getattr(self, name)
+            return getattr(defaults, name) if value is None else value
+
+        return Sampling(
+            self.temperature,
+            resolve("top_k"),
+            resolve("top_p"),
+            resolve("min_p"),
+            resolve("repetition_penalty"),
+            self.seed,
+        )
+
+
+@dataclass
+class Generator:
+    """A decoder with its tokenizer. Greedy answers do not depend on the batch they are in, but for rounding."""
+
+    decoder: Decoder
+    encoder: LanguageEncoder
+    settings: Generation
+    model_dir: Path
+
+    def generate(self, prompts: Sequence[Any], request: Request) -> list[Result]:
+        """Answer each prompt, all in one batch; errors as in `stream`."""
+        return _collect_results(self.stream(prompts, request))
+
+    def continue_tokens(self, ids: Sequence[Array], request: Request) -> list[Result]:
+        """Answer prompts that are tokens already, int64 [t] each, as `generate` does."""
+        return _collect_results(
+            self._generate_pieces(
+                ids, self._limit_new_tokens(ids, request), request.sampling(self.settings), request.stop
+            )
+        )
+
+    def stream(self, prompts: Sequence[Any], request: Request) -> Pieces:
+        """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns the `Result`s.
+
+        UsageError, before anything runs, for no prompt, one without tokens or with ids beyond the vocabulary, one that
+        leaves no room for the answer, and settings out of range; NonFiniteOutputs if the model gives NaN.
+        """
+        ids = [self.encode(prompt, request.chat) for prompt in prompts]
+        if not ids:
+            raise UsageError("no prompt: give at least one text")
+        n_new, sampling = self._limit_new_tokens(ids, request), request.sampling(self.settings)
+        return self._generate_pieces(ids, n_new, sampling, request.stop)
+
+    def encode(self, prompt: Any, chat: bool = False) -> Array:
+        """Return a prompt's tokens, int64 [t]: of a text, or with `chat` of what a user says or a list of messages."""
+        if not chat:
+            if not isinstance(prompt, str):
+                raise UsageError(f"a prompt is a text, not {type(prompt).__name__}; messages need chat")
+            return self.encoder.prompt(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        rendered = render_chat(self.model_dir, check_messages(messages))
+        return self.encoder.check_ids(np.array(self.encoder.tokens(rendered), np.int64), "the prompt")
+
+    def _limit_new_tokens(self, ids: Sequence[Array], request: Request) -> int:
+        """Return how many tokens to generate at most; UsageError where they do not fit into the model's context."""
+        longest, limit = max(map(len, ids)), self.settings.context_length
+        n_new = request.max_new_tokens or max(1, min(USUAL_NEW_TOKENS, limit - longest))
+        if longest + n_new > limit:
+            raise UsageError(
+                f"a prompt of {longest} tokens and max_new_tokens {n_new} are more than the model's context_length "
+                f"{limit}: shorten the prompt, or ask for fewer tokens"
+            )
+        return n_new
+
+    def _generate_pieces(self, ids: Sequence[Array], n_new: int, sampling: Sampling, stop: Sequence[str]) -> Pieces:
+        rows = [_Row(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), stop)) for prompt in ids]
+        draws = [sampling.stream(row) for row in range(len(rows))]
+        logits = self.decoder.start(ids, max(map(len, ids)) + n_new)
+        for count in range(n_new):
+            if count:
+                logits = self.decoder.step(np.array([row.last for row in rows], np.int64))
+            for number, row in enumerate(rows):
+                if row.finish is None:
+                    token = _choose_token(logits[number], row, sampling, draws[number])
+                    piece = row.take(token, self.settings.eos_token_ids)
+                    if piece:
+                        yield number, piece
+            if all(row.finish for row in rows):
+                break
+        for number, row in enumerate(rows):
+            if row.finish is None and (rest := row.end("length")):
+                yield number, rest
+        return [row.result() for row in rows]
+
+
+def _collect_results(pieces: Pieces) -> list[Result]:
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            results: list[Result] = end.value
+            return results
+
+
+def _choose_token(logits: Array, row: _Row, sampling: Sampling, draws: np.random.Generator) -> int:
+    if np.isnan(logits).any():
+        raise NonFiniteOutputs(f"the model gives NaN after {len(row.prompt) + len(row.made)} tokens")
+    seen = np.concatenate([row.prompt, row.made]) if sampling.repetition_penalty != 1 else row.prompt
+    return choose(logits, seen.astype(np.int64), sampling, draws)
+
+
+@dataclass
+class _Row:
+    """One answer while it is made."""
+
+    prompt: Array
+    text: TextStream
+    made: list[int] = field(default_factory=list)
+    finish: Literal["eos", "stop", "length"] | None = None
+
+    @property
+    def last(self) -> int:
+        """Return the token that the decoder reads next; an answer that has ended goes on with its last, unread."""
+        return self.made[-1] if self.made else int(self.prompt[-1])
+
+    def take(self, token: int, eos: Sequence[int]) -> str:
+        """Add a token to the answer, and return the text that is certain after it."""
+        if token in eos:
+            return self.end("eos")
+        self.made.append(token)
+        piece = self.text.push(token)
+        if self.text.stopped:
+            self.finish = "stop"
+        return piece
+
+    def end(self, why: Literal["eos", "length"]) -> str:
+        """End the answer, and return the text that was held back; it may still hold a stop string."""
+        rest = self.text.close()
+        self.finish = "stop" if self.text.stopped else why
+        return rest
+
+    def result(self) -> Result:
+        return Result(self.text.text, tuple(self.made), self.finish or "length", len(self.prompt))

@@ -1,0 +1,160 @@
+"""A language model over evaluation texts: each token's cross-entropy, and how far it is from a reference model's.
+
+Batches are sorted by length and reduced at once: the logits of a batch, [n, t, vocab], are never kept. With a reference
+both models read the same batch, side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from runtime.backends import Session
+from runtime.bundle.columns import Array, Columns, count
+from runtime.encode.language import LanguageEncoder
+from runtime.encode.preprocess import Preprocessor
+from runtime.errors import BundleError, UsageError
+
+LOGITS_BYTES = 256 << 20
+"""Of one model's batch at most; a single text may take more."""
+REDUCED_AT_ONCE = 1 << 20
+"""Logits that are turned to float64 at once."""
+
+
+def score(
+    session: Session,
+    encoder: Preprocessor,
+    columns: Columns,
+    batch_size: int = 32,
+    reference_session: Session | None = None,
+) -> dict[str, Array]:
+    """Return sums over each sample's predicted tokens, in the samples' order.
+
+    {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N]} and, with a reference, {"kl": float64 [N]
+    KL(reference || model) in nats, "agree": int64 [N] tokens for which both find the same one most likely,
+    "reference_nll": float64 [N]}. Samples are what `LanguageEncoder.samples` makes of the columns. The result does not
+    depend on the samples' order. UsageError for samples that do not fit, a sample of one token, and models whose
+    vocabularies differ; BundleError for a graph without logits [batch, sequence, vocab].
+    """
+    language = language_encoder(encoder)
+    samples = language.samples(columns)
+    count({name: column for name, column in samples.items() if name in ("text", "input_ids")})
+    sequences = language.sequences(samples)
+    short = next((row for row, ids in enumerate(sequences) if len(ids) < 2), None)
+    if short is not None:
+        raise UsageError(f"sample {short} has one token, and none to predict: leave it out, or join texts with pack")
+    sessions = [session] if reference_session is None else [session, reference_session]
+    names = ("nll", "kl", "reference_nll")[: 1 if reference_session is None else 3]
+    sums: dict[str, Array] = {name: np.zeros(len(sequences)) for name in names}
+    sums |= {"n_tokens": np.array([len(ids) - 1 for ids in sequences], np.int64)}
+    sums |= {"agree": np.zeros(len(sequences), np.int64)} if reference_session is not None else {}
+    for row, logits in logit_rows(sessions, language, sequences, batch_size):
+        for name, value in reduce_sample(logits, sequences[row][1:]).items():
+            sums[name][row] = value
+    return sums
+
+
+def language_encoder(encoder: Preprocessor) -> LanguageEncoder:
+    """Return the encoder, if it is a language model's; UsageError otherwise."""
+    if not isinstance(encoder, LanguageEncoder):
+        raise UsageError(f"text-generation needs preprocess kind: language, not {encoder.spec.kind}")
+    return encoder
+
+
+def logit_rows(
+    sessions: Sequence[Session], encoder: LanguageEncoder, sequences: Sequence[Array], batch_size: int
+) -> Iterator[tuple[int, list[Array]]]:
+    """Yield (sample, each model's logits [t - 1, vocab] after each of its tokens but the last), longest samples first.
+
+    The last token is only predicted: the models do not read it.
+    """
+    if batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}, below 1")
+    encoders = [replace(encoder, inputs=session.inputs) for session in sessions]
+    vocab = max(_vocab_size(session) for session in sessions) or encoder.vocab_size or 1
+    for rows in _split_batches(sequences, batch_size, vocab):
+        batch = [sequences[row][:-1] for row in rows]
+        all_logits = [
+            _run_logits(session, model_encoder.feeds(batch))
+            for session, model_encoder in zip(sessions, encoders, strict=True)
+        ]
+        sizes = {logits.shape[-1] for logits in all_logits}
+        if len(sizes) > 1:
+            raise UsageError(f"the models' vocabularies differ: {', '.join(map(str, sorted(sizes)))} logits")
+        for place, row in enumerate(rows):
+            yield row, [logits[place, : len(sequences[row]) - 1] for logits in all_logits]
+
+
+def reduce_sample(logits: Sequence[Array], targets: Array) -> dict[str, Any]:
+    """Return `score`'s sums of one sample.
+
+    `logits`: [t, vocab] of the model (and the reference); `targets`: the tokens that came, [t].
+    """
+    totals: dict[str, Any] = {}
+    step = max(1, REDUCED_AT_ONCE // logits[0].shape[-1])
+    for start in range(0, len(targets), step):
+        part = slice(start, start + step)
+        for name, value in _reduce_part([model_logits[part] for model_logits in logits], targets[part]).items():
+            totals[name] = totals.get(name, 0) + value
+    return totals
+
+
+def _reduce_part(logits: Sequence[Array], targets: Array) -> dict[str, Any]:
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are told of where the sums are judged
+        log_q, *reference = (log_softmax(model_logits) for model_logits in logits)
+        sums: dict[str, Any] = {"nll": -_pick_tokens(log_q, targets).sum()}
+        for log_p in reference:
+            sums["reference_nll"] = -_pick_tokens(log_p, targets).sum()
+            chance = np.exp(log_p)  # [t, vocab]
+            divergence = np.where(chance > 0, chance * (log_p - log_q), 0 * chance).sum(axis=-1)  # [t]
+            sums["kl"] = np.maximum(divergence, 0.0).sum()  # rounding can leave -1e-17
+            sums["agree"] = int(np.count_nonzero(log_p.argmax(axis=-1) == log_q.argmax(axis=-1)))
+    return sums
+
+
+def log_softmax(logits: Array) -> Array:
+    """Return the natural logarithm of the softmax over the last axis, float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def _pick_tokens(log_probabilities: Array, tokens: Array) -> Array:
+    result: Array = np.take_along_axis(log_probabilities, tokens[:, None], axis=-1)[:, 0]  # [t]
+    return result
+
+
+def _split_batches(sequences: Sequence[Array], batch_size: int, vocab: int) -> Iterator[list[int]]:
+    """Yield batches of samples, longest first and equal ones together: independent of the samples' order."""
+    order = sorted(range(len(sequences)), key=lambda row: (-len(sequences[row]), sequences[row].tolist()))
+    start = 0
+    while start < len(order):
+        width = len(sequences[order[start]])
+        size = max(1, min(batch_size, LOGITS_BYTES // (4 * width * vocab)))
+        yield order[start : start + size]
+        start += size
+
+
+def _vocab_size(session: Session) -> int:
+    """Return the size of the vocabulary that the graph says; 0 where it does not."""
+    last = next((spec.shape[-1] for spec in session.outputs if spec.name == "logits" and spec.shape), 0)
+    return last if isinstance(last, int) else 0
+
+
+def _run_logits(session: Session, feeds: dict[str, Array]) -> Array:
+    """Return the logits of one call, float [n, t, vocab]; no other output is asked for."""
+    if "logits" not in {spec.name for spec in session.outputs}:
+        raise BundleError(f"a language model has an output 'logits'; this has {_list_outputs(session)}")
+    logits = session.run(feeds, ("logits",))["logits"]
+    if logits.ndim != 3 or logits.shape[:2] != feeds["input_ids"].shape:
+        raise BundleError(
+            f"logits have shape {logits.shape} for tokens {feeds['input_ids'].shape}; scoring needs them at every token"
+        )
+    return logits
+
+
+def _list_outputs(session: Session) -> str:
+    return ", ".join(spec.name for spec in session.outputs)

@@ -1,0 +1,182 @@
+"""Chat templates: messages to the prompt that a model was trained on.
+
+The template comes with the model, from someone we do not know, so that it runs in jinja2's sandbox, without a way to
+files or to Python's objects, and in a process of its own that is ended when its time or memory is used up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.encode.texts import read_config
+from runtime.errors import BundleError, MissingDependency, RuntimeFailure, UsageError
+from runtime.processes.isolated import python_command, python_environment
+
+Messages = Sequence[Mapping[str, Any]]
+"""{"role": "user", "content": "..."}, the oldest first."""
+SECONDS, START_SECONDS = 5.0, 60.0
+"""For one prompt; for the process to start."""
+MOST_TEMPLATE = 2**20
+"""Bytes of a template."""
+
+
+def render_chat(model_dir: Path, messages: Messages, answer: bool = True) -> str:
+    """Render the messages as one prompt; `answer`: ending where the assistant begins to speak.
+
+    The template is chat_template.jinja, else `chat_template` of tokenizer_config.json. BundleError where it is broken;
+    UsageError where the model has none, for messages that it refuses, or takes too long with; MissingDependency without
+    jinja2.
+    """
+    config = read_config(model_dir / "tokenizer_config.json")
+    source = _read_template(model_dir, config)
+    if importlib.util.find_spec("jinja2") is None:
+        raise MissingDependency("jinja2", "a chat template")
+    variables = {"messages": list(messages), "add_generation_prompt": answer, **_read_special_tokens(config)}
+    try:
+        request = json.dumps({"source": source, "variables": variables})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"messages of a chat hold texts, numbers, lists and objects: {error}") from error
+    reply = _ask_process(request, model_dir)
+    if "text" in reply:
+        return reply["text"]
+    if "unreadable" in reply:
+        raise BundleError(f"{model_dir}: its chat template cannot be read: {reply['unreadable']}")
+    if "refused" in reply:
+        raise UsageError(f"{model_dir}: its chat template refuses the messages: {reply['refused']}")
+    raise UsageError(f"{model_dir}: its chat template fails on the messages: {reply['failed']}")
+
+
+def check_messages(messages: Any) -> Messages:
+    """Return the messages, each an object with a role; UsageError for anything else."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise UsageError("a chat is a list of messages, {'role': 'user', 'content': '...'} each, and not empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(f"message {i} has no role: give {{'role': 'user', 'content': '...'}}")
+    return messages
+
+
+class TemplateProcess:
+    """A process that renders one template after another, `runtime.encode.chat_template`."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.process = subprocess.Popen(
+            python_command("from runtime.encode.chat_template import main; main()"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=python_environment(),
+        )
+        if not self._read_reply(START_SECONDS):
+            raise RuntimeFailure(
+                "the process for chat templates does not start: is jinja2 whole? see `compress doctor`"
+            )
+
+    def ask(self, request: str) -> dict[str, str] | None:
+        """Return the answer to a request, JSON without a line break in it; None where it did not come in time."""
+        reply = self._read_reply(SECONDS, request.encode() + b"\n")
+        if not reply:
+            return None
+        answer: dict[str, str] = json.loads(reply)
+        if "exhausted" in answer:
+            self.close()
+        return answer
+
+    def usable(self) -> bool:
+        """Return whether it runs, and is this process's own, not its parent's before a fork."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        if self.owner == os.getpid():
+            self.process.kill()
+            self.process.communicate()
+
+    def _read_reply(self, seconds: float, request: bytes = b"") -> bytes:
+        """Return the line that comes after `request` was written.
+
+        Empty, and the process ended, where none came in time.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+            reply = self.process.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        finally:
+            on_time = timer.is_alive()
+            timer.cancel()
+        if not (reply and on_time):
+            self.close()
+        return reply
+
+
+_lock = threading.Lock()
+_processes: list[TemplateProcess] = []
+"""None or one: it serves every template of this process."""
+
+
+def _ask_process(request: str, model_dir: Path) -> dict[str, str]:
+    with _lock:
+        if not (_processes and _processes[0].usable()):
+            _processes[:] = [TemplateProcess()]
+        reply = _processes[0].ask(request)
+    if reply is None:
+        raise UsageError(
+            f"{model_dir}: its chat template does not end with these messages within {SECONDS:g} s: "
+            "give a plain prompt, or a model whose template ends"
+        )
+    return reply
+
+
+@atexit.register
+def _close_processes() -> None:
+    for process in _processes:
+        process.close()
+
+
+def _read_template(model_dir: Path, config: Mapping[str, Any]) -> str:
+    file = model_dir / "chat_template.jinja"
+    source: Any = config.get("chat_template")
+    if file.is_file():
+        try:
+            source = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BundleError(f"{file}: cannot be read: {error}") from error
+    elif isinstance(source, list):  # several by name
+        defaults = [
+            template.get("template")
+            for template in source
+            if isinstance(template, dict) and template.get("name") == "default"
+        ]
+        source = defaults[-1] if defaults else None
+    if not isinstance(source, str):
+        raise UsageError(
+            f"{model_dir}: the model has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json): give a plain prompt"
+        )
+    if len(source) > MOST_TEMPLATE:
+        raise BundleError(f"{model_dir}: its chat template has {len(source)} characters, more than {MOST_TEMPLATE}")
+    return source
+
+
+def _read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return bos_token, eos_token, ... as text, for the template."""
+    tokens = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens

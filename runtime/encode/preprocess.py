@@ -1,0 +1,112 @@
+"""The ONE implementation of image and text preprocessing: calibration, evaluation and serving all call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from runtime.bundle.columns import Array, Columns, Rows, take
+from runtime.bundle.records import from_json, to_json
+from runtime.encode.images import make_image_encoder
+from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.specs import ImagePreprocess, TensorPreprocess, TextPreprocess
+from runtime.encode.texts import make_text_encoder, pool
+from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.bundle.tensors import TensorSpec
+
+__all__ = [
+    "ImagePreprocess",
+    "LanguageEncoder",
+    "LanguagePreprocess",
+    "PreprocessSpec",
+    "Preprocessor",
+    "TensorPreprocess",
+    "TextPreprocess",
+    "make_preprocessor",
+    "pool",
+    "spec_from_dict",
+    "spec_to_dict",
+]
+
+PreprocessSpec = ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
+
+_KINDS: dict[str, type[PreprocessSpec]] = {
+    "image": ImagePreprocess,
+    "text": TextPreprocess,
+    "tensor": TensorPreprocess,
+    "language": LanguagePreprocess,
+}
+
+
+def spec_to_dict(spec: PreprocessSpec) -> dict[str, Any]:
+    """Return the spec as JSON can hold it."""
+    return cast(dict[str, Any], to_json(spec))
+
+
+def spec_from_dict(data: Mapping[str, Any]) -> PreprocessSpec:
+    """Read what `spec_to_dict` made; ValueError, naming the key, for anything else."""
+    kind = data.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"preprocess.kind: {kind!r} is not one of {', '.join(_KINDS)}")
+    return from_json(_KINDS[kind], dict(data), "preprocess")
+
+
+class Preprocessor(Protocol):
+    """Samples to a model's inputs, one batch at a time."""
+
+    @property
+    def spec(self) -> PreprocessSpec: ...
+
+    def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
+        """Return the rows (default: all) as {input name: array} in the inputs' dtypes; UsageError if they misfit."""
+        ...
+
+
+def make_preprocessor(
+    spec: PreprocessSpec,
+    inputs: tuple[TensorSpec, ...],
+    model_dir: Path | None = None,
+    vocab_size: int | None = None,
+) -> Preprocessor:
+    """Make what feeds a model that has `inputs`; `model_dir` holds the tokenizer where the spec is for text.
+
+    With `vocab_size` a language model's encoder refuses token ids beyond it. UsageError if the spec cannot make these
+    inputs; BundleError if the tokenizer cannot be read.
+    """
+    if isinstance(spec, ImagePreprocess):
+        return make_image_encoder(spec, inputs)
+    if isinstance(spec, TextPreprocess):
+        return make_text_encoder(spec, inputs, model_dir)
+    if isinstance(spec, LanguagePreprocess):
+        return make_language_encoder(spec, inputs, model_dir, vocab_size)
+    return TensorEncoder(spec, inputs)
+
+
+@dataclass(frozen=True)
+class TensorEncoder:
+    """Samples with one column for each model input; other columns (label) are passed over."""
+
+    spec: TensorPreprocess
+    inputs: tuple[TensorSpec, ...]
+
+    def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
+        """Return one batch: the columns in the inputs' dtypes; UsageError where a dtype or a shape does not fit."""
+        return {i.name: _to_tensor(i, take(columns, i.name, rows)) for i in self.inputs}
+
+
+def _to_tensor(spec: TensorSpec, column: Any) -> Array:
+    values = np.asarray(column)
+    if values.dtype.kind not in "biuf" or not np.can_cast(values.dtype, spec.dtype, "same_kind"):
+        raise UsageError(f"column '{spec.name}' holds {values.dtype}, but the model's input is {spec.dtype}")
+    fits = len(values.shape) == len(spec.shape) and all(
+        have == want for have, want in zip(values.shape[1:], spec.shape[1:], strict=True) if isinstance(want, int)
+    )
+    if not fits:
+        raise UsageError(f"column '{spec.name}' has shape {values.shape}, but the model's input is {spec.shape}")
+    return np.ascontiguousarray(values, dtype=spec.dtype)

@@ -1,0 +1,204 @@
+"""Texts to token ids through the `tokenizers` library, and hidden states to one embedding a text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.bundle.columns import Array, Columns, Rows, take_texts
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.specs import TextPreprocess
+from runtime.errors import BundleError, MissingDependency, UsageError
+
+FEEDS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How shorter texts are filled up; `token_id` is None if the tokenizer's files name no padding token."""
+
+    token_id: int | None
+    type_id: int
+    left: bool
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Samples with the column "text", and "text_pair" where two texts are read together -> the model's inputs."""
+
+    spec: TextPreprocess
+    inputs: tuple[TensorSpec, ...]
+    tokenizer: Any
+    padding: Padding
+    width: int | None
+    """Tokens of every row where the spec or the model fixes them; None: the longest of the batch."""
+
+    def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
+        """Return one batch: {input name: [n, T]} in each input's dtype, T as the spec's padding says."""
+        return self.feeds(self.tokenize(columns, rows))
+
+    def feeds(self, tokens: dict[str, Array]) -> dict[str, Array]:
+        """Select those of `tokenize`'s arrays that the model takes, in its dtypes."""
+        return {i.name: tokens[i.name].astype(i.dtype, copy=False) for i in self.inputs}
+
+    def tokenize(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
+        """Return int64 [n, T]: input_ids, attention_mask (1 for tokens, 0 for padding) and token_type_ids."""
+        texts: list[Any] = take_texts(columns, "text", rows)
+        if "text_pair" in columns:
+            texts = list(zip(texts, take_texts(columns, "text_pair", rows), strict=True))
+        encodings = encode_texts(self.tokenizer, texts)
+        width = self.width or max(1, max(len(e) for e in encodings))
+        if self.padding.token_id is None and any(len(e) < width for e in encodings):
+            raise BundleError(
+                f"{self.spec.tokenizer} names no padding token, and the texts of a batch differ in length: "
+                "set pad_token in tokenizer_config.json, or use batch_size 1 with padding: longest"
+            )
+        tokens = {name: np.full((len(encodings), width), fill, np.int64) for name, fill in self._fill_values().items()}
+        for row, encoding in enumerate(encodings):
+            span = slice(width - len(encoding), width) if self.padding.left else slice(0, len(encoding))
+            tokens["input_ids"][row, span] = encoding.ids
+            tokens["attention_mask"][row, span] = 1
+            tokens["token_type_ids"][row, span] = encoding.type_ids
+        return tokens
+
+    def _fill_values(self) -> dict[str, int]:
+        return dict(zip(FEEDS, (self.padding.token_id or 0, 0, self.padding.type_id), strict=True))
+
+
+def make_text_encoder(spec: TextPreprocess, inputs: tuple[TensorSpec, ...], model_dir: Path | None) -> TextEncoder:
+    """Read the tokenizer in `model_dir` and make the encoder.
+
+    Truncation and padding are set from the spec, not from what the file happens to hold; the padding token and the
+    sides come from tokenizer.json and tokenizer_config.json. BundleError if the tokenizer cannot be read; UsageError if
+    the model takes inputs that texts do not make, or fewer tokens than max_length.
+    """
+    width = _find_width(spec, inputs)
+    if model_dir is None:
+        raise UsageError("text preprocessing reads a tokenizer: give the model's folder")
+    tokenizer = load_tokenizer(model_dir / spec.tokenizer)
+    config = read_config(model_dir / "tokenizer_config.json")
+    padding = _read_padding(tokenizer, config)
+    least = tokenizer.num_special_tokens_to_add(True) + 1
+    if spec.max_length < least:
+        raise UsageError(
+            f"max_length {spec.max_length} leaves no room for a text: the tokenizer adds {least - 1} tokens"
+        )
+    direction = config.get("truncation_side") or (tokenizer.truncation or {}).get("direction", "right")
+    tokenizer.enable_truncation(spec.max_length, strategy="longest_first", direction=direction)
+    tokenizer.no_padding()
+    return TextEncoder(spec, inputs, tokenizer, padding, width)
+
+
+def pool(hidden: Array, attention_mask: Array, spec: TextPreprocess) -> Array:
+    """Return one embedding for each text: float32 [B, D] of the hidden states [B, T, D] and the mask [B, T].
+
+    mean and max go over the tokens with mask 1, cls takes the first of them; none takes hidden [B, D] as it is. Then
+    the L2 norm is divided out if the spec says so (Reimers & Gurevych 2019, Sentence-BERT, section 3).
+    """
+    expected = 2 if spec.pooling == "none" else 3
+    if hidden.ndim != expected:
+        raise UsageError(
+            f"pooling: {spec.pooling} needs an output of {expected} dimensions, the model's has {hidden.shape}"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):  # of a broken model: what is not finite is told where it is used
+        return _pool_tokens(hidden.astype(np.float32, copy=False), attention_mask.astype(bool), spec)
+
+
+def _pool_tokens(values: Array, mask: Array, spec: TextPreprocess) -> Array:
+    if spec.pooling == "mean":
+        weights = mask.astype(np.float32)[..., None]
+        values = (values * weights).sum(axis=1) / np.maximum(weights.sum(axis=1), 1e-9)  # [B, D]
+    elif spec.pooling == "max":
+        values = np.where(mask[..., None], values, np.finfo(np.float32).min).max(axis=1)  # [B, D]
+    elif spec.pooling == "cls":
+        values = values[np.arange(len(values)), mask.argmax(axis=1)]  # [B, D]
+    if not spec.normalize:
+        return values
+    norms = np.linalg.norm(values, axis=1, keepdims=True)
+    if not np.isfinite(norms).all():  # squares of 1e20 overflow float32, and the embedding would become zeros
+        norms = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
+    return (values / np.maximum(norms, 1e-12)).astype(np.float32)
+
+
+def _find_width(spec: TextPreprocess, inputs: tuple[TensorSpec, ...]) -> int | None:
+    names = [i.name for i in inputs]
+    other = [name for name in names if name not in FEEDS]
+    if other or "input_ids" not in names:
+        raise UsageError(
+            f"texts make {', '.join(FEEDS)}, but the model takes {', '.join(names)}: export it with those inputs"
+        )
+    fixed = {i.shape[1] for i in inputs if len(i.shape) == 2 and isinstance(i.shape[1], int)}
+    if not fixed:
+        return spec.max_length if spec.padding == "max_length" else None
+    width = int(max(fixed))
+    if spec.max_length > width:
+        raise UsageError(
+            f"max_length is {spec.max_length}, but the model takes {width} tokens: set max_length: {width}"
+        )
+    return width
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load the tokenizer.json at `path`. BundleError if it cannot be read; MissingDependency without `tokenizers`."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingDependency("tokenizers", "text preprocessing") from error
+    try:
+        return Tokenizer.from_str(path.read_text("utf-8"))
+    except OSError as error:
+        raise BundleError(f"{path}: the tokenizer cannot be read: {error.strerror}") from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise BundleError(f"{path}: not a tokenizer of the tokenizers library: {error}") from error
+
+
+def encode_texts(tokenizer: Any, texts: list[Any], add_special_tokens: bool = True) -> list[Any]:
+    """Return the encodings of texts, or of pairs of them.
+
+    UsageError for a text that is no Unicode (half of a surrogate pair, as bytes of an argument that are not UTF-8
+    become); BundleError where the tokenizer's own rules fail.
+    """
+    try:
+        encodings: list[Any] = tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+    except TypeError as error:
+        raise UsageError(
+            "a text is not Unicode: it holds bytes that are not UTF-8, or half a surrogate pair"
+        ) from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise BundleError(f"the tokenizer fails on a text: {error}") from error
+    return encodings
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the JSON object in the file, empty if there is no file; BundleError for anything else."""
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise BundleError(f"{path}: expected a JSON object")
+    return config
+
+
+def _read_padding(tokenizer: Any, config: dict[str, Any]) -> Padding:
+    """Read how shorter texts are filled up.
+
+    Token: tokenizer.json's padding section, else tokenizer_config.json. Side: config first, as in transformers.
+    """
+    section = tokenizer.padding
+    side = config.get("padding_side") or (section or {}).get("direction", "right")
+    if section is not None:
+        return Padding(section["pad_id"], section["pad_type_id"], side == "left")
+    token = config.get("pad_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    return Padding(
+        tokenizer.token_to_id(text) if isinstance(text, str) else None,
+        config.get("pad_token_type_id", 0),
+        side == "left",
+    )

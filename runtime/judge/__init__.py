@@ -1,0 +1,1 @@
+"""From measurements to a verdict: evidence with its intervals, gates, advice."""

@@ -1,0 +1,209 @@
+"""What the numbers mean for the user: is it slower and why, and is there a faster way to run the same model?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.bundle.onnx_graph import GraphFacts
+from runtime.judge.evidence import Evidence
+from runtime.report.units import interval_words
+
+VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
+"""Any of these x86 instruction sets makes int8 products fast."""
+FIXED_COST_MS = 0.2
+"""Calls shorter than this are mostly the runtime's own cost."""
+NOISY = 3.0
+"""p99 over p50 from which a machine counts as busy."""
+AS_IT_WAS = ("float32", "as it was")
+"""An artifact's precision where nothing was rounded."""
+DISAGREEING = 1.1
+"""The ratio of two medians over the median of the rounds' ratios (or the other way round) that needs a word."""
+WORTHWHILE = 1.05
+"""Speed-ups below this are not worth a sentence."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged, and where."""
+
+    backend: str
+    target: str
+    """What the bundle is made for."""
+    environment: Mapping[str, Any]
+    graph: GraphFacts
+    speed_counts: bool = True
+    """False where the target does not run here, so that `backend` stands in for it."""
+
+
+def advise(
+    evidence: Mapping[str, Evidence],
+    subject: Subject,
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str],
+    not_smaller: str,
+) -> list[str]:
+    """Return sentences for the user, the most important first; `not_smaller`: as `why` of `larger`."""
+    size, noise = larger(evidence, not_smaller), noisy(evidence, subject.environment)
+    if not subject.speed_counts:  # it is no fault of what is made for an engine that it is slow elsewhere
+        return [*notes, *size, *explain_other_backend(evidence, subject), *noise]
+    return [*slower(evidence, subject), *size, *notes, *faster_elsewhere(rows), *noise]
+
+
+def explain_other_backend(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
+    """Say what a time on a backend that the bundle is not made for is worth."""
+    latency = evidence["latency_p50"]
+    if latency.speedup is None or latency.baseline is None:
+        return []
+    return [
+        f"Its times here ({latency.candidate.value:.3g} ms against {latency.baseline.value:.3g} ms) are those of "
+        f"{subject.backend}: they say nothing about its speed on {subject.target}, which it is made for."
+    ]
+
+
+def slower(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
+    """Say where the candidate is not faster at `latency_p50`, with the reasons that can be seen; else nothing."""
+    latency = evidence["latency_p50"]
+    speedup, before = latency.speedup, latency.baseline
+    if speedup is None or before is None or speedup.low > 1:
+        return []
+    times = f"{latency.candidate.value:.3g} ms against {before.value:.3g} ms on {subject.backend}"
+    if speedup.high >= 1:
+        sure = f"interval {interval_words(speedup.low, speedup.high, '.2f', 'x')}"
+        return [f"The candidate is not measurably faster than the baseline: {times}, {speedup.value:.2f}x ({sure})."]
+    why = reasons(latency.candidate.value, subject) or ["no reason for it can be seen from here"]
+    return [
+        f"The candidate is SLOWER than the baseline: {times}, {speedup.value:.2f}x. {_make_sentence('; '.join(why))}"
+    ]
+
+
+def larger(evidence: Mapping[str, Evidence], why: str) -> list[str]:
+    """Say where the candidate's files are not smaller, and why (`reason_not_smaller`'s words); else nothing."""
+    size = evidence["size"]
+    if size.baseline is None or size.candidate.value < size.baseline.value:
+        return []
+    return [
+        f"The candidate is NOT SMALLER than the baseline: {size.candidate.value:.0f} bytes against "
+        f"{size.baseline.value:.0f}. {_make_sentence(why)}"
+    ]
+
+
+def reason_not_smaller(precision: str, layers: Sequence[Mapping[str, Any]]) -> str:
+    """Return why the files of a candidate with weights in `precision` can be no smaller; `layers`: its layers.json."""
+    if precision not in AS_IT_WAS:
+        return "the weights are too few for what their scales and operators add"
+    histories = [[str(row.get("action", "")), *map(str, row.get("history", []))] for row in layers]
+    if any(action == "sparse" or ": sparse " in f"{action} " for history in histories for action in history):
+        return (
+            "zeros are stored as any other number, in ONNX files and float checkpoints alike: what makes the files "
+            "smaller is fewer bits (int8) or fewer channels (prune_channels)"
+        )
+    return "no pass left fewer weights, or stored them in fewer bits"
+
+
+def reasons(latency_ms: float, subject: Subject) -> list[str]:
+    """Return what about the graph and the machine is known to make a quantized model slow."""
+    causes = []
+    backend, graph, flags = subject.backend, subject.graph, subject.environment.get("cpu_flags", [])
+    quantized = graph.count("QuantizeLinear", "DynamicQuantizeLinear")
+    x86 = "avx2" in flags
+    if graph.activations.get("int8") and x86 and backend == "onnxruntime-cpu":
+        signed = f"{graph.activations['int8']} activations are signed int8"
+        if subject.target != backend:
+            signed += f", as {subject.target} wants them"
+        slow = "for which onnxruntime has slow kernels on x86"
+        causes.append(f"{signed}, {slow}; built for target onnxruntime-cpu they are unsigned")
+    if quantized and x86 and not any(flag in flags for flag in VNNI):
+        causes.append("this CPU has no VNNI or AMX, so int8 products gain little here")
+    products = graph.count("MatMul", "Gemm", "Conv")
+    pairs = graph.count("QuantizeLinear", "DequantizeLinear")
+    if quantized and pairs > 4 * max(products, 1):
+        causes.append(
+            f"{pairs} quantize and dequantize nodes stand around {products} products; those that do not fuse cost time"
+        )
+    if pairs and not quantized and not graph.count("MatMulInteger"):
+        causes.append(
+            "only the weights are in fewer bits, which saves memory traffic when a call has few rows (tokens) and "
+            "costs time when it has many; the int8 pass makes the products themselves faster"
+        )
+    if not pairs and not quantized and backend == "onnxruntime-cpu" and (casts := graph.count("Cast")) > 1:
+        causes.append(
+            f"{casts} casts stand between float types: onnxruntime has few half-precision kernels for CPUs and "
+            "computes the rest in float32; half precision pays on a GPU or, as bf16, in openvino"
+        )
+    if latency_ms < FIXED_COST_MS:
+        causes.append("a call is so short that its fixed cost dominates: compare throughput at a larger batch")
+    return causes
+
+
+def faster_elsewhere(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say where another way to run it beats the candidate on its own backend; `rows` are `alternatives.compare`'s."""
+    timed = [row for row in rows if "latency_ms" in row]
+    if len(timed) < 3 or timed[1] is not rows[1]:
+        return []
+    ours, best = timed[1], max(timed, key=lambda row: float(row["speedup"]))
+    sentences = []
+    for row in timed:
+        if (
+            row["artifact"] == "baseline"
+            and row["precision"] == "bf16"
+            and row["speedup"] > WORTHWHILE * max(ours["speedup"], rows[0]["speedup"])
+        ):
+            sentences.append(
+                f"{row['name']} runs the float model in bf16 {row['speedup']:.2f}x as fast as {rows[0]['name']} runs it"
+                f" in {rows[0]['precision']}, faster than the {ours['precision']} candidate"
+                f" ({ours['speedup']:.2f}x on {ours['name']}): consider it before quantization{_format_closeness(row)}."
+            )
+    if best is not ours and best["artifact"] != "baseline" and best["speedup"] > WORTHWHILE * ours["speedup"]:
+        sentences.append(
+            f"{best['name']} is the fastest way to run the candidate here: {best['speedup']:.2f}x,"
+            f" against {ours['speedup']:.2f}x on {ours['name']}{_format_closeness(best)}."
+        )
+    return sentences
+
+
+def _format_closeness(row: Mapping[str, Any]) -> str:
+    fidelity = row.get("fidelity", {})
+    parts = [f"{name} {fidelity[name]:.4f}" for name in ("agreement", "cosine") if name in fidelity]
+    return f" (to the baseline on {fidelity['n_samples']} samples: {', '.join(parts)})" if parts else ""
+
+
+def noisy(evidence: Mapping[str, Evidence], environment: Mapping[str, Any]) -> list[str]:
+    """Warn where the machine had other work, or p99 is far above p50: then no latency here is worth much."""
+    sentences = []
+    load, cores = environment.get("load_average"), environment.get("cores")
+    if load is not None and cores is not None and load > cores:
+        sentences.append(
+            f"The machine was busy: load average {load:g} on {cores} cores. Measure again when it is idle."
+        )
+    p50, p99 = evidence["latency_p50"], evidence["latency_p99"]
+    sides = [(p50.candidate, p99.candidate), *([(p50.baseline, p99.baseline)] if p50.baseline and p99.baseline else [])]
+    spread = max(late.value / usual.value for usual, late in sides)
+    if spread >= NOISY:
+        sentences.append(
+            f"Timings varied much (p99 is {spread:.1f}x p50): other work, or inputs of very different sizes."
+        )
+    return sentences + disagreeing(evidence)
+
+
+def disagreeing(evidence: Mapping[str, Evidence]) -> list[str]:
+    """Say why a ratio is not that of the two times beside it, where it is not."""
+    sentences = []
+    for name in ("latency_p50", "throughput"):
+        timing = evidence.get(name)
+        if timing is None or timing.baseline is None or timing.speedup is None:
+            continue
+        better, worse = timing.candidate.value, timing.baseline.value
+        medians = better / worse if timing.higher_is_better else worse / better
+        if max(medians, timing.speedup.value) > DISAGREEING * min(medians, timing.speedup.value):
+            sentences.append(
+                f"{name}: the two medians differ by {medians:.2f}x, and in the median round the candidate is "
+                f"{timing.speedup.value:.2f}x as fast, which is what counts: the machine's speed changed meanwhile. "
+                "Measure again when it is idle."
+            )
+    return sentences
+
+
+def _make_sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."

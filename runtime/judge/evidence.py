@@ -1,0 +1,302 @@
+"""What is known about each metric of a bundle: baseline, candidate and their difference, each with its interval.
+
+Gates are decided from this alone, whatever kind of metric it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from runtime.bundle.format import Judgement
+from runtime.errors import UsageError
+from runtime.judge.stats import (
+    HALL,
+    Estimate,
+    bound_rare_changes,
+    change_scale,
+    divide,
+    exact,
+    paired_difference,
+    percentile_interval,
+    proportion_interval,
+    range_interval,
+    skewed_interval,
+    subtract,
+    unknown,
+)
+from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics.base import Columns, Link
+from runtime.metrics.measured import MEASURED
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known about one metric.
+
+    `difference` is candidate minus baseline (minus `ideal` for metrics against the baseline). `speedup` is how many
+    times faster the candidate is. `n` counts what was observed, and `counted` says what that is.
+    """
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    n: int
+    counted: str
+    candidate: Estimate
+    baseline: Estimate | None = None
+    difference: Estimate | None = None
+    speedup: Estimate | None = None
+
+
+def list_wanted_metrics(judgement: Judgement) -> tuple[str, ...] | None:
+    """Return the quality metrics that the judgement asks for, those of its gates included; None for all that fit."""
+    if not judgement.metrics:
+        return None
+    names = (*judgement.metrics, *(gate.metric for gate in judgement.gates))
+    return tuple(dict.fromkeys(name for name in names if name in METRICS))
+
+
+def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: Judgement) -> list[Metric]:
+    """Choose the quality metrics: those that are asked for or, when none is, those that fit and add something.
+
+    Needs only the baseline's outputs, so that it can refuse before the candidate runs. Raises UsageError for a metric
+    that is asked for and does not fit, and for labels out of range; NonFiniteOutputs if the baseline is broken.
+    """
+    asked = list_wanted_metrics(judgement)
+    must = {gate.metric for gate in judgement.gates} | set(asked or ())
+    misfits = {name: why_not(metric, task, baseline, labels) for name, metric in METRICS.items()}
+    fits = [name for name, problem in misfits.items() if problem is None]
+    refused = [
+        f"metric '{n}' {misfits[n]}; what fits here: {', '.join(fits)}" for n in METRICS if n in must and misfits[n]
+    ]
+    if refused:
+        raise UsageError(refused)
+    wanted = must if asked is not None else must | {n for n in fits if not METRICS[n].on_request}
+    chosen = [METRICS[name] for name in fits if name in wanted]
+    for metric in chosen:
+        metric.columns(baseline, labels if metric.against == "labels" else baseline)
+    return chosen
+
+
+def quality_evidence(
+    metrics: Sequence[Metric], candidate: Outputs, baseline: Outputs, labels: Any | None, judgement: Judgement
+) -> dict[str, Evidence]:
+    """Return evidence of each metric.
+
+    Raises NonFiniteOutputs, and RuntimeFailure where the two outputs differ in shape.
+    """
+    return {m.name: _make_evidence(m, candidate, baseline, labels, judgement) for m in metrics}
+
+
+def _make_evidence(
+    metric: Metric, candidate: Outputs, baseline: Outputs, labels: Any, judgement: Judgement
+) -> Evidence:
+    if metric.against != "baseline":
+        ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
+        before, after, difference = _METHODS[metric.kind](metric, theirs, ours, judgement.confidence)
+    else:
+        ours = metric.columns(candidate, baseline)
+        before, (_, after, difference) = None, _METHODS[metric.kind](metric, None, ours, judgement.confidence)
+    return Evidence(
+        name=metric.name,
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        n=len(ours[0]),
+        counted="samples",
+        baseline=before,
+        candidate=after,
+        difference=difference,
+    )
+
+
+Estimates = tuple[Estimate | None, Estimate, Estimate | None]
+
+
+def _subtract_ideal(metric: Metric, after: Estimate) -> Estimate | None:
+    if metric.ideal is None:
+        return None
+    ideal = metric.ideal
+    return change_scale(after, lambda value: value - ideal)
+
+
+def _estimate_proportion(metric: Metric, theirs: Columns | None, ours: Columns, level: float) -> Estimates:
+    """Estimate each proportion (Clopper-Pearson) and their difference (Tango)."""
+    n = len(ours[0])
+    after = proportion_interval(int(ours[0].sum()), n, level)
+    if theirs is None:
+        return None, after, _subtract_ideal(metric, after)
+    change = ours[0] - theirs[0]
+    gained, lost = int(np.count_nonzero(change > 0)), int(np.count_nonzero(change < 0))
+    return proportion_interval(int(theirs[0].sum()), n, level), after, paired_difference(gained, lost, n, level)
+
+
+def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, level: float) -> Estimates:
+    """Estimate each side by Hall's t; the difference from what each sample adds to both, so that it is paired."""
+    after = _estimate_one_model(metric, ours, level)
+    if theirs is None:
+        return None, after, _subtract_ideal(metric, after)
+    before = _estimate_one_model(metric, theirs, level)
+    influence = metric.influence(ours) - metric.influence(theirs)
+    difference = skewed_interval(after.value - before.value, influence, level, _sample_weights(metric, ours))
+    if metric.link is not None and math.isfinite(metric.link.to(after.value)):
+        difference = _widen_by_slope(difference, after, metric.link)
+    if metric.flaws is not None and difference.method == HALL:
+        changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
+        count, reach = int(changed.sum()), metric.flaws.reach(ours)
+        difference = bound_rare_changes(difference, 0.0, count, len(changed), reach, level)
+    return before, after, difference
+
+
+def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estimate:
+    """Estimate the metric of one model."""
+    value, influence, link = metric.statistic(columns), metric.influence(columns), metric.link
+    if metric.shortage is not None and (lacking := metric.shortage(columns)):
+        return unknown(value, f"{len(influence)} samples", lacking)
+    weights = _sample_weights(metric, columns)
+    if link is None or not math.isfinite(link.to(value)):
+        estimate = skewed_interval(value, influence, level, weights)
+    else:
+        estimate = skewed_interval(link.to(value), link.slope(value) * influence, level, weights)
+        estimate = replace(change_scale(estimate, link.back), value=value)
+    if metric.flaws is not None and estimate.method == HALL:
+        flawed = metric.flaws.of(columns)
+        count, reach = int(flawed.sum()), metric.flaws.reach(columns)
+        estimate = bound_rare_changes(estimate, metric.flaws.perfect, count, len(flawed), reach, level)
+        estimate = replace(estimate, high=min(estimate.high, metric.flaws.perfect))
+    if metric.bias is not None:
+        bias = metric.bias(columns)
+        estimate = replace(estimate, low=estimate.low - max(bias, 0.0), high=estimate.high + max(-bias, 0.0))
+    return estimate
+
+
+def _sample_weights(metric: Metric, columns: Columns) -> np.ndarray | None:
+    return None if metric.weights is None else metric.weights(columns)
+
+
+def _widen_by_slope(difference: Estimate, after: Estimate, link: Link) -> Estimate:
+    """Widen each end of a difference where the metric is steeper half way to the candidate's own end."""
+
+    def stretch(end: float) -> float:
+        if not math.isfinite(end):
+            return 1.0
+        return max(1.0, link.slope(after.value) / link.slope((after.value + end) / 2))
+
+    value = difference.value
+    low = value - (value - difference.low) * stretch(after.low)
+    return replace(difference, low=low, high=value + (difference.high - value) * stretch(after.high))
+
+
+_METHODS: Mapping[str, Callable[[Metric, Columns | None, Columns, float], Estimates]] = {
+    "proportion": _estimate_proportion,
+    "mean": _estimate_statistic,
+    "statistic": _estimate_statistic,
+}
+
+
+def timing_evidence(
+    name: str, percentile: float, seconds: np.ndarray, judgement: Judgement, batch_size: int | None = None
+) -> Evidence:
+    """Return evidence of a percentile of paired times, seconds [2, rounds] or [2, rounds, calls] (baseline, candidate).
+
+    Latency in ms or, given `batch_size`, throughput in samples per second. The speed-up of medians is the median of the
+    rounds' own ratios: equal on an idle machine, and steadier on a busy one, because what slows a round slows both of
+    its calls.
+    """
+    if batch_size is None:
+        return percentile_evidence(name, percentile, seconds, judgement.confidence, lambda second: 1000 * second)
+    return percentile_evidence(name, percentile, seconds, judgement.confidence, lambda second: rate(batch_size, second))
+
+
+def percentile_evidence(
+    name: str, percentile: float, seconds: np.ndarray, level: float, to_unit: Callable[[float], float]
+) -> Evidence:
+    """Return evidence of a percentile of times, seconds [2, rounds] or [2, rounds, calls], on the scale `to_unit`."""
+    slow, fast = (percentile_interval(times, percentile, level) for times in seconds)
+    before, after = change_scale(slow, to_unit), change_scale(fast, to_unit)
+    paired = percentile == 50 and seconds.ndim == 2
+    return make_evidence(
+        name,
+        seconds.shape[1],
+        before=before,
+        after=after,
+        difference=subtract(after, before),
+        speedup=percentile_interval(seconds[0] / seconds[1], 50, level) if paired else divide(slow, fast),
+    )
+
+
+def rate(amount: float, seconds: float) -> float:
+    """Return how much of `amount` a second does; what is not known to take any time has no largest rate."""
+    return amount / seconds if seconds > 0 else math.inf
+
+
+def range_evidence(
+    name: str, baseline: tuple[float, ...], candidate: tuple[float, ...], judgement: Judgement
+) -> Evidence:
+    """Return evidence of a quantity seen in a few fresh processes: the median, and as its interval the whole range."""
+    before, after = (range_interval(seen, judgement.confidence) for seen in (baseline, candidate))
+    return make_evidence(
+        name,
+        len(candidate),
+        before=before,
+        after=after,
+        difference=subtract(after, before),
+        speedup=divide(before, after) if MEASURED[name].speed else None,
+    )
+
+
+def size_evidence(baseline_bytes: int | None, candidate_bytes: int) -> dict[str, Evidence]:
+    """Return evidence of size (bytes) and, with a baseline, of size_ratio (baseline / candidate); both exact."""
+    if baseline_bytes is None:
+        alone = exact(candidate_bytes)
+        return {"size": make_evidence("size", 1, before=None, after=alone, difference=None, speedup=None)}
+    before, after = exact(baseline_bytes), exact(candidate_bytes)
+    ratio = exact(baseline_bytes / candidate_bytes)
+    difference = exact(candidate_bytes - baseline_bytes)
+    return {
+        "size": make_evidence("size", 1, before=before, after=after, difference=difference, speedup=None),
+        "size_ratio": make_evidence("size_ratio", 1, before=None, after=ratio, difference=None, speedup=None),
+    }
+
+
+Best = tuple[int, np.ndarray] | None
+"""(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
+
+
+def throughput_under_latency_evidence(
+    best: tuple[Best, Best], judgement: Judgement, name: str = "throughput_under_latency"
+) -> Evidence:
+    """Return evidence of a rate, batch over median time, at each side's own largest batch in time."""
+    before, after = (_estimate_rate(side, judgement.confidence) for side in best)
+    n = judgement.benchmark.iterations if best[1] is None else len(best[1][1])
+    faster = None
+    if before.value > 0:
+        faster = divide(after, before) if after.value > 0 else exact(0.0)
+    return make_evidence(name, n, before=before, after=after, difference=subtract(after, before), speedup=faster)
+
+
+def _estimate_rate(best: Best, level: float) -> Estimate:
+    """Estimate the throughput; none at all is exact."""
+    if best is None:
+        return exact(0.0)
+    batch_size, seconds = best
+    return change_scale(percentile_interval(seconds, 50, level), lambda second: rate(batch_size, second))
+
+
+def make_evidence(
+    name: str,
+    n: int,
+    *,
+    before: Estimate | None,
+    after: Estimate,
+    difference: Estimate | None,
+    speedup: Estimate | None,
+) -> Evidence:
+    """Return evidence of a measured metric, unit and direction as in `MEASURED`; `n` rounds or processes were seen."""
+    metric = MEASURED[name]
+    counted = "fresh processes" if name in ("peak_memory", "load_time") else "timed rounds"
+    return Evidence(name, metric.unit, metric.higher_is_better, n, counted, after, before, difference, speedup)

@@ -1,0 +1,146 @@
+"""The report as a record: what was measured of both models, and what the gates say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runtime.bundle.manifest import GENERATION
+from runtime.judge.evidence import Evidence
+from runtime.judge.gates import GateResult, Verdict
+from runtime.judge.stats import Estimate
+from runtime.metrics import MEASURED, METRICS
+from runtime.report.steps import StepTable
+
+FORMAT_VERSION = 1
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What was measured of one model; None for what was not."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    """Of `metrics` and of the measured quantities, by metric name; none for what is exact."""
+    latency_ms: dict[str, float] = field(default_factory=dict)
+    """p50, p90, p95, p99 of one call at benchmark.batch_size."""
+    throughput_per_s: float | None = None
+    throughput_batch_size: int | None = None
+    throughput_under_latency_per_s: float | None = None
+    size_bytes: int | None = None
+    load_ms: float | None = None
+    peak_memory_bytes: float | None = None
+    generation: dict[str, float] = field(default_factory=dict)
+    """Of a decoder: ttft, tpot, itl_p50, itl_p95, itl_p99 (ms), prefill_rate, decode_rate (tokens/s), goodput (1/s)
+    and cost_per_million, as far as they were measured."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """One judgement of one bundle on one machine. `verdict` is "unjudged" for a benchmark alone."""
+
+    verdict: Verdict | Literal["unjudged"]
+    bundle: str
+    backend: str
+    """Where both models ran; "torch" for a checkpoint, which was scored when it was built."""
+    baseline: Side
+    candidate: Side
+    manifest_digest: str = ""
+    target: str = ""
+    """What the bundle was made for."""
+    scored_by: str = ""
+    """What measured the quality at the build of a candidate that nothing here runs; "": the backend did, here."""
+    task: str = ""
+    n_samples: int = 0
+    confidence: float = 0.95
+    ratios: dict[str, float] = field(default_factory=dict)
+    """How many times better the candidate is: size, latency_*, throughput, load_time, peak_memory."""
+    ratio_intervals: dict[str, Interval] = field(default_factory=dict)
+    """Of those `ratios` that are of paired measurements; none of what is exact."""
+    differences: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Metric -> {"value", "interval", "method"} of candidate minus baseline."""
+    gates: tuple[GateResult, ...] = ()
+    layers: tuple[Any, ...] = ()
+    """The bundle's layers.json."""
+    backends: tuple[dict[str, Any], ...] = ()
+    """`alternatives.Row`s."""
+    advice: tuple[str, ...] = ()
+    """Sentences, the most important first."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """`runtime.measure.environment.environment`'s."""
+    benchmark: dict[str, Any] = field(default_factory=dict)
+    """The settings as they were followed, and "rounds": how many were timed."""
+    steps: StepTable | None = None
+    """What each step of the build cost and gave; None where that was not measured."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 if every gate holds, 3 if one does not."""
+        return 3 if self.verdict in ("fail", "undecided") else 0
+
+
+MEASURED_FIELDS = {
+    "throughput": "throughput_per_s",
+    "throughput_under_latency": "throughput_under_latency_per_s",
+    "size": "size_bytes",
+    "load_time": "load_ms",
+    "peak_memory": "peak_memory_bytes",
+}
+
+
+OF_DECODERS = tuple(name for name, metric in MEASURED.items() if metric.tasks == GENERATION)
+"""The measured metrics that only a decoder has."""
+
+
+def side(evidence: Mapping[str, Evidence], which: Literal["baseline", "candidate"], batch_size: int | None) -> Side:
+    """Return one side's part of the evidence."""
+    estimates: dict[str, Estimate] = {
+        name: estimate for name, e in evidence.items() if (estimate := getattr(e, which)) is not None
+    }
+    measured = {MEASURED_FIELDS[name]: estimates[name].value for name in MEASURED_FIELDS if name in estimates}
+    return Side(
+        metrics={name: e.value for name, e in estimates.items() if name in METRICS},
+        intervals={name: (e.low, e.high) for name, e in estimates.items() if e.method != "exact"},
+        latency_ms={n.removeprefix("latency_"): e.value for n, e in estimates.items() if n.startswith("latency_")},
+        throughput_batch_size=batch_size if "throughput" in estimates else None,
+        generation={name: e.value for name, e in estimates.items() if name in OF_DECODERS},
+        **measured,  # type: ignore[arg-type]
+    )
+
+
+def ratios(evidence: Mapping[str, Evidence]) -> dict[str, float]:
+    """Return, by metric, how many times better the candidate is (faster, smaller), where both sides were measured."""
+    factors = {}
+    for name in MEASURED:
+        if name not in evidence or (before := evidence[name].baseline) is None:
+            continue
+        after, speedup = evidence[name].candidate, evidence[name].speedup
+        if speedup is not None:
+            factors[name] = speedup.value
+            continue
+        part, whole = (after, before) if MEASURED[name].higher_is_better else (before, after)
+        if whole.value > 0:
+            factors[name] = part.value / whole.value
+    return factors
+
+
+def ratio_intervals(evidence: Mapping[str, Evidence]) -> dict[str, Interval]:
+    """Return, by metric, the interval of how many times faster the candidate is, where its ratio is not exact."""
+    speedups = {name: e.speedup for name, e in evidence.items() if name in MEASURED}
+    return {name: (s.low, s.high) for name, s in speedups.items() if s is not None and s.method != "exact"}
+
+
+def differences(evidence: Mapping[str, Evidence]) -> dict[str, dict[str, Any]]:
+    """Return, by quality metric, candidate minus baseline, with interval and the method that made it."""
+    return {
+        name: {
+            "value": e.difference.value,
+            "interval": (e.difference.low, e.difference.high),
+            "method": e.difference.method,
+        }
+        for name, e in evidence.items()
+        if name in METRICS and e.difference is not None and e.baseline is not None
+    }

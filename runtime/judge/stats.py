@@ -1,0 +1,340 @@
+"""Confidence intervals: exact knowledge of how little a finite evaluation set can tell.
+
+All intervals are two-sided at `confidence` (0.95 leaves 2.5 % on either side), and each side keeps that promise on its
+own: `benchmarks/gate_confidence.py` counts how often. Proportions and percentiles have exact intervals from the
+binomial distribution, paired differences of proportions Tango's score interval, and every other statistic Student's t
+corrected for skewness (Hall 1992). Where the samples cannot tell, an end is infinite, and `lacking` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+
+MIN_SAMPLES = 50
+"""Below this a statistic other than a proportion has no interval: a skewed tail has not shown itself yet."""
+MIN_INDEPENDENT_ROUNDS = 15
+"""Rounds, after what they share is taken out, below which their order statistics say nothing."""
+MIN_DRIFTING_ROUNDS = 30
+"""Rounds of a drifting machine that cross their median at least once, but in 3 % of runs."""
+_TAIL_FACTOR = 2.0
+"""How much longer the tail is taken to be than the sample shows: a sample that misses the truth is one that has not
+drawn its tail, and shows half the skewness there is (measured on lognormal and Pareto samples of 50 to 1,000)."""
+_FEWEST_CARRIERS = 4
+"""Samples that must share the spread; where fewer carry it, the next one may be as large again."""
+_NORMAL_THIRD_MOMENT = 4 / math.sqrt(2 * math.pi)
+"""E|z|^3 of a standard normal z."""
+
+HALL = "Hall's skewness-corrected t"
+ORDER_STATISTICS = "order statistics"
+WHOLE_RANGE = "range of drifting rounds"
+RARE_CHANGES = "Clopper-Pearson bound of what changed"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value, its interval and how the interval was made. `low == high` for what is exact.
+
+    `lacking` says what is missing where an end is infinite.
+    """
+
+    value: float
+    low: float
+    high: float
+    method: str
+    lacking: str = ""
+
+
+def exact(value: float) -> Estimate:
+    """Return the estimate of a quantity without uncertainty, as a file's size."""
+    return Estimate(value, value, value, "exact")
+
+
+def unknown(value: float, seen: str, lacking: str) -> Estimate:
+    """Return the estimate of a value that too little was `seen` of, as "9 samples": its interval is everything."""
+    return Estimate(value, -math.inf, math.inf, f"no interval from {seen}", lacking)
+
+
+def change_scale(estimate: Estimate, to: Callable[[float], float]) -> Estimate:
+    """Return the estimate on another scale, by a monotone function; a falling one swaps the ends."""
+    low, high = sorted((to(estimate.low), to(estimate.high)))
+    return replace(estimate, value=to(estimate.value), low=low, high=high)
+
+
+def subtract(after: Estimate, before: Estimate) -> Estimate:
+    """Return after minus before from their own intervals (MOVER; Zou & Donner 2008, Stat. Med. 27:1693).
+
+    The two are taken to be independent: what they share, as the pace of a machine, makes the interval too wide, not too
+    narrow.
+    """
+    value = after.value - before.value
+    low = value - math.hypot(after.value - after.low, before.high - before.value)
+    high = value + math.hypot(after.high - after.value, before.value - before.low)
+    return Estimate(value, low, high, after.method, after.lacking or before.lacking)
+
+
+def divide(above: Estimate, below: Estimate) -> Estimate:
+    """Return above over below, both positive: `subtract` on their logarithms."""
+    value = above.value / below.value
+    logs = subtract(change_scale(above, _log), change_scale(below, _log))
+    low, high = (value * math.exp(end - logs.value) for end in (logs.low, logs.high))
+    return replace(logs, value=value, low=low, high=high)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
+
+
+def _normal_quantile(confidence: float) -> float:
+    return NormalDist().inv_cdf(0.5 + confidence / 2)
+
+
+def _student_quantile(confidence: float, freedom: float) -> float:
+    """Return the two-sided quantile of Student's t (Abramowitz & Stegun 26.7.5; 1e-5 from 30 degrees of freedom on)."""
+    z = _normal_quantile(confidence)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+def _binomial_probabilities(n: int, p: float) -> np.ndarray:
+    """Return P(k) of n draws of chance 0 < p < 1, float64 [n + 1]."""
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # of factorials
+    k = np.arange(n + 1)
+    chances: np.ndarray = np.exp(logs[n] - logs - logs[::-1] + k * math.log(p) + (n - k) * math.log1p(-p))
+    return chances
+
+
+@lru_cache(maxsize=4096)
+def proportion_interval(successes: int, n: int, confidence: float) -> Estimate:
+    """Return Clopper and Pearson's exact interval of a proportion (1934, Biometrika 26:404).
+
+    Wilson's is narrower, but on proportions near 1 its upper end is too low in up to 14 % of samples.
+    """
+    tail = (1 - confidence) / 2
+    low, high = 0.0, 1.0
+    if successes > 0:
+        low = _find_zero(lambda p: tail - float(_binomial_probabilities(n, p)[successes:].sum()), 0.0, successes / n)
+    if successes < n:
+        high = _find_zero(
+            lambda p: float(_binomial_probabilities(n, p)[: successes + 1].sum()) - tail, successes / n, 1.0
+        )
+    return Estimate(successes / n, low, high, "Clopper-Pearson")
+
+
+@lru_cache(maxsize=4096)
+def paired_difference(gained: int, lost: int, n: int, confidence: float) -> Estimate:
+    """Return Tango's score interval of the difference of two paired proportions (1998, Stat. Med. 17:891).
+
+    Of n samples `gained` turned from 0 to 1 and `lost` from 1 to 0; the difference is (gained - lost) / n. The interval
+    inverts McNemar's score test, and has a width even if no sample changed: then it is +-z^2 / (n + z^2). The end that
+    is nearer to no difference is corrected for continuity, as Edwards does McNemar's test: where few samples change,
+    and all in one direction, it would otherwise come too close in up to 5 % of evaluation sets.
+    """
+    z, value = _normal_quantile(confidence), (gained - lost) / n
+    net = gained - lost
+    nearer = net - int(np.sign(net))
+    low_from, high_from = (nearer if net > 0 else net), (nearer if net < 0 else net)
+    low = _find_zero(lambda delta: _tango_score(gained, lost, n, delta, low_from) - z, -1.0, value)
+    high = _find_zero(lambda delta: _tango_score(gained, lost, n, delta, high_from) + z, value, 1.0)
+    return Estimate(value, low, high, "Tango paired score")
+
+
+def _tango_score(gained: int, lost: int, n: int, delta: float, net: int) -> float:
+    """Return the score statistic of `difference = delta`, `net` samples having turned; it falls as delta grows."""
+    a = 2 * n
+    b = -gained - lost + (2 * n - gained + lost) * delta
+    c = -lost * delta * (1 - delta)
+    p_lost = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)  # most likely P(lost) given delta
+    variance = n * (2 * p_lost + delta * (1 - delta))
+    distance = net - n * delta
+    return distance / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, distance) if distance else 0.0
+
+
+def _find_zero(falling: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a falling function crosses zero in [low, high]; the nearer end where it does not."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def skewed_interval(
+    value: float, influence: np.ndarray, confidence: float, weights: np.ndarray | None = None
+) -> Estimate:
+    """Return the interval of a statistic from what each of its n samples adds to it, float64 [n].
+
+    The influence of a mean is the samples themselves; of any other smooth statistic, its derivative by the weight of
+    each sample (the infinitesimal jackknife; Efron 1982). Student's t is corrected for skewness by Hall's cubic
+    transformation (1992, J. R. Stat. Soc. B 54:221), as if the tail were `_TAIL_FACTOR` times as long as it shows, and
+    never made narrower. Skewness is counted towards each end on its own, and the third absolute moment beyond a
+    normal's towards both: of two heavy tails a sample may miss either. Where fewer than `_FEWEST_CARRIERS` samples
+    carry the spread, that end is infinite. Samples of unequal `weights` count as the fewer equal ones that Kish (1965)
+    puts for them.
+    """
+    n = len(influence)
+    equal = n if weights is None else float(weights.sum() ** 2 / np.sum(weights**2))
+    if equal < MIN_SAMPLES:
+        return unknown(value, f"{n} samples", f"at least {math.ceil(n * MIN_SAMPLES / equal)} would be needed")
+    centred = influence - influence.mean()
+    spread = math.sqrt(np.mean(centred**2))
+    if spread == 0:
+        return Estimate(value, value, value, HALL)
+    z = centred / spread
+    third, tails = float(np.mean(z**3)), float(np.mean(np.abs(z) ** 3)) - _NORMAL_THIRD_MOMENT
+    error, quantile = spread / math.sqrt(n - 1), _student_quantile(confidence, equal - 1)
+    skews = [max(towards, tails, 0.0) / math.sqrt(equal) for towards in (-third, third)]
+    below, above = (error * _hall_quantile(quantile, skew) for skew in skews)
+    lacking = ""
+    if math.isinf(below + above):
+        lacking = f"all of its spread comes from about {1 / max(skews) ** 2:.1f} of {n} samples"
+    return Estimate(value, value - below, value + above, HALL, lacking)
+
+
+def _hall_quantile(quantile: float, skew: float) -> float:
+    """Return how many standard errors away the end is towards which the statistic's skewness / sqrt(n) is `skew`."""
+    if skew == 0:
+        return quantile
+    if skew >= 1 / math.sqrt(_FEWEST_CARRIERS):
+        return math.inf
+    # the transformation turns back beyond 0.6; a more skewed sample must not get a narrower interval
+    a = _TAIL_FACTOR * skew * np.linspace(0, 1, 65)[1:]
+    return max(quantile, float(np.max(3 / a * (1 - np.cbrt(1 - a * (quantile + a / 6))))))
+
+
+def bound_rare_changes(
+    estimate: Estimate, around: float, changed: int, n: int, reach: float, confidence: float
+) -> Estimate:
+    """Return the estimate of a statistic that is `around` where no sample changed; each moves it by at most reach / n.
+
+    Where few samples changed, their exact count says more than their spread; where none did, only it says anything.
+    """
+    most = proportion_interval(changed, n, confidence).high * reach
+    bound = Estimate(estimate.value, around - most, around + most, RARE_CHANGES)
+    if estimate.low == estimate.high:
+        return bound
+    low, high = max(estimate.low, bound.low), min(estimate.high, bound.high)
+    return estimate if (low, high) == (estimate.low, estimate.high) else replace(bound, low=low, high=high)
+
+
+def percentile_interval(times: np.ndarray, percentile: float, confidence: float) -> Estimate:
+    """Return a percentile of times [rounds] or [rounds, calls], with the binomial interval of its order statistics.
+
+    Exact where the rounds are independent; where they follow each other, n of them count as the fewer independent ones
+    that would scatter as much, and where these are too few to count, only the whole range of the rounds is sure.
+    """
+    rounds = times.reshape(len(times), -1)
+    n, value, share = rounds.size, float(np.percentile(rounds, percentile)), percentile / 100
+    below = (rounds <= value).mean(axis=1)  # [rounds]
+    dependence = _dependence_of_rounds(rounds, value)
+    calls = rounds.shape[1]
+    shared = 1.0 if calls == 1 else max(1.0, calls * float(np.var(below)) / (share * (1 - share)))
+    independent, ordered = n / (shared * dependence), np.sort(rounds, axis=None)
+    drifting = min(independent, len(rounds) / dependence) < MIN_INDEPENDENT_ROUNDS
+    if drifting and len(rounds) < MIN_DRIFTING_ROUNDS:
+        return unknown(
+            value, f"{len(rounds)} rounds", _format_needed_rounds(rounds, independent, MIN_INDEPENDENT_ROUNDS)
+        )
+    count = MIN_INDEPENDENT_ROUNDS if drifting else int(independent)
+    from_first, from_last = _find_order_statistics(count, share, confidence)
+    if drifting:
+        from_first, from_last = min(from_first, 1), min(from_last, 1)
+    else:
+        from_first, from_last = (int(place * n / count + 1e-9) for place in (from_first, from_last))
+    low = float(ordered[from_first - 1]) if from_first else -math.inf
+    high = float(ordered[n - from_last]) if from_last else math.inf
+    lacking = ""
+    if not (from_first and from_last):
+        needed = math.log((1 - confidence) / 2) / math.log1p(-min(share, 1 - share))
+        lacking = _format_needed_rounds(rounds, independent, needed)
+    return Estimate(value, low, high, WHOLE_RANGE if drifting else ORDER_STATISTICS, lacking)
+
+
+def is_drifting(series: np.ndarray) -> bool:
+    """Return whether rounds [n] follow each other so closely that their median's interval is their whole range."""
+    rounds = series[:, None]
+    return len(series) / _dependence_of_rounds(rounds, float(np.median(series))) < MIN_INDEPENDENT_ROUNDS
+
+
+def _dependence_of_rounds(rounds: np.ndarray, value: float) -> float:
+    """Return `_dependence` of rounds [n, calls]: of the share below `value`, or of ranks if that is larger."""
+    return max(_dependence((rounds <= value).mean(axis=1)), _dependence(_ranks(np.median(rounds, axis=1))))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return ranks that equal values share, so that a coarse clock's ties are no drift."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (np.cumsum(counts) - counts / 2)[inverse]
+    return ranks
+
+
+def _format_needed_rounds(rounds: np.ndarray, independent: float, needed: float) -> str:
+    """Say how many rounds would make up as many independent times as are needed."""
+    return f"at least {math.ceil(len(rounds) * needed / independent)} would be needed"
+
+
+def _find_order_statistics(n: int, share: float, confidence: float) -> tuple[int, int]:
+    """Return which of n ordered values, from the first and from the last, leave the quantile out by chance at most.
+
+    0 where none does.
+    """
+    tail, chances = (1 - confidence) / 2, _binomial_probabilities(n, share)
+    low = int(np.count_nonzero(np.cumsum(chances) <= tail))
+    high = int(np.count_nonzero(np.cumsum(chances[::-1]) <= tail))
+    return low, high
+
+
+def _dependence(series: np.ndarray) -> float:
+    """Return how many values of a series in time scatter as one independent value does: at least 1.
+
+    The larger of two: the sum of the autocorrelations, cut by Geyer's initial monotone sequence (1992, Stat. Sci.
+    7:473), and the scatter of the means of 4, 8 and 16 blocks, which sees drift that noise hides from single lags.
+    """
+    n, centred = len(series), series - series.mean()
+    variance = float(np.mean(centred**2))
+    if variance == 0:
+        return 1.0
+    size = 1 << (2 * n - 1).bit_length()
+    lags = np.fft.irfft(np.abs(np.fft.rfft(centred, size)) ** 2, size)[: n - n % 2] / (n * variance)
+    pairs = np.minimum.accumulate(lags.reshape(-1, 2).sum(axis=1))
+    estimates = [1.0, 2 * float(pairs[pairs > 0].sum()) - 1]
+    for blocks in (4, 8, 16):
+        if (length := n // blocks) >= 2:
+            means = centred[n - blocks * length :].reshape(blocks, length).mean(axis=1)
+            estimates.append(length * float(np.var(means, ddof=1)) / variance)
+    # a record too short for a long dependence shows too little of it: in noise, about its power of 2 / 3
+    return max(estimates) ** 1.5
+
+
+def fresh_processes_needed(confidence: float) -> int:
+    """Return how many processes have their median within their range: each lies on either side by even chance."""
+    return math.ceil(math.log2(2 / (1 - confidence)))
+
+
+def range_interval(seen: tuple[float, ...], confidence: float) -> Estimate:
+    """Return the median of what independent processes saw, with their whole range."""
+    value, needed = float(np.median(seen)), fresh_processes_needed(confidence)
+    if len(seen) < needed:
+        return unknown(value, f"{len(seen)} fresh processes", f"at least {needed} would be needed")
+    return Estimate(value, min(seen), max(seen), "range of fresh processes")
+
+
+def samples_needed(estimate: Estimate, limit: float, n: int) -> int | None:
+    """Estimate how many samples would put the whole interval on one side of `limit`, were the value to stay.
+
+    Widths shrink with the square root of n. None where the value is on the limit or has no interval, so that no number
+    of samples is promised.
+    """
+    distance = abs(estimate.value - limit)
+    width = estimate.high - estimate.value if limit > estimate.value else estimate.value - estimate.low
+    if distance == 0 or not math.isfinite(width) or (width / distance) ** 2 > 1e6:
+        return None
+    return max(n + 1, math.ceil(n * (width / distance) ** 2))

@@ -1,0 +1,302 @@
+"""Judge a bundle on this machine: is it intact, good enough, fast enough? Writes report.json, .md and .xml into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.files import name_file
+from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
+from runtime.bundle.manifest import GENERATION
+from runtime.bundle.onnx_graph import graph_facts
+from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
+from runtime.errors import BundleError
+from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
+from runtime.judge.alternatives import available_others, compare, only_main
+from runtime.judge.case import Case
+from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
+from runtime.judge.findings import differences, ratio_intervals, ratios, side
+from runtime.judge.gates import check_gates, judge, overall
+from runtime.measure.benchmark import (
+    BenchmarkResult,
+    backend_of,
+    measure,
+    open_variant,
+    pair,
+    speed_evidence,
+)
+from runtime.measure.environment import environment
+from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite
+from runtime.report.render import prepare_folder, write_report
+from runtime.report.report import Report
+from runtime.report.step_table import step_table
+from runtime.report.steps import StepModel, read_steps, write_steps
+from runtime.tasks.predict import bundle_preprocessor, run_samples
+
+BASELINE_TOLERANCE = 1e-3
+"""Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
+
+
+def validate(
+    path: str | Path,
+    backends: Sequence[str] | None = None,
+    threads: int | None = None,
+    steps: Sequence[StepModel] = (),
+    report_folder: Path | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
+
+    `backends`: the first is the one that is judged, the others are compared; by default the bundle's target, compared
+    with all that work here. `threads` replaces the benchmark's. `steps`: what a build made on the way to the candidate,
+    to be measured with it and recorded in the bundle; without them the report shows what was recorded.
+    `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
+    this machine, for the report. A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
+    (not intact), UsageError (a gate that cannot be judged, labels out of range), RuntimeFailure.
+    """
+    with name_file(Path(path)):
+        case = prepare(Path(path), backends, threads)
+        case = replace(case, notes=[*case.notes, *notes])
+    folder = case.root if report_folder is None else report_folder
+    prepare_folder(folder)
+    with name_file(case.root):
+        report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case, steps)
+    if report.steps is not None and not report.steps.recorded:
+        write_steps(report.steps, case.root)
+    write_report(report, folder)
+    return report
+
+
+def judge_model(case: Case, steps: Sequence[StepModel] = ()) -> Report:
+    """Judge a candidate that is run and timed here, and return the report."""
+    candidate = run_candidate(case)
+    evidence, failures = quality(case, candidate)
+    if case.backend in ENGINES:  # what a step left is an ONNX file
+        steps = [replace(step, path=None) for step in steps]
+    between = [(step.path, step.cache) for step in steps if step.path is not None]
+    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, between)
+    evidence |= speed_evidence(timed, case.manifest.judgement)
+    rows = other_ways(case, timed)
+    graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))
+    subject = Subject(case.backend, case.manifest.target, timed.environment, graph, speed_counts=not case.elsewhere)
+    advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
+    report = assemble(case, timed, evidence, failures, rows, advice)
+    return replace(report, steps=step_table(case, steps, candidate, timed, report)) if steps else report
+
+
+def judge_checkpoint(case: Case) -> Report:
+    """Judge a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
+    evidence, broken = quality(case, run_candidate(case))
+    sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
+    evidence |= size_evidence(
+        sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes
+    )
+    not_run = f"it was not measured: {_NOT_RUN.format(case.manifest.candidate_for(case.backend).target)}"
+    failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
+    advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
+    return assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+
+
+def not_smaller(case: Case) -> str:
+    """Return why the candidate's files can be no smaller than the baseline's."""
+    layers = [row for row in read_layers(case.root, case.manifest) if isinstance(row, dict)]
+    return reason_not_smaller(case.manifest.candidate_for(case.backend).precision, layers)
+
+
+_NOT_RUN = "the candidate is a checkpoint for {}, which is not run here"
+
+
+def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> Case:
+    """Read the bundle and refuse what cannot be judged, before any model runs; errors as `validate` says."""
+    manifest = verify(root)
+    columns, baseline = read_samples(root, manifest), read_outputs(root, manifest)
+    labels = columns.get("label")
+    check_gates(manifest.judgement, manifest.task, labels is not None)
+    _, batch_note = settings_for(manifest, threads)
+    task = manifest.task
+    main, backend_note = backend_of(manifest, backends[0] if backends else None)
+    others = [backend_of(manifest, name)[0] for name in (backends or [])[1:]]
+    if not backends and task not in GENERATION:
+        others = available_others(manifest, main)
+    candidate = manifest.candidate_for(main)
+    if candidate.kind == "checkpoint":
+        backend_note = (
+            f"Quality was measured by {_name_scorer(manifest)} at the build: {_NOT_RUN.format(candidate.target)}."
+        )
+    else:
+        pair(manifest, main)
+    try:
+        metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
+    except NonFiniteOutputs as error:
+        raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
+    notes = [*build_notes(root, manifest), *(note for note in (backend_note, batch_note) if note)]
+    elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
+    return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere)
+
+
+_ELSEWHERE = "the bundle is for {}, which does not run on this machine; judge it there: compress-run validate DIR"
+"""Where the candidate is judged on another backend than its own, and nobody asked for that one."""
+
+
+def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[str, str]]:
+    """Return evidence of the quality metrics or, where the candidate's outputs are broken, why there is none."""
+    try:
+        check_finite(candidate)
+        judgement = case.manifest.judgement
+        return quality_evidence(case.metrics, candidate, case.baseline, case.labels, judgement), {}
+    except NonFiniteOutputs as error:
+        return {}, dict.fromkeys(METRICS, f"The candidate's outputs are broken: {error}.")
+
+
+def run_candidate(case: Case) -> Outputs:
+    """Return the candidate's outputs over the frozen samples.
+
+    A decoder runs beside the baseline, whose sums are checked.
+    """
+    manifest = case.manifest
+    if case.is_checkpoint:
+        return read_candidate_outputs(case.root, manifest)
+    threads = case.threads or manifest.judgement.benchmark.threads
+    with ExitStack() as stack:
+        before, after = pair(manifest, case.backend)
+        session = open_variant(stack, case.root, after, threads)
+        preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
+        reference = open_variant(stack, case.root, before, threads) if manifest.task in GENERATION else None
+        outputs = run_samples(
+            session, preprocessor, manifest.task, case.columns, manifest.judgement.batch_size, reference
+        )
+    if reference is not None:
+        check_baseline(case.root, outputs.pop("reference_nll"), outputs["n_tokens"], case.baseline)
+    return outputs
+
+
+def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None:
+    """Raise BundleError where the baseline, run again, scores other tokens than its frozen sums or differs by much."""
+    if not np.array_equal(n_tokens, frozen["n_tokens"]):
+        raise BundleError(
+            f"{root}: {n_tokens.sum()} tokens are scored, the frozen sums are of {frozen['n_tokens'].sum()}"
+        )
+    here, then = float(nll.sum() / n_tokens.sum()), float(frozen["nll"].sum() / n_tokens.sum())
+    if not abs(here - then) <= BASELINE_TOLERANCE:
+        raise BundleError(
+            f"{root}: the baseline has {here:.6f} nats per token here, its frozen outputs say {then:.6f}: it is not "
+            "the model that they were made with, or this machine computes otherwise"
+        )
+
+
+def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
+    """Return rows for every way to run the bundle; with one backend only, what the benchmark timed."""
+    if not case.others and case.backend != "openvino":
+        return only_main(case.manifest, case.backend, timed.latency_s)
+    return compare(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
+
+
+def assemble(
+    case: Case,
+    timed: BenchmarkResult | None,
+    evidence: Mapping[str, Evidence],
+    failures: Mapping[str, str],
+    rows: Sequence[dict[str, Any]],
+    advice: Sequence[str],
+    broken: bool | None = None,
+) -> Report:
+    """Make the report of what is known.
+
+    A candidate with broken outputs (default: any failure) fails even without a gate.
+    """
+    manifest = case.manifest
+    gates = judge(manifest.judgement, evidence, failures, unknown_here(case))
+    return Report(
+        verdict="fail" if (bool(failures) if broken is None else broken) else overall(gates),
+        gates=gates,
+        backends=tuple(rows),
+        advice=tuple(advice),
+        layers=read_layers(case.root, manifest),
+        steps=read_steps(case.root, manifest),
+        n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
+        **_collect_common_fields(manifest, timed, evidence, case.backend),
+        scored_by=_name_scorer(manifest) if case.is_checkpoint else "",
+    )
+
+
+def unknown_here(case: Case) -> dict[str, str]:
+    """Return, by metric, why its gates cannot be decided: speed on another backend, quality scored otherwise."""
+    unknown = dict.fromkeys((name for name in MEASURED if name not in SIZES), case.elsewhere) if case.elsewhere else {}
+    gaps = case.manifest.score.gaps if case.manifest.score is not None else ()
+    if case.is_checkpoint and gaps:
+        unknown |= dict.fromkeys(METRICS, f"its engine computes otherwise than was scored: {'; '.join(gaps)}")
+    return unknown
+
+
+def _name_scorer(manifest: Manifest) -> str:
+    return manifest.score.by if manifest.score is not None else "torch"
+
+
+def report_unjudged(manifest: Manifest, timed: BenchmarkResult) -> Report:
+    """Return a benchmark alone in a report's form."""
+    evidence = speed_evidence(timed, manifest.judgement)
+    return Report(verdict="unjudged", **_collect_common_fields(manifest, timed, evidence, timed.backend))
+
+
+def _collect_common_fields(
+    manifest: Manifest,
+    timed: BenchmarkResult | None,
+    evidence: Mapping[str, Evidence],
+    backend: str,
+) -> dict[str, Any]:
+    batch_size = timed.settings.throughput_batch_size if timed else None
+    return {
+        "bundle": manifest.name,
+        "target": manifest.target,
+        "backend": backend if timed else "torch",
+        "task": manifest.task,
+        "manifest_digest": manifest.digest,
+        "confidence": manifest.judgement.confidence,
+        "baseline": side(evidence, "baseline", batch_size),
+        "candidate": side(evidence, "candidate", batch_size),
+        "ratios": ratios(evidence),
+        "ratio_intervals": ratio_intervals(evidence),
+        "differences": differences(evidence),
+        "environment": timed.environment if timed else _describe_machine(),
+        "benchmark": _describe_benchmark(manifest.task, timed) if timed else {},
+    }
+
+
+def _describe_machine() -> dict[str, Any]:
+    """Describe the machine on which frozen outputs were judged, and nothing was run or timed."""
+    machine = environment(threads=1)
+    return {name: machine[name] for name in ("cpu", "os", "python")}
+
+
+def _describe_benchmark(task: str, timed: BenchmarkResult) -> dict[str, Any]:
+    """Return the settings that say something about this task, how many rounds were timed, and a GPU's own clock."""
+    unused = (*NOT_OF_DECODERS, "throughput_batch_size") if task in GENERATION else OF_DECODERS
+    settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
+    record = {**settings, "rounds": timed.rounds}
+    if timed.device_s is not None:
+        before, after = (1000 * float(np.median(seconds)) for seconds in timed.device_s)
+        record["device_p50_ms"] = {"baseline": before, "candidate": after}
+    return record
+
+
+def build_notes(root: Path, manifest: Manifest) -> list[str]:
+    """Return what the build had to say beyond single layers: what went back to float, what collapsed and why."""
+    return [str(row["reason"]) for row in read_layers(root, manifest) if row.get("type") == "note"]
+
+
+def read_layers(root: Path, manifest: Manifest) -> tuple[Any, ...]:
+    """Read what the build wrote about each layer, layers.json; nothing where the bundle has none."""
+    if "layers.json" not in manifest.files:
+        return ()
+    try:
+        layers = json.loads((root / "layers.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{root / 'layers.json'}: not JSON: {error}") from error
+    return tuple(layers) if isinstance(layers, list) else (layers,)

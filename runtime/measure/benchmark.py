@@ -1,0 +1,347 @@
+"""How fast and how big: baseline and candidate, interleaved on this machine.
+
+What is measured, always of both models in the same rounds: latency percentiles at `batch_size`, throughput at
+`throughput_batch_size` (batch over the median time), and with `latency_limit_ms` the throughput at the largest
+power-of-two batch whose p95 keeps the limit. Of a decoder whole requests are timed instead, `batch_size` prompts of
+`prompt_tokens` and `new_tokens` after each: the first token, and every further one. Load time and peak memory come from
+fresh processes.
+
+Time is bounded: each of these stops after its budget below, but never before `timing.MIN_ROUNDS` rounds; rounds that
+drift are added to for a few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.backends import BACKENDS, Feeds, Session, find_backend
+from runtime.backends.tensorrt import engine_problems
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCache, Manifest, inside, read_samples, verify
+from runtime.bundle.manifest import GENERATION
+from runtime.bundle.opening import open_artifact, open_options
+from runtime.bundle.settings import bound_batch, settings_for
+from runtime.decode.kv_cache import Decoder
+from runtime.decode.scoring import language_encoder
+from runtime.errors import BundleError, RuntimeFailure, UsageError
+from runtime.judge.evidence import (
+    Best,
+    Evidence,
+    range_evidence,
+    size_evidence,
+    throughput_under_latency_evidence,
+    timing_evidence,
+)
+from runtime.judge.request_evidence import request_evidence
+from runtime.judge.stats import fresh_processes_needed
+from runtime.measure.environment import environment
+from runtime.measure.feeds import make_feeds
+from runtime.measure.in_time import find_limited_batches, goodput, large_batch_rounds
+from runtime.measure.probe import Probe, probe
+from runtime.measure.request_times import RequestTimes, make_prompts, time_requests
+from runtime.measure.timing import SETTLING_S, device_rounds, time_rounds
+from runtime.metrics import LATENCY_PERCENTILES
+from runtime.tasks.predict import bundle_preprocessor, encoding_views
+
+USUAL = "onnxruntime-cpu"
+"""The backend that runs everything."""
+LATENCY_BUDGET_S = 60.0
+SHOWN_PROCESSES = 3
+"""Fresh processes for load time and memory that no gate is about."""
+THROUGHPUT_BUDGET_S = 30.0
+Between = tuple[Path, KvCache | None]
+"""A model's file, and a decoder's cache."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a model of the bundle."""
+
+    artifact: Artifact
+    backend: str
+    precision: str
+    """For people: the artifact's own, or what the backend is told to compute in."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Raw times in seconds, row 0 the baseline and row 1 the candidate, and what they were taken with."""
+
+    backend: str
+    settings: Benchmark
+    latency_s: np.ndarray  # [2, rounds]; of a decoder every step of every round
+    throughput_s: np.ndarray | None  # [2, rounds]; None of a decoder
+    limited: tuple[Best, Best] | None
+    """None without `latency_limit_ms`, or of a decoder without `ttft_limit_ms` and `tpot_limit_ms`."""
+    probes: tuple[Probe, Probe]
+    sizes: tuple[int, int]
+    """Bytes."""
+    environment: dict[str, Any]
+    requests: RequestTimes | None = None
+    """Of a decoder."""
+    between_s: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+    """[models, rounds]: of the models between the two, in the same rounds; of a decoder for each token."""
+    device_s: np.ndarray | None = None
+    """[2, rounds] by the GPU's own clock, copies left out; None where there is none."""
+
+    @property
+    def rounds(self) -> int:
+        """Return how many rounds were timed."""
+        return int(self.latency_s.shape[1] if self.requests is None else self.requests.first.shape[1])
+
+
+def benchmark(path: str | Path, backend: str | None = None, threads: int | None = None) -> BenchmarkResult:
+    """Measure baseline and candidate of a bundle; `threads` replaces the bundle's own setting. Writes nothing.
+
+    Raises BundleError if the bundle is not intact, UsageError for an unknown backend, RuntimeFailure where a run fails.
+    """
+    root = Path(path)
+    manifest = verify(root)
+    columns = read_samples(root, manifest)
+    chosen, _ = backend_of(manifest, backend)
+    return measure(root, manifest, columns, chosen, threads)
+
+
+def choose_backend(target: str, asked: str | None, task: str = "") -> tuple[str, str | None]:
+    """Return the backend to run on, and a note where it is not the one that the bundle was made for.
+
+    UsageError for an unknown backend or one that does not run the task, RuntimeFailure where it does not work here.
+    """
+    if asked is not None:
+        _check_backend(asked)
+        if task in GENERATION and not BACKENDS[asked].decoders:
+            some = ", ".join(backend.name for backend in BACKENDS.values() if backend.decoders)
+            raise UsageError(f"backend '{asked}' does not run decoders; use one of {some}")
+        return asked, None
+    reason = _explain_unavailable(target, task)
+    if reason is None:
+        return target, None
+    _check_backend(USUAL)
+    return USUAL, f"The bundle was made for {target}, but it runs on {USUAL} here: {reason}."
+
+
+def graph_backend(target: str, task: str = "") -> str:
+    """Return what runs ONNX files on the way to a bundle for `target`: its backend, unless that runs engines alone."""
+    name, _ = choose_backend(target, None, task)
+    return USUAL if name in ENGINES else name
+
+
+def backend_of(manifest: Manifest, asked: str | None) -> tuple[str, str | None]:
+    """Choose a bundle's backend as `choose_backend` does: its engine must be there, and run on this machine."""
+    name, note = choose_backend(manifest.target, asked, manifest.task)
+    why = engine_trouble(manifest, name)
+    if why is None:
+        return name, note
+    if asked is not None:
+        raise RuntimeFailure(f"backend '{name}': {why}")
+    return USUAL, f"The bundle was made for {manifest.target}, but it runs on {USUAL} here: {why}."
+
+
+def engine_trouble(manifest: Manifest, backend: str) -> str | None:
+    """Return why the bundle's engines for a backend that works here cannot be run.
+
+    None where they can, or it runs graphs.
+    """
+    if backend not in ENGINES:
+        return None
+    for artifact in (manifest.candidate_for(backend), manifest.baseline_for(backend)):
+        if artifact.engine is None:
+            return f"the {artifact.name} has not been compiled for it: compress compile BUNDLE"
+        if problems := engine_problems(artifact.engine):
+            return f"{artifact.name}: {problems[0]}"
+    return None
+
+
+def _explain_unavailable(target: str, task: str) -> str | None:
+    """Return why a bundle for `target` is not run on it here; None where it is."""
+    if target not in BACKENDS:
+        return "there is no backend of that name here"
+    if task in GENERATION and not BACKENDS[target].decoders:
+        return "that backend does not run decoders"
+    return BACKENDS[target].available()
+
+
+def _check_backend(name: str) -> None:
+    reason = find_backend(name).available()
+    if reason is not None:
+        raise RuntimeFailure(f"backend '{name}' does not work here: {reason}")
+
+
+def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
+    """Return baseline and candidate on a backend; BundleError if one of them is missing or cannot be run."""
+    names = {artifact.name for artifact in manifest.artifacts}
+    if "baseline" not in names:
+        raise BundleError(f"the bundle has no artifact 'baseline' to compare with; it has {', '.join(sorted(names))}")
+    before, after = manifest.baseline_for(backend), manifest.candidate_for(backend)
+    for artifact in (before, after):
+        if artifact.kind == "checkpoint":
+            raise BundleError(f"the {artifact.name} is a checkpoint for {artifact.target}, which is not run here")
+    return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
+
+
+def measure(
+    root: Path,
+    manifest: Manifest,
+    columns: Mapping[str, Any],
+    backend: str,
+    threads: int | None = None,
+    between: Sequence[Between] = (),
+) -> BenchmarkResult:
+    """Measure a bundle that has been read already, as `benchmark` does.
+
+    The models `between` run in the same rounds; only their latency is measured.
+    """
+    (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
+    n_threads = settings.threads
+    variants = pair(manifest, backend)
+    if manifest.task in GENERATION:
+        return _measure_requests(root, manifest, columns, settings, variants, between)
+    given = encoding_views(manifest.task, columns)[0]
+    budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
+    with ExitStack() as stack:
+        sessions = [open_variant(stack, root, variant, n_threads) for variant in variants]
+        sessions += [_open_graph(stack, backend, path, n_threads) for path, _ in between]
+        preprocessors = [bundle_preprocessor(root, manifest, session.inputs) for session in sessions]
+
+        def make_batches(batch_size: int) -> list[list[Feeds]]:
+            return [make_feeds(p, given, batch_size, seed, settings.sequence_length) for p in preprocessors]
+
+        single = make_batches(settings.batch_size)
+        latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, budget_s, SETTLING_S)
+        del sessions[2:], preprocessors[2:], single[2:]
+        on_device = device_rounds(sessions, single, settings.iterations)
+        many, rounds = make_batches(settings.throughput_batch_size), large_batch_rounds(settings)
+        throughput = time_rounds(sessions, many, rounds, min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S, SETTLING_S)
+        fixed = bound_batch(manifest)
+        limited = (
+            find_limited_batches(sessions, make_batches, fixed, settings, seed) if settings.latency_limit_ms else None
+        )
+    repeats = _count_processes(manifest.judgement)
+    before, after = (
+        probe(
+            v.backend,
+            inside(root, v.artifact.path),
+            n_threads,
+            batches[0],
+            open_options(root, v.artifact, v.options),
+            None,
+            0,
+            repeats,
+        )
+        for v, batches in zip(variants, single, strict=True)
+    )
+    sizes = variants[0].artifact.size_bytes, variants[1].artifact.size_bytes
+    return BenchmarkResult(
+        backend,
+        settings,
+        latency[:2],
+        throughput,
+        limited,
+        (before, after),
+        sizes,
+        environment(n_threads),
+        between_s=latency[2:],
+        device_s=on_device,
+    )
+
+
+def _measure_requests(
+    root: Path,
+    manifest: Manifest,
+    columns: Mapping[str, Any],
+    settings: Benchmark,
+    variants: tuple[Variant, Variant],
+    between: Sequence[Between],
+) -> BenchmarkResult:
+    """Measure decoders, as `measure` does other models."""
+    seed, threads = manifest.judgement.seed, settings.threads
+    with ExitStack() as stack:
+        sessions = [open_variant(stack, root, variant, threads) for variant in variants]
+        decoders = [Decoder(s, v.artifact.cache) for s, v in zip(sessions, variants, strict=True)]
+        decoders += [Decoder(_open_graph(stack, variants[0].backend, path, threads), cache) for path, cache in between]
+        encoder = language_encoder(bundle_preprocessor(root, manifest, sessions[0].inputs))
+
+        def time_batch(batch_size: int, rounds: int, warmup: int, budget_s: float) -> RequestTimes:
+            prompts = make_prompts(encoder, columns, batch_size, settings.prompt_tokens, seed)
+            return time_requests(decoders, prompts, settings.new_tokens, rounds, warmup, seed, budget_s)
+
+        budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
+        every = time_batch(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
+        times = RequestTimes(every.first[:2], every.steps[:2])
+        del decoders[2:]
+        limits = settings.ttft_limit_ms, settings.tpot_limit_ms
+        limited = None if limits == (None, None) else goodput(time_batch, settings)
+    prompts = {
+        "prompts": np.stack(make_prompts(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)[0])
+    }
+    before, after = (
+        probe(
+            v.backend,
+            inside(root, v.artifact.path),
+            threads,
+            prompts,
+            open_options(root, v.artifact, v.options),
+            v.artifact.cache,
+            settings.new_tokens,
+            _count_processes(manifest.judgement),
+        )
+        for v in variants
+    )
+    return BenchmarkResult(
+        variants[0].backend,
+        settings,
+        times.steps.reshape(2, -1),
+        None,
+        limited,
+        (before, after),
+        (variants[0].artifact.size_bytes, variants[1].artifact.size_bytes),
+        environment(threads),
+        times,
+        every.per_token[2:],
+    )
+
+
+def _count_processes(judgement: Judgement) -> int:
+    """Return how many fresh processes measure load time and memory: what an interval needs, where a gate asks."""
+    gated = {gate.metric for gate in judgement.gates} & {"load_time", "peak_memory"}
+    return fresh_processes_needed(judgement.confidence) if gated else SHOWN_PROCESSES
+
+
+def open_variant(stack: ExitStack, root: Path, variant: Variant, threads: int) -> Session:
+    """Open a session of the variant, which closes with the stack."""
+    session = open_artifact(root, variant.artifact, variant.backend, threads, variant.options)
+    stack.callback(session.close)
+    return session
+
+
+def _open_graph(stack: ExitStack, backend: str, path: Path, threads: int) -> Session:
+    session = find_backend(backend).open(path, threads, {})
+    stack.callback(session.close)
+    return session
+
+
+def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, Evidence]:
+    """Return evidence of every measured metric, by name."""
+    if result.requests is not None:
+        evidence = request_evidence(result.requests, replace(judgement, benchmark=result.settings))
+    else:
+        evidence = {n: timing_evidence(n, p, result.latency_s, judgement) for n, p in LATENCY_PERCENTILES.items()}
+    batch_size = result.settings.throughput_batch_size
+    if result.throughput_s is not None:
+        evidence["throughput"] = timing_evidence("throughput", 50, result.throughput_s, judgement, batch_size)
+    if result.limited is not None:
+        name = "throughput_under_latency" if result.requests is None else "goodput"
+        evidence[name] = throughput_under_latency_evidence(result.limited, judgement, name)
+    before, after = result.probes
+    evidence["peak_memory"] = range_evidence(
+        "peak_memory", before.peak_memory_bytes, after.peak_memory_bytes, judgement
+    )
+    evidence["load_time"] = range_evidence("load_time", before.load_ms, after.load_ms, judgement)
+    return evidence | size_evidence(*result.sizes)

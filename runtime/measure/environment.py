@@ -1,0 +1,50 @@
+"""Where a measurement was made: a speed without its machine is no fact."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+CPU_FLAGS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimddp", "i8mm", "bf16", "sve"),
+)
+"""Instruction sets that decide which number format is fast: x86, then Arm."""
+PACKAGES = ("numpy", "onnxruntime", "openvino", "tokenizers", "pillow")
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Describe the machine and the libraries, as JSON: cpu, flags, cores, threads, load, os, python, versions."""
+    model, flags = cpu_info()
+    return {
+        "cpu": model,
+        "cpu_flags": flags,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": threads,
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _find_version(name))},
+    }
+
+
+def cpu_info(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
+    """Return (model name, those of CPU_FLAGS that it has); no flags where the system does not list them."""
+    if not path.exists():
+        return platform.processor() or platform.machine(), []
+    fields: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    listed = set((fields.get("flags") or fields.get("Features") or "").split())
+    return fields.get("model name", platform.machine()), [flag for flag in CPU_FLAGS if flag in listed]
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""NVIDIA's libraries behind small functions: CUDA, TensorRT, the driver's own tool."""

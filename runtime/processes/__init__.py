@@ -1,0 +1,1 @@
+"""How our processes start, are bounded, and end."""

@@ -1,0 +1,27 @@
+"""Nothing of a run leaves the machine: what libraries would send home is turned off before they are loaded.
+
+ONNX Runtime's own wheels report to their maker from version 1.29 on, unless this is set before the first import; a
+user's own setting stays.
+"""
+
+import os
+import sys
+
+NO_TELEMETRY = {
+    "ORT_DISABLE_TELEMETRY": "1",
+    "ORT_TELEMETRY_DISABLED": "1",  # the name in ONNX Runtime 1.29
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def turn_off_telemetry() -> None:
+    """Set what turns telemetry off; in an ONNX Runtime that is loaded already, all that it can still be told."""
+    for name, value in NO_TELEMETRY.items():
+        os.environ.setdefault(name, value)
+    loaded = sys.modules.get("onnxruntime")
+    if loaded is not None and os.environ["ORT_DISABLE_TELEMETRY"] != "0":
+        loaded.disable_telemetry_events()
+
+
+turn_off_telemetry()

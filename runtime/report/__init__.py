@@ -1,0 +1,1 @@
+"""How a verdict is shown and kept: tables, HTML, curves."""

@@ -1,0 +1,129 @@
+"""The table of a build's steps, from what was measured of their models beside the bundle's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from runtime.bundle.columns import Array
+from runtime.judge.case import Case
+from runtime.judge.evidence import quality_evidence
+from runtime.judge.findings import Findings, Side
+from runtime.measure.benchmark import BenchmarkResult
+from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
+from runtime.report.steps import Change, StepModel, StepRow, StepTable
+
+FLOAT = "float"
+
+
+def step_table(
+    case: Case, models: Sequence[StepModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
+) -> StepTable:
+    """Return a row for the float model and one for each step; both ends are the report's own numbers.
+
+    `models`: at least one, the last being the candidate, whose outputs over the frozen samples are `candidate`.
+    `timed`: with the models that have a path, in their order.
+    """
+    rows, before = [_fill_from_side(StepRow(FLOAT), report.baseline, _latency_metric(timed))], case.baseline
+    for row, outputs in _measure_steps(case, models, candidate, timed, report):
+        rows.append(replace(row, changes=_compute_changes(case, row, outputs, _find_last_measured(rows), before)))
+        before = outputs if outputs is not None and row.metrics else before
+    return StepTable(
+        rows=tuple(rows),
+        latency=_latency_metric(timed),
+        shown=choose_metrics(report),
+        cpu=str(report.environment.get("cpu", "")),
+        manifest_digest=report.manifest_digest,
+    )
+
+
+def choose_metrics(report: Findings) -> tuple[str, ...]:
+    """Return the quality metrics that the gates are about; where none is, the first that was measured."""
+    measured = [name for name in METRICS if name in report.candidate.metrics]
+    gated = {gate.metric for gate in report.gates}
+    return tuple(name for name in measured if name in gated) or tuple(measured[:1])
+
+
+def _measure_steps(
+    case: Case, models: Sequence[StepModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
+) -> Iterator[tuple[StepRow, Outputs | None]]:
+    """Yield each step's row, still without its changes, and the outputs that it was measured on."""
+    seconds = iter(timed.between_s)
+    for model in models[:-1]:
+        row = StepRow(model.name, model.seconds, model.size_bytes, error=model.error)
+        if model.path is not None:
+            row = _add_times(row, next(seconds), timed, report.baseline)
+        yield _add_scores(row, model.outputs, case), model.outputs
+    last = _fill_from_side(StepRow(models[-1].name, models[-1].seconds), report.candidate, _latency_metric(timed))
+    faster = report.ratios.get(_latency_metric(timed))
+    error = "" if report.candidate.metrics else next(iter(report.advice), "")
+    yield replace(last, smaller=report.ratios.get("size"), faster=faster, error=error), candidate
+
+
+def _latency_metric(timed: BenchmarkResult) -> str:
+    """Return the metric that a step's speed is told by."""
+    return "latency_p50" if timed.requests is None else "tpot"
+
+
+def _fill_from_side(row: StepRow, side: Side, latency: str) -> StepRow:
+    """Return the row with what the report has measured of a side."""
+    ms = side.generation.get("tpot") if latency == "tpot" else side.latency_ms.get("p50")
+    metrics = {name: _finite_or_none(value) for name, value in side.metrics.items()}
+    return replace(row, size_bytes=side.size_bytes, metrics=metrics, latency_ms=ms)
+
+
+def _add_times(row: StepRow, seconds: Array, timed: BenchmarkResult, baseline: Side) -> StepRow:
+    """Return the row with its times. `seconds`: of each round, [rounds]; the baseline's were taken in the same ones."""
+    first = timed.latency_s[0] if timed.requests is None else timed.requests.per_token[0]
+    smaller = baseline.size_bytes / row.size_bytes if baseline.size_bytes and row.size_bytes else None
+    ms, faster = 1000 * float(np.median(seconds)), float(np.median(first / seconds))
+    return replace(row, smaller=smaller, latency_ms=ms, faster=faster)
+
+
+def _add_scores(row: StepRow, outputs: Outputs | None, case: Case) -> StepRow:
+    if outputs is None:
+        return row
+    try:
+        check_finite(outputs)
+    except NonFiniteOutputs as error:
+        return replace(row, error=f"its outputs are broken: {error}")
+    references = {"labels": case.labels, "baseline": case.baseline, "texts": None}
+    metrics = {
+        metric.name: _finite_or_none(metric.compute(outputs, references[metric.against])) for metric in case.metrics
+    }
+    return replace(row, metrics=metrics)
+
+
+def _compute_changes(
+    case: Case, row: StepRow, outputs: Outputs | None, previous: StepRow, before: Outputs
+) -> dict[str, Change]:
+    """Return the changes by metric since the last step that was measured.
+
+    They have an interval where both rows are held against the truth.
+    """
+    changes = {
+        name: Change(value - then)
+        for name, value in row.metrics.items()
+        if value is not None and (then := previous.metrics.get(name)) is not None
+    }
+    paired = [metric for metric in case.metrics if metric.against != "baseline" and metric.name in changes]
+    if outputs is None or not paired:
+        return changes
+    evidence = quality_evidence(paired, outputs, before, case.labels, case.manifest.judgement)
+    for name, metric_evidence in evidence.items():
+        if (difference := metric_evidence.difference) is not None:
+            low, high = difference.low, difference.high
+            changes[name] = Change(difference.value, (low, high) if math.isfinite(high - low) else None)
+    return changes
+
+
+def _find_last_measured(rows: Sequence[StepRow]) -> StepRow:
+    """Return the last row that quality was measured of."""
+    return next((row for row in reversed(rows) if row.metrics), rows[0])
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,48 @@
+"""Sizes, times and intervals for people."""
+
+from __future__ import annotations
+
+import math
+
+
+def ms_text(value: float | None) -> str:
+    """Format milliseconds."""
+    return "-" if value is None else f"{value:.4g} ms"
+
+
+def bytes_text(value: float | None) -> str:
+    """Format bytes in the largest unit that they fill, of 1000 each."""
+    if value is None:
+        return "-"
+    unit = next((u for u in ("B", "kB", "MB") if abs(value) < 1000 ** (1 + ("B", "kB", "MB").index(u))), "GB")
+    return f"{value / 1000 ** ('B', 'kB', 'MB', 'GB').index(unit):.{0 if unit == 'B' else 2}f} {unit}"
+
+
+def interval_words(low: float, high: float, spec: str = ".4g", unit: str = "") -> str:
+    """Format the ends by `spec`; an end that is not known in words, never as an infinite number."""
+    first, last = (f"{end:{spec}}{unit}" for end in (low, high))
+    known = math.isfinite(low), math.isfinite(high)
+    return {
+        (True, True): f"{first} to {last}",
+        (True, False): f"at least {first}",
+        (False, True): f"at most {last}",
+        (False, False): "unknown",
+    }[known]
+
+
+def interval_brackets(ends: tuple[float, float] | None, spec: str = ".4f") -> str:
+    """Format an interval as it stands behind a value, "[0.12, 0.34]"; "" for what has none because it is exact."""
+    if ends is None:
+        return ""
+    if all(map(math.isfinite, ends)):
+        return f"[{ends[0]:{spec}}, {ends[1]:{spec}}]"
+    return f"[{interval_words(*ends, spec)}]"
+
+
+def size_text(n_bytes: float) -> str:
+    """Format bytes in units of 1024: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"

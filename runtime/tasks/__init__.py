@@ -1,0 +1,1 @@
+"""What each task's outputs mean."""

@@ -1,0 +1,56 @@
+"""ONNX files with changed bytes and changed contents: planned from, or refused as a source that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzzing import attempt, corpus, fuzz, in_fork
+from hypothesis import given
+from onnx_strategies import MODELS, SHAPES, changed_models
+
+from compress.export.onnx import read_graph
+from compress.models import onnx_check
+from compress.models.load import load_model
+from compress.models.onnx_facts import onnx_facts
+from compress.specs import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("onnx") / "model.onnx"
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case has a process of its own as it is: the checks do not start another, which takes longer than they do."""
+    monkeypatch.setattr(onnx_check, "_examine_apart", lambda path, *_: onnx_check.examine(path))
+
+
+def read(kind: str, content: bytes, file: Path) -> None:
+    """As a plan reads it, and then as a run does: what a plan took, a run can read."""
+    file.write_bytes(content)
+
+    def run() -> None:
+        onnx_facts(file, "generic", SHAPES)
+        load_model(ModelSpec(source=f"onnx:{file}", task="generic"), Path(), SHAPES)
+        read_graph(file)
+
+    attempt(kind, in_fork(run), allowed=(2,))
+
+
+@pytest.mark.parametrize("path", corpus("onnx"), ids=lambda path: path.name)
+def test_what_broke_once_is_read_or_refused(path: Path, file: Path) -> None:
+    read("onnx (corpus)", path.read_bytes(), file)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["convolution", "branches"])
+def test_the_models_themselves_are_read(model: object, file: Path) -> None:
+    file.write_bytes(model.SerializeToString())  # type: ignore[attr-defined]
+    assert onnx_facts(file, "generic", SHAPES).layers
+
+
+@fuzz(share=0.1, quick=40)
+@given(content=changed_models())
+def test_any_onnx_file_is_read_or_refused(file: Path, content: bytes) -> None:
+    read("onnx", content, file)

@@ -1,0 +1,119 @@
+"""The reader of npz files: what numpy wrote comes back; what is damaged, hostile or too large is refused unread."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.bundle import npz
+from runtime.bundle.npz import NpzError, read_arrays, read_headers, read_rows
+
+RNG = np.random.default_rng(0)
+ARRAYS = {
+    "float": RNG.standard_normal((7, 3, 2)),
+    "fortran": np.asfortranarray(RNG.standard_normal((5, 4)).astype(np.float32)),
+    "big": np.arange(6, dtype=">i4"),
+    "text": np.array(["a", "bcd", ""]),
+    "bool": np.array([True, False]),
+    "scalar": np.array(3.5),
+    "empty": np.zeros((0, 3), np.int8),
+}
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_what_numpy_writes_comes_back(tmp_path: Path, save: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npz, "_CHUNK", 50)  # an array in several pieces, a row in two
+    save(tmp_path / "a.npz", **ARRAYS)  # type: ignore[operator]
+    back = read_arrays(tmp_path / "a.npz")
+    assert back.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert back[name].dtype == array.dtype and np.array_equal(back[name], array)
+        assert read_headers(tmp_path / "a.npz")[name].n_bytes == array.nbytes
+        if array.ndim:
+            rows = RNG.integers(0, len(array), 9 if len(array) else 0)
+            assert np.array_equal(read_rows(tmp_path / "a.npz", name, rows), array[rows])
+
+
+def packed(tmp_path: Path, content: bytes, name: str = "x.npy", kind: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", kind) as archive:
+        archive.writestr(name, content)
+    return tmp_path / "a.npz"
+
+
+def as_npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array)
+    return file.getvalue()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(NpzError) as caught:
+        read_arrays(path)
+    return str(caught.value)
+
+
+NPY = as_npy(np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (NPY[:-1], "array 'x' of shape (4,) and dtype int64 has 32 bytes, and its entry has room for 31"),
+        (NPY + b"\0", "has 32 bytes, and its entry has room for 33"),
+        (NPY.replace(b"(4,)", b"(8,)"), "has 64 bytes, and its entry has room for 32"),
+        (NPY.replace(b"(4,), ", b"(-4,),"), "has shape (-4,) and dtype int64"),
+        (NPY.replace(b"(4,)", b"(4, "), "array 'x' has a header that is none: b\"{'descr'"),
+        (NPY.replace(b"'<i8'", b"'|V0'"), "has shape (4,) and dtype |V0"),
+        (NPY[:8] + b"\xff\xff" + NPY[10:], "entry 'x.npy' has a header of 65535 bytes"),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff", "entry 'x.npy' has a header of 4294967295 bytes"),
+        (b"\x93NUMPY\x09\x00" + NPY[8:], "entry 'x.npy' is no array of numpy's format 1.0 or 2.0"),
+        (b"", "entry 'x.npy' is no array of numpy's format 1.0 or 2.0"),
+    ],
+)
+def test_a_header_that_its_entry_does_not_bear_out(tmp_path: Path, content: bytes, message: str) -> None:
+    assert message in refusal(packed(tmp_path, content))
+
+
+def test_entries_that_are_no_arrays(tmp_path: Path) -> None:
+    assert refusal(packed(tmp_path, NPY, "x.txt")) == "entry 'x.txt' is no array (.npy)"
+    assert "neither stored nor deflated" in refusal(packed(tmp_path, NPY, kind=zipfile.ZIP_LZMA))
+    np.savez(tmp_path / "o.npz", o=np.array([{}]))
+    assert refusal(tmp_path / "o.npz") == "array 'o' holds Python objects; save it with a numeric dtype"
+
+
+def test_a_changed_value_is_seen(tmp_path: Path) -> None:
+    path = packed(tmp_path, NPY)
+    path.write_bytes(path.read_bytes().replace(b"\x03" + b"\0" * 7, b"\x05" + b"\0" * 7))
+    assert "Bad CRC-32" in refusal(path)
+    with pytest.raises(NpzError, match="Bad CRC-32"):
+        read_rows(path, "x", np.array([0]))
+
+
+def test_a_file_that_declares_more_than_fits_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez_compressed(tmp_path / "a.npz", a=np.zeros((1000, 500)), b=np.zeros(10))
+    monkeypatch.setattr(npz, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(npz, "_read_body", None)
+    assert refusal(tmp_path / "a.npz") == "arrays of 4.00 MB, and 800.00 kB of memory may be taken"
+    assert read_rows(tmp_path / "a.npz", "a", np.arange(100)).nbytes == 400_000
+    with pytest.raises(NpzError, match=r"arrays of 1\.20 MB"):
+        read_rows(tmp_path / "a.npz", "a", np.arange(300))
+
+
+def test_rows_that_are_not_there(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", a=np.zeros((3, 2)))
+    with pytest.raises(NpzError, match="array 'a' has 3 rows, not one of number 3"):
+        read_rows(tmp_path / "a.npz", "a", np.array([0, 3]))
+
+
+def test_pipes_and_folders_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.npz")
+    for path in (tmp_path / "pipe.npz", tmp_path):
+        assert refusal(path) == "a folder, pipe or device, not a file"
+    assert "No such file" in refusal(tmp_path / "no.npz")
