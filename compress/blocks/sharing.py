@@ -39,6 +39,10 @@ def share() -> Share:
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        # Its functions' defaults hold the group that there is when it is first imported. Imported later, it would keep
+        # the group's threads alive past `_leave_group`, and one that frees a tensor while Python ends aborts.
+        import torch.distributed.nn.functional  # noqa: F401
+
         dist.init_process_group("gloo")
         atexit.register(_leave_group)
     if dist.get_world_size() != size:

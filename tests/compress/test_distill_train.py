@@ -30,10 +30,16 @@ from compress.errors import PassError
 
 HERE = Path(__file__).parent
 SCRIPT = textwrap.dedent("""
-    import json, sys
+    import atexit, json, sys
     from dataclasses import replace
     from pathlib import Path
     sys.path.insert(0, sys.argv[1])
+
+    def name_threads():  # runs last of what runs at the end
+        names = [thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+        print("threads at the end:", [name for name in names if "gloo" in name], flush=True)
+
+    atexit.register(name_threads)
     import torch
     torch.set_num_threads(1)
     from distilling import COURSE, taught
@@ -381,6 +387,7 @@ def test_two_processes_are_one_to_rounding(tmp_path: Path, changes: dict[str, An
     line = command(tmp_path, "work", 8, *launcher, **changes)
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
+    assert done.stdout.count("threads at the end: []") == 2, done.stdout  # one that frees a tensor later aborts
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1))
     one, log = taught(replace(SCRIPTED, steps=8, **changes))
     assert log.best_step > 0
