@@ -39,21 +39,31 @@ def share() -> Share:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        # Its functions' defaults hold the group that there is when it is first imported. Imported later, it would keep
-        # the group's threads alive past `_leave_group`, and one that frees a tensor while Python ends aborts.
-        import torch.distributed.nn.functional  # noqa: F401
-
         dist.init_process_group("gloo")
+    if _Group.ours is None:
+        _Group.ours = dist.new_group()
         atexit.register(_leave_group)
     if dist.get_world_size() != size:
         raise RuntimeError(f"{size} processes were launched, but {dist.get_world_size()} found each other")
     return Share(dist.get_rank(), size)
 
 
+class _Group:
+    """The group that our tensors travel in.
+
+    Not the default one, which cannot be left: what is imported of torch after it was joined (`fsdp`, `optim`,
+    `nn.functional`) keeps it in the defaults of functions. Its threads would live on, and one that frees a tensor while
+    Python ends aborts the process.
+    """
+
+    ours: Any = None
+
+
 def _leave_group() -> None:
-    """Leave the group before the process ends: a member that disappears aborts the others."""
+    """Leave the groups before the process ends: a member that disappears aborts the others."""
     import torch.distributed as dist
 
+    _Group.ours = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -83,7 +93,7 @@ def sum_over_processes(tensor: Tensor) -> Tensor:
     import torch.distributed as dist
 
     total = tensor.detach().to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=_Group.ours)
     return total.to(tensor.dtype)
 
 
@@ -95,7 +105,7 @@ def gather_from_processes(value: Any) -> list[Any]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_Group.ours)
     return values
 
 
@@ -109,4 +119,4 @@ def wait() -> None:
     if share().size > 1:
         import torch.distributed as dist
 
-        dist.barrier()
+        dist.barrier(_Group.ours)
