@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
+from runtime.tasks import TASKS, find_task
 
 
 def _readable(pattern: str) -> str:
@@ -81,7 +82,10 @@ def _source(examples: tuple[str, ...]) -> Any:
     return Field(pattern=rf"^({prefixes}):.+", examples=list(examples))
 
 
-Task = Literal["image-classification", "text-classification", "feature-extraction", "text-generation", "generic"]
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 Preprocess = Annotated[
     ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess, Field(discriminator="kind")
 ]
@@ -92,7 +96,7 @@ class ModelSpec(Record):
 
     source: Annotated[str, _source(MODEL_SOURCES), NAMES_PLACE]
     """hf:<hub id>, dir:<Hugging Face folder>, python:<module or file.py>:<factory>, onnx:<file>."""
-    task: Task
+    task: TaskName
     """What the model does: which inputs it takes, which metrics fit."""
     weights: Annotated[str | None, NAMES_PLACE] = None
     """For python: sources, a .safetensors file (or a .pt, .pth or .bin that holds tensors alone)."""
@@ -104,6 +108,11 @@ class ModelSpec(Record):
     """Run Python that comes with an hf: or dir: model."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, in the order of the model's outputs."""
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model writes text, token by token."""
+        return find_task(self.task).generates
 
 
 class DataSpec(Record):

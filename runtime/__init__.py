@@ -45,15 +45,18 @@ class Bundle:
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of texts or of
         (text, text) pairs, or columns by name. A classifier also gives "prediction": {"label", "score"} a sample.
         """
-        from runtime.tasks.predict import classify, run_samples
+        from runtime.tasks import find_task
+        from runtime.tasks.predict import run_samples
 
-        refuse_decoder(self.manifest.task)
-        columns = as_columns(self.manifest.task, samples)
+        refuse_decoder(self.manifest)
+        task = find_task(self.manifest.task)
+        columns = task.to_columns(samples)
         outputs: dict[str, Any] = dict(
             run_samples(self.session, self.preprocessor, self.manifest.task, columns, batch_size)
         )
-        if "logits" in outputs and outputs["logits"].shape[1] > 1:  # a single column is a score, not a choice
-            outputs["prediction"] = classify(outputs["logits"], self.manifest.class_names)
+        prediction = task.predict(outputs, self.manifest.class_names)
+        if prediction is not None:
+            outputs["prediction"] = prediction
         return outputs
 
     def evaluate(self) -> dict[str, float]:
@@ -73,12 +76,11 @@ class Bundle:
 
     def _run_frozen_samples(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the candidate's outputs over the frozen samples; a decoder's are scored beside the baseline's."""
-        from runtime.bundle.manifest import GENERATION
         from runtime.bundle.opening import open_artifact
         from runtime.tasks.predict import run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
-        if task not in GENERATION:
+        if not self.manifest.generates:
             return run_samples(self.session, self.preprocessor, task, columns, batch_size)
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)
@@ -126,13 +128,12 @@ class Bundle:
 
     def generator(self) -> "Generator":
         """Return the generator that `generate` runs; errors as there."""
-        from runtime.bundle.manifest import GENERATION
         from runtime.decode.generate import Generator
         from runtime.decode.kv_cache import Decoder
         from runtime.decode.scoring import language_encoder
         from runtime.errors import UsageError
 
-        if self.manifest.task not in GENERATION or self.manifest.generation is None:
+        if self.manifest.generation is None:
             raise UsageError(f"a model for {self.manifest.task} generates no text: use predict")
         decoder = Decoder(self.session, self.manifest.candidate_for(self.backend).cache)
         folder = (self.root / self.manifest.artifact("candidate").path).parent
@@ -197,12 +198,11 @@ def open_bundle(
         return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))
 
 
-def refuse_decoder(task: str) -> None:
+def refuse_decoder(manifest: "Manifest") -> None:
     """Raise UsageError for a model that generates text: it has no outputs for each sample to give."""
-    from runtime.bundle.manifest import GENERATION
     from runtime.errors import UsageError
 
-    if task in GENERATION:
+    if manifest.generates:
         raise UsageError(
             "a decoder generates text: use generate(prompt), or `compress-run generate DIR PROMPT`; "
             "its quality: evaluate() or validate()"
@@ -221,21 +221,3 @@ def _make_request(request: "type[Request]", settings: Mapping[str, Any]) -> "Req
             near = get_close_matches(name, known, n=1)
             raise UsageError(f"generate: unknown setting '{name}'; {f'did you mean {near[0]}?' if near else known}")
     return request(**settings)
-
-
-def as_columns(task: str, samples: Any) -> dict[str, Any]:
-    """Return the samples that a user has in hand as columns; UsageError where they do not fit the task."""
-    from runtime.errors import UsageError
-
-    if isinstance(samples, Mapping):
-        return dict(samples)
-    if task == "generic":
-        raise UsageError("a generic model takes columns: give a dict with an array for each model input")
-    if isinstance(samples, (str, Path)):
-        raise UsageError("give a list of samples; for a single one: [sample]")
-    if task == "image-classification":
-        return {"image": samples}
-    samples = list(samples)
-    if samples and all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
-        return {"text": [first for first, _ in samples], "text_pair": [second for _, second in samples]}
-    return {"text": samples}

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.endings import end_command, print_json, read_stdin, report_failure
+from runtime.tasks import find_task
 
 try:
     import numpy as np
@@ -176,7 +177,7 @@ def _print_report(report: Report, as_json: bool) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
-    refuse_decoder(manifest.task)
+    refuse_decoder(manifest)
     check_output(options.output)
     samples = _read_inputs(manifest, options.inputs)
     backend, note = backend_of(manifest, options.backend)
@@ -252,9 +253,10 @@ def _read_inputs(manifest: Manifest, inputs: Sequence[str]) -> Any:
             return read_arrays(Path(inputs[0]))
         except NpzError as error:
             raise UsageError(f"{inputs[0]}: cannot be read as arrays: {error}") from error
-    if manifest.task == "generic":
-        raise UsageError("a generic model takes one .npz file with an array for each model input")
-    if manifest.task == "image-classification":
+    task = find_task(manifest.task)
+    if not task.columns:
+        raise UsageError(f"a {task.name} model takes one .npz file with an array for each model input")
+    if not task.reads_texts:
         return list(inputs)
     return read_stdin(MOST_INPUT).splitlines() if list(inputs) == ["-"] else list(inputs)
 

@@ -20,7 +20,7 @@ from compress.store.durable import temporary_folder
 from runtime.backends import Feeds, Session, find_backend
 from runtime.bundle.columns import Columns, count
 from runtime.bundle.format import Manifest, read_samples, verify
-from runtime.bundle.manifest import GENERATION, Artifact
+from runtime.bundle.manifest import Artifact
 from runtime.bundle.opening import open_artifact
 from runtime.decode.scoring import language_encoder
 from runtime.judge.divergence import Divergence, first_divergence, relative, relative_error, squares
@@ -99,7 +99,7 @@ def sample_batches(path: Path, manifest: Manifest, session: Session) -> list[Fee
     """Return the evaluation samples in batches as the model reads them; for a decoder whole texts, its cache empty."""
     columns: Columns = read_samples(path, manifest)
     preprocessor = bundle_preprocessor(path, manifest, session.inputs)
-    if manifest.task in GENERATION:
+    if manifest.generates:
         columns = language_encoder(preprocessor).samples(columns)
     view, size = encoding_views(manifest.task, columns)[0], manifest.judgement.batch_size
     starts = range(0, count(view), size)

@@ -16,6 +16,7 @@ from compress.data.samples import draw_rows, n_rows
 from compress.data.values import ColumnReader
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
+from compress.tasks import find_torch_task
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _inspect_part(
     roles = resolve_roles(spec, table, task, input_names)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))
-    reader = ColumnReader(table, np.array([0]), task, class_names=tuple(class_names))
+    reader = ColumnReader(table, np.array([0]), find_torch_task(task), class_names=tuple(class_names))
     shapes = {role: _shape(reader.values(role, column)) for role, column in roles.items()}
     return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest)
 

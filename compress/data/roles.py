@@ -8,6 +8,8 @@ from compress.data.table import Table
 from compress.errors import SourceError
 from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec
+from compress.tasks import find_torch_task
+from runtime.tasks import find_task
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
@@ -16,14 +18,6 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "label": ("label", "labels", "score", "target"),
 }
 """Role -> the column names it is found under when the recipe gives no `columns`."""
-TASK_ROLES: dict[str, tuple[str, ...]] = {
-    "image-classification": ("image",),
-    "text-classification": ("text", "text_pair"),
-    "feature-extraction": ("text", "text_pair"),
-    "text-generation": ("text",),
-    "generic": (),
-}
-"""Task -> the roles of its inputs, the first of them required; a generic model's roles are its input names."""
 
 
 def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
@@ -33,12 +27,13 @@ def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
+    task_roles = find_task(task).columns
     columns = (
         _resolve_declared(spec, table, task, input_names)
         if spec.columns
         else _match_usual_names(table, task, input_names)
     )
-    required = TASK_ROLES[task][:1] or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    required = task_roles[:1] or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:
@@ -66,8 +61,9 @@ def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
 
 
 def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    allowed = (*TASK_ROLES[task], *input_names, "label")
-    any_role = task == "generic" and not input_names
+    task_roles = find_task(task).columns
+    allowed = (*task_roles, *input_names, "label")
+    any_role = not task_roles and not input_names
     unknown = [role for role in spec.columns if role not in allowed and not any_role]
     problems = [
         f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{did_you_mean(role, allowed)}"
@@ -92,12 +88,14 @@ def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequ
 
 
 def _match_usual_names(table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
+    task_roles, further = find_task(task).columns, find_torch_task(task).usual_names
     columns: dict[str, str] = {}
-    for role in (*TASK_ROLES[task], "label"):
-        names = [name for name in USUAL_NAMES[role] if name in table.lengths]
+    for role in (*task_roles, "label"):
+        usual = USUAL_NAMES.get(role, (role,)) + further.get(role, ())
+        names = [name for name in usual if name in table.lengths]
         if names:
             columns[role] = names[0]
-    if task == "generic":
+    if not task_roles:
         wanted = input_names or [name for name in table.names if name not in USUAL_NAMES["label"]]
         columns |= {name: name for name in wanted if name in table.lengths}
     return columns

@@ -10,8 +10,10 @@ import numpy as np
 
 from compress.data.samples import Samples
 from compress.errors import SourceError
+from compress.tasks import find_torch_task
 from runtime.encode.preprocess import Preprocessor
 from runtime.errors import UsageError
+from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
 
 Feeds = dict[str, np.ndarray]
@@ -51,7 +53,7 @@ class EncodedSet:
 def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:
     """Make the encoded set of a task's samples, for the model that `preprocessor` feeds."""
     views = encoding_views(task, samples.columns)
-    labels = samples.columns.get("label")
+    labels = find_torch_task(task).make_targets(samples.columns, preprocessor)
     return EncodedSet(views, samples.n, preprocessor, None if labels is None or len(views) > 1 else np.asarray(labels))
 
 
@@ -69,4 +71,4 @@ def _gather_rows(
 
 def n_rows(task: str, n_samples: int, columns: Mapping[str, Any]) -> int:
     """Return how many rows so many samples with these columns (by role) give, before loading them: `EncodedSet.n`."""
-    return n_samples * (2 if task == "feature-extraction" and "text_pair" in columns else 1)
+    return n_samples * len(find_task(task).split_views(columns))

@@ -10,10 +10,11 @@ import numpy as np
 
 from compress.data.table import Table
 from compress.errors import SourceError
+from compress.tasks import TorchTask
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import CLASSIFICATION
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
+from runtime.tasks.texts import TEXT_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -22,23 +23,25 @@ class ColumnReader:
 
     table: Table
     rows: Array
-    task: str
+    task: TorchTask
     n_classes: int | None = None
     class_names: tuple[str, ...] = ()
 
     def values(self, role: str, column: str) -> Any:
         """Read a column, as `Samples` has it. SourceError for the first value that the role cannot have."""
         raw = self.table.read(column, self.rows)
-        if role == "image" and self.task != "generic":  # there it is the name of an input, whatever that takes
-            return self._load_images(column, raw)
-        if role in ("text", "text_pair"):
-            return self._check_texts(column, raw)
         if role == "label":
-            return self._read_labels(column, raw)
+            return self.task.read_labels(self, column, raw)
+        if role in self.task.task.columns:  # of a generic model "image" is an input's name, whatever that takes
+            if role == "image":
+                return self._load_images(column, raw)
+            if role in TEXT_COLUMNS:
+                return self._check_texts(column, [self.task.make_text(item) for item in raw])
         return self._check_finite(column, self._to_numbers(column, raw))
 
-    def _fail(self, column: str, i: int, problem: str) -> SourceError:
-        return SourceError(f"{self.table.where}: column '{column}', {self.table.place(int(self.rows[i]))}: {problem}")
+    def fail(self, column: str, row: int, problem: str) -> SourceError:
+        """Return the error of a row."""
+        return SourceError(f"{self.table.where}: column '{column}', {self.table.place(int(self.rows[row]))}: {problem}")
 
     def _load_images(self, column: str, raw: Any) -> Any:
         images = []
@@ -46,14 +49,14 @@ class ColumnReader:
             try:
                 images.append(load_pixels(item))
             except UsageError as error:
-                raise self._fail(column, i, str(error)) from error
+                raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
 
     def _check_texts(self, column: str, raw: Any) -> list[str]:
         for i, item in enumerate(raw):
             if not isinstance(item, str):
-                raise self._fail(column, i, f"expected a text, found {type(item).__name__}")
+                raise self.fail(column, i, f"expected a text, found {type(item).__name__}")
         return [str(item) for item in raw]
 
     def _to_numbers(self, column: str, raw: Any) -> Array:
@@ -71,10 +74,11 @@ class ColumnReader:
         if array.dtype.kind == "f":
             bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))
             if len(bad):
-                raise self._fail(column, int(bad[0]), f"holds NaN or infinity ({len(bad)} such rows)")
+                raise self.fail(column, int(bad[0]), f"holds NaN or infinity ({len(bad)} such rows)")
         return array
 
-    def _read_labels(self, column: str, raw: Any) -> Array:
+    def read_numbers(self, column: str, raw: Sequence[Any]) -> Array:
+        """Return labels as finite numbers [N]; names of classes, and ids in a file that names them, as the model's."""
         class_ids = self._map_class_names(column, raw)
         labels = self._check_finite(
             column, self._to_numbers(column, self._parse_numbers(column, raw) if class_ids is None else class_ids)
@@ -83,24 +87,24 @@ class ColumnReader:
             raise SourceError(
                 f"{self.table.where}: column '{column}': labels have shape {labels.shape}, one number a row is needed"
             )
-        if self.task == "feature-extraction":
-            return labels.astype(np.float64)
-        whole = labels.dtype.kind in "biu" or bool((labels == np.floor(labels)).all())
-        if not whole and self.task in CLASSIFICATION:
-            i = int(np.flatnonzero(labels != np.floor(labels))[0])
-            raise self._fail(column, i, f"label {labels[i]} is not a class number")
-        if not whole:
-            return labels.astype(np.float64)
-        return self._check_range(column, labels.astype(np.int64))
+        return labels
 
-    def _check_range(self, column: str, labels: Array) -> Array:
+    def knows_classes(self) -> bool:
+        """Return whether the number of the model's classes is known."""
+        return bool(self.n_classes or self.class_names)
+
+    def read_class_ids(self, column: str, values: Array, rows: Sequence[int], least: int) -> Array:
+        """Return whole numbers as int64, checked: from `least` on, and classes of the model. `rows`: where each is."""
+        broken = np.flatnonzero(values != np.floor(values))
+        if len(broken):
+            raise self.fail(column, rows[broken[0]], f"label {values[broken[0]]} is not a class number")
+        labels = values.astype(np.int64)
         n_classes = self.n_classes or len(self.class_names) or None
-        if n_classes is None and self.task not in CLASSIFICATION:
-            return labels
-        bad = np.flatnonzero((labels < 0) | (labels >= (n_classes or np.inf)))
+        bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
         if len(bad):
-            limit = f"0..{n_classes - 1}, the model's classes" if n_classes else "0 or above"
-            raise self._fail(column, int(bad[0]), f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)")
+            limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"
+            problem = f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)"
+            raise self.fail(column, rows[bad[0]], problem)
         return labels
 
     def _map_class_names(self, column: str, raw: Any) -> Sequence[int] | None:
@@ -131,7 +135,7 @@ class ColumnReader:
         for i, label in enumerate(raw):
             if not _is_number(str(label)):
                 known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
-                raise self._fail(column, i, f"label '{label}' is neither a number nor one of the class names ({known})")
+                raise self.fail(column, i, f"label '{label}' is neither a number nor one of the class names ({known})")
         texts = [str(label).strip() for label in raw]
         return (
             [int(text) for text in texts]

@@ -10,7 +10,6 @@ from compress.errors import ExportError
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Manifest, verify
-from runtime.bundle.manifest import GENERATION
 
 DOCKERFILE = """\
 # docker build -t {image} . && docker run {flags}--rm --stop-timeout 30 -p 8000:8000 {image}
@@ -68,6 +67,6 @@ def _choose_artifact(manifest: Manifest, backend: str) -> Artifact:
         )
     if is_engine and artifact.kind != "engine":
         raise ExportError(f"docker: the bundle has no engine for {backend}; compile it: compress compile BUNDLE")
-    if manifest.task in GENERATION and not find_backend(backend).decoders:
+    if manifest.generates and not find_backend(backend).decoders:
         raise ExportError(f"docker: {backend} does not run decoders; use --backend onnxruntime-cpu")
     return artifact

@@ -24,9 +24,9 @@ from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.errors import ExportError
 from runtime.bundle.float8 import holds_float8
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
-from runtime.bundle.manifest import CLASSIFICATION, GENERATION
 from runtime.bundle.tensors import TensorSpec
-from runtime.serving.model import IMAGE, MASK, TEXT, TEXT_PAIR, answer_specs
+from runtime.serving.model import IMAGE, TEXT, TEXT_PAIR
+from runtime.tasks import find_task
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
@@ -62,7 +62,7 @@ class Serving:
 def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, ...]:
     """Write the repository to `out`, which must not exist; return its models' folders. ExportError, BundleError."""
     manifest = verify(bundle)
-    if manifest.task in GENERATION:
+    if manifest.generates:
         raise ExportError(
             "triton: a decoder with a key-value cache is served by onnxruntime-genai or vLLM; use --to genai"
         )
@@ -232,9 +232,8 @@ def _sample_specs(served: _Served) -> tuple[TensorSpec, ...]:
     if manifest.preprocess["kind"] == "image":
         channels = {"L": 1, "RGB": 3}[str(manifest.preprocess.get("channels", "RGB"))]
         return (TensorSpec(IMAGE, "uint8", ("height", "width", channels)),)
-    pairs = (
-        manifest.task in CLASSIFICATION and manifest.evaluation and TEXT_PAIR in read_samples(served.bundle, manifest)
-    )
+    together = not find_task(manifest.task).token_facts  # two texts of one answer
+    pairs = together and manifest.evaluation and TEXT_PAIR in read_samples(served.bundle, manifest)
     return tuple(TensorSpec(name, "object", (1,)) for name in ((TEXT, TEXT_PAIR) if pairs else (TEXT,)))
 
 
@@ -244,21 +243,26 @@ def _encoded_specs(served: _Served) -> tuple[TensorSpec, ...]:
     These are the model's inputs, and the mask that embeddings are pooled with.
     """
     inputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.inputs)
-    pooled = served.manifest.task not in CLASSIFICATION and served.manifest.preprocess["kind"] == "text"
-    masked = any(spec.name == MASK for spec in inputs)
-    return inputs if masked or not pooled else (*inputs, TensorSpec(MASK, "int64", ("sequence",)))
+    known = {spec.name for spec in inputs}
+    return (*inputs, *(spec for spec in _token_specs(served) if spec.name not in known))
+
+
+def _token_specs(served: _Served) -> tuple[TensorSpec, ...]:
+    """Return the specs of what answers are made of beside outputs."""
+    facts = find_task(served.manifest.task).token_facts if served.manifest.preprocess["kind"] == "text" else ()
+    return tuple(TensorSpec(name, "int64", ("sequence",)) for name in facts)
 
 
 def _answer_input_specs(served: _Served) -> tuple[TensorSpec, ...]:
     """Return the specs of what answers are made of, without the batch."""
     outputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.outputs)
-    if served.manifest.task in CLASSIFICATION:
-        return outputs
-    return (*outputs, *(spec for spec in _encoded_specs(served) if spec.name == MASK))
+    needed = {spec.name for spec in _token_specs(served)}
+    return (*outputs, *(spec for spec in _encoded_specs(served) if spec.name in needed))
 
 
 def _answer_output_specs(served: _Served) -> tuple[TensorSpec, ...]:
-    return answer_specs(served.manifest.task, served.artifact.outputs)
+    specs = find_task(served.manifest.task).answer_specs(served.artifact.outputs)
+    return tuple(replace(spec, shape=spec.shape[1:]) for spec in specs)
 
 
 def _describe_tensor(spec: TensorSpec, batch: int) -> dict[str, Any]:

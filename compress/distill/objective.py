@@ -45,12 +45,24 @@ def total_loss(terms: Sequence[Weighted], batch: Batch, student: Seen, teacher: 
     return (losses * batch.weights).sum() / batch.weights.sum().clamp_min(1e-12)
 
 
-def logits_term(temperature: float, kind: Divergence, tokens: bool) -> Term:
-    """Return a term: KL divergence of the first outputs. `tokens`: [b, T, V], mean over the predicted tokens."""
+def logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, C]."""
+    return lambda batch, student, teacher: average_masked(
+        divergence(student.first, teacher.first, temperature, kind), None
+    )
+
+
+def token_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, T, C], mean over a text's tokens."""
+    return lambda batch, student, teacher: average_masked(
+        divergence(student.first, teacher.first, temperature, kind), batch.mask
+    )
+
+
+def next_token_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, T, V], mean over a text's predicted tokens."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-        if not tokens:
-            return average_masked(divergence(student.first, teacher.first, temperature, kind), None)
         chosen = _mask_predicted(batch)
         gaps = divergence(student.first[:, :-1][chosen], teacher.first[:, :-1][chosen], temperature, kind)
         return _mean_by_row(gaps, chosen)
@@ -74,6 +86,23 @@ def next_token_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     ids = batch.feeds["input_ids"][:, 1:][chosen]
     gaps = F.cross_entropy(student.first[:, :-1][chosen].float(), ids, reduction="none")
     return _mean_by_row(gaps, chosen)
+
+
+def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+    """Return the cross-entropy of each token's class, mean over a text's that have one: labels [b, >= T], else -100."""
+    assert batch.labels is not None
+    labels = batch.labels[:, : student.first.shape[1]]
+    chosen = labels >= 0
+    gaps = F.cross_entropy(student.first[:, : labels.shape[1]][chosen].float(), labels[chosen], reduction="none")
+    return _mean_by_row(gaps, chosen)
+
+
+LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
+    "classes": (logits_term, labels_term),
+    "token classes": (token_logits_term, token_labels_term),
+    "next tokens": (next_token_logits_term, next_token_term),
+}
+"""What is learned -> the terms for logits and for labels; of anything else those of classes."""
 
 
 def outputs_term(distance: Distance) -> Term:

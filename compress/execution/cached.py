@@ -38,6 +38,7 @@ from runtime.bundle.records import from_json, to_json
 from runtime.bundle.samples import read_npz, write_npz
 from runtime.bundle.tensors import TensorSpec
 from runtime.metrics import NonFiniteOutputs, check_finite
+from runtime.tasks import find_task
 
 GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
 PARITY_BATCHES = 4
@@ -67,7 +68,7 @@ def float_model(
 
     def write(folder: Path) -> dict[str, Any]:
         loaded = load()
-        export = _export_decoder if loaded.task == "text-generation" else _export_plain
+        export = _export_decoder if find_task(loaded.task).generates else _export_plain
         graph, inputs, outputs, parity = export(loaded, batches, opset)
         write_graph(graph, folder / GRAPH)
         return {

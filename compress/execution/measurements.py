@@ -25,7 +25,6 @@ from compress.recipe.schema import Recipe
 from compress.store.cache import StepCache
 from compress.store.run_log import Journal
 from runtime.bundle.format import model_size
-from runtime.bundle.manifest import GENERATION
 from runtime.bundle.samples import read_npz, write_npz
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import graph_backend
@@ -73,7 +72,7 @@ class Chain:
     def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:
         """Return the model's outputs over the evaluation samples; a language model's beside the float one's."""
         beside = None
-        if self.plan.recipe.model.task in GENERATION:
+        if self.plan.recipe.model.generates:
             beside = self.folder / "float" / "model.onnx"
             if not beside.is_file():
                 save_graph(float_graph(self.exported.state.model), beside)
@@ -92,7 +91,7 @@ class Chain:
 
 def flavour_of(recipe: Recipe) -> Target:
     """Return the target whose form of the graph is judged: the backend's own where a file is written for it."""
-    backend = graph_backend(recipe.target, recipe.model.task)
+    backend = graph_backend(recipe.target, recipe.model.generates)
     written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
     return TARGETS[next((name for name in written if name == backend), recipe.target)]
 

@@ -15,7 +15,6 @@ from compress.planning.cache_keys import quality_gates
 from compress.planning.inputs import Inputs
 from compress.store.durable import temporary_folder
 from runtime.backends import find_backend
-from runtime.bundle.manifest import GENERATION
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import make_preprocessor
@@ -37,7 +36,7 @@ def run_graph(
     `beside`: of a language model, the file of the float one, which its tokens are compared with.
     """
     recipe = inputs.recipe
-    name = graph_backend(recipe.target, recipe.model.task)  # the plan says where it is not the target
+    name = graph_backend(recipe.target, recipe.model.generates)  # the plan says where it is not the target
     with ExitStack() as stack:
         sessions = []
         for file in (path, beside):
@@ -45,7 +44,7 @@ def run_graph(
                 sessions.append(find_backend(name).open(file, recipe.validate_.benchmark.threads, {}))
                 stack.callback(sessions[-1].close)
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
-        if recipe.model.task in GENERATION:
+        if recipe.model.generates:
             return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
         return run_samples(sessions[0], preprocessor, recipe.model.task, columns, recipe.validate_.batch_size)
 
@@ -66,7 +65,7 @@ def shortfall_finder(
     what the float model reaches. None when the recipe has no quality gate, and for language models.
     """
     judgement = quality_gates(inputs.recipe.validate_)
-    if not judgement.gates or inputs.recipe.model.task in GENERATION:
+    if not judgement.gates or inputs.recipe.model.generates:
         return None
     labels = columns.get("label")
     metrics = select_metrics(inputs.recipe.model.task, baseline, labels, judgement)

@@ -40,6 +40,7 @@ from compress.store.cache import StepCache, default_root
 from compress.store.durable import blame, temporary_folder
 from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal
+from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
 from runtime.judge.validate import validate
 from runtime.processes.memory import available_bytes
@@ -235,7 +236,7 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap."""
     task, outputs = plan.recipe.model.task, plan.before.outputs
     width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
-    n_classes = width if task.endswith("classification") and isinstance(width, int) else None
+    n_classes = width if find_torch_task(task).chooses and isinstance(width, int) else None
     sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
     shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
     if shared:

@@ -17,7 +17,6 @@ from compress.recipe.schema import Recipe
 from compress.store.durable import temporary_folder
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.manifest import GENERATION
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.timing import time_rounds
 
@@ -35,8 +34,8 @@ def module_timer(recipe: Recipe, loaded: LoadedModel, batches: Batches) -> TimeM
     None for language models, where the target runs engines, and where it does not run here: another runtime's times
     would be no answer.
     """
-    name, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
-    if elsewhere is not None or recipe.model.task in GENERATION or name in ENGINES:
+    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
+    if elsewhere is not None or recipe.model.generates or name in ENGINES:
         return None
     example = example_batch(batches, loaded.inputs)
     sample = {key: np.ascontiguousarray(values[:1]) for key, values in example.items()}

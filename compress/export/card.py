@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from runtime.bundle.format import NO_LAYERS, Manifest
-from runtime.bundle.manifest import GENERATION
 
 TEMPLATE = """\
 ---
@@ -71,7 +70,7 @@ def usage_of(manifest: Manifest) -> Usage:
     if candidate.kind == "checkpoint":
         return _describe_checkpoint_usage(manifest, str(PurePosixPath(candidate.path).parent))
     kind = manifest.preprocess["kind"]
-    if manifest.task in GENERATION:
+    if manifest.generates:
         needs = "numpy, onnxruntime, `tokenizers` and, for `--chat`, `jinja2`"
         return Usage('compress-run generate DIR "Once upon a time"', f"The commands need {needs}.")
     if kind == "image":

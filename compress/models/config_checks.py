@@ -12,6 +12,7 @@ from torch import nn
 from compress.errors import SourceError
 from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
+from runtime.tasks import find_task
 
 COUNTS = re.compile(r"layer|block|depth|expert|stage|labels|group", re.IGNORECASE)
 """Keys of what a model has many of; its code, and its configuration's, goes through them one by one."""
@@ -96,9 +97,9 @@ def check_task(where: str, task: str, config: Any, auto: Any) -> None:
     kind = type(config).__name__
     tasks = _find_tasks(config.model_type)
     is_for = f"; transformers has it for {', '.join(tasks)}, not supported here yet" if tasks else ""
-    if task == "text-generation" and getattr(config, "is_encoder_decoder", False):
+    if find_task(task).generates and getattr(config, "is_encoder_decoder", False):
         raise SourceError(
-            f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a text-generation model "
+            f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a {task} model "
             f"it would be compressed without it{is_for}"
         )
     mapping = getattr(auto, "_model_mapping", None)

@@ -25,7 +25,7 @@ from compress.prune.coupling import Coupling, find_coupling
 from compress.specs import ModelSpec
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable
-from runtime.bundle.manifest import TEXT_TASKS
+from runtime.tasks import find_task
 
 Traced = tuple[Trace, list[str]]
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
@@ -170,7 +170,7 @@ def _trace_removable(
 
 def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
     """Shorten texts to N_TOKENS tokens, which show as much; other feeds stay."""
-    if spec.task not in TEXT_TASKS:
+    if not find_task(spec.task).reads_texts:
         return feeds
     return {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
 

@@ -15,12 +15,13 @@ from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, read_onnx
 from compress.specs import ModelSpec
-from runtime.bundle.manifest import CLASSIFICATION, TEXT_TASKS
+from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import compute_resized
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
 from runtime.encode.texts import FEEDS
+from runtime.tasks import find_task
 
 
 def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
@@ -60,16 +61,18 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
         return {name: name for name in names}
     taken = inspect.signature(module.forward).parameters
     positional = [p for p in taken.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if spec.task in TEXT_TASKS:
+    task = find_task(spec.task)
+    if task.reads_texts:
         positional = [p for p in positional if p.name in FEEDS]
     else:
         positional = [p for p in positional if p.default is p.empty]
-    if not positional or (spec.task == "image-classification" and len(positional) != 1):
-        wanted = "one input" if spec.task == "image-classification" else "named inputs"
+    of_images = task.preprocess == "image"
+    if not positional or (of_images and len(positional) != 1):
+        wanted = "one input" if of_images else "named inputs"
         raise SourceError(
             f"{spec.source}: task {spec.task} needs {wanted}, but forward is {inspect.signature(module.forward)}"
         )
-    if spec.task == "image-classification":
+    if of_images:
         return {"pixel_values": positional[0].name}
     return {p.name: p.name for p in positional}
 
@@ -83,7 +86,7 @@ def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, o
 
 def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) -> tuple[TensorSpec, ...]:
     """Return the inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
-    text = spec.task in TEXT_TASKS
+    text = find_task(spec.task).reads_texts
     return tuple(
         TensorSpec(
             name, feeds[name][1], ("batch", *(("sequence",) if text and len(feeds[name][0]) == 1 else feeds[name][0]))
@@ -97,22 +100,18 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
 
     The shapes in `outputs` are [1, ...]: batch dimension included. SourceError where the task needs another output.
     """
-    if spec.task == "generic":
+    task = find_torch_task(spec.task)
+    if not task.axes:
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
-    name = huggingface.OUTPUTS[spec.task]
     shape, dtype = next(iter(outputs.values()))
-    rank = 3 if spec.task in ("feature-extraction", "text-generation") else 2
-    if len(outputs) != 1 or len(shape) != rank:
+    if len(outputs) != 1 or len(shape) != len(task.axes):
         shown = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
-        wanted = "[batch, classes]" if rank == 2 else "[batch, sequence, width]"
-        raise SourceError(f"{spec.source}: task {spec.task} needs one output {wanted}, but forward gives {shown}")
-    _check_class_names(spec, shape[-1])
-    return (TensorSpec(name, dtype, ("batch", "sequence", shape[2]) if rank == 3 else ("batch", shape[1])),)
-
-
-def _check_class_names(spec: ModelSpec, n: int) -> None:
-    if spec.class_names and spec.task in (*CLASSIFICATION, "generic") and len(spec.class_names) != n:
-        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {n} classes")
+        raise SourceError(
+            f"{spec.source}: task {spec.task} needs one output [{', '.join(task.axes)}], but forward gives {shown}"
+        )
+    if task.chooses and spec.class_names and len(spec.class_names) != shape[-1]:
+        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {shape[-1]} classes")
+    return (TensorSpec(task.output or next(iter(outputs)), dtype, (*task.axes[:-1], shape[-1])),)
 
 
 def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:

@@ -18,18 +18,14 @@ from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorde
 from compress.models.source import Source
 from compress.models.weights import safetensors_shapes
 from compress.specs import ModelSpec
+from compress.tasks import TORCH_TASKS, find_torch_task
+from runtime.tasks import find_task
 
 DECODED = "weights in the GPTQ format are read as the floats that they stand for"
-OUTPUTS = {
-    "image-classification": "logits",
-    "text-classification": "logits",
-    "feature-extraction": "last_hidden_state",
-    "text-generation": "logits",
-}
 
 
 class TextModel(nn.Module):
-    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> logits [B, C], [B, T, V], or states [B, T, D]."""
+    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> logits [B, C] or [B, T, C], or states [B, T, D]."""
 
     def __init__(self, wrapped: nn.Module, output: str) -> None:
         super().__init__()
@@ -106,7 +102,7 @@ def load_trained(spec: ModelSpec, source: Source, alone: bool = False) -> nn.Mod
 
 def input_names(spec: ModelSpec, model: nn.Module, config: Any) -> tuple[str, ...]:
     """Return the inputs to feed, in the order of the wrapper's forward."""
-    if spec.task == "image-classification":
+    if find_task(spec.task).preprocess == "image":
         return ("pixel_values",)
     takes = inspect.signature(model.forward).parameters
     has_types = "token_type_ids" in takes and (getattr(config, "type_vocab_size", 0) or 0) > 1
@@ -160,16 +156,16 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
 
 
 def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
-    if spec.task not in OUTPUTS:
+    task = find_torch_task(spec.task)
+    if task.output is None:
+        known = [name for name, other in TORCH_TASKS.items() if other.output is not None]
         raise SourceError(
-            f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(OUTPUTS)}"
+            f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(known)}"
         )
     from optimum.exporters.tasks import TasksManager
 
     config = load_config(spec, source)
-    kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if spec.task == "feature-extraction" and _has_optional_pooler(config):
-        kwargs["add_pooling_layer"] = False
+    kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
     auto = TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type)
     check_task(spec.source, spec.task, config, auto)
     return auto, config, kwargs
@@ -197,19 +193,13 @@ def load_config(spec: ModelSpec, source: Source) -> Any:
     return config
 
 
-def _has_optional_pooler(config: Any) -> bool:
-    from transformers import MODEL_MAPPING
-
-    mapped = MODEL_MAPPING.get(type(config), ())
-    classes = mapped if isinstance(mapped, tuple) else (mapped,)
-    return any(cls is not None and "add_pooling_layer" in inspect.signature(cls).parameters for cls in classes)
-
-
 def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
-    if spec.task == "text-generation":
+    task = find_torch_task(spec.task)
+    assert task.output is not None  # `_choose_class` refused it
+    if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
-    wrapper = ImageModel if spec.task == "image-classification" else TextModel
-    return wrapper(model, OUTPUTS[spec.task]).eval()
+    wrapper = ImageModel if task.task.preprocess == "image" else TextModel
+    return wrapper(model, task.output).eval()
 
 
 @contextlib.contextmanager

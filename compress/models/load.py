@@ -24,7 +24,7 @@ from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
-from runtime.bundle.manifest import CLASSIFICATION
+from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
 
 
@@ -105,7 +105,7 @@ def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    if source.kind != "huggingface" or spec.task not in CLASSIFICATION:
+    if source.kind != "huggingface" or not find_torch_task(spec.task).chooses:
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))
 

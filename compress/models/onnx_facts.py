@@ -16,8 +16,9 @@ from compress.graph.normal import normalize
 from compress.graph.run import weight_bytes
 from compress.models.onnx_shapes import Shapes, read_fixed_batch, sample_shapes
 from compress.models.source import read_onnx
-from runtime.bundle.manifest import TEXT_TASKS
+from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
+from runtime.tasks import find_task
 
 DTYPES = {
     onnx.TensorProto.FLOAT: "float32",
@@ -92,7 +93,7 @@ def _name_dim(dim: Any, axis: int, task: str) -> int | str:
         return int(dim.dim_value)
     if axis == 0:
         return "batch"
-    if axis == 1 and task in TEXT_TASKS:
+    if axis == 1 and find_task(task).reads_texts:
         return "sequence"
     return str(dim.dim_param or f"dim_{axis}")
 
@@ -118,15 +119,18 @@ def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes
 
 
 def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
-    """Raise SourceError unless a classifier has one [batch, classes] output: that called logits, else the only one."""
-    if not task.endswith("classification"):
+    """Raise SourceError unless a task of classes has one output of them: that by its name, else the only one."""
+    wanted = find_torch_task(task)
+    if not wanted.chooses:
         return
-    candidates = [out for out in outputs if out.name == "logits"] or [out for out in outputs if len(out.shape) == 2]
-    if len(candidates) != 1 or len(candidates[0].shape) != 2:
+    rank = len(wanted.axes)
+    named = [out for out in outputs if out.name == wanted.output]
+    candidates = named or [out for out in outputs if len(out.shape) == rank]
+    if len(candidates) != 1 or len(candidates[0].shape) != rank:
         shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
         raise SourceError(
-            f"{path}: task {task} needs one output [batch, classes], but the graph gives {shown}; call that output "
-            "'logits', or use task: generic"
+            f"{path}: task {task} needs one output [{', '.join(wanted.axes)}], but the graph gives {shown}; call that "
+            f"output '{wanted.output}', or use task: generic"
         )
 
 

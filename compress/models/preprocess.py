@@ -13,11 +13,10 @@ from compress.models.source import Source, locate
 from compress.specs import ModelSpec
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
+from runtime.tasks import find_task
 
 USUAL_CONTEXT = 2048
 """Tokens of a language model's text where a recipe does not say."""
-_KINDS = {"text-classification": "text", "feature-extraction": "text", "text-generation": "language"}
-"""Task -> the kind of preprocessing that its texts need."""
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -32,29 +31,31 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
     source = locate(spec, root)
     if declared is not None:
         return _check_fit(spec, source, _fill_first_token(declared, source))
-    if spec.task == "generic":
+    kind = find_task(spec.task).preprocess
+    if kind is None:
         return TensorPreprocess()
     if source.folder is None:
         raise SourceError(
             f"preprocess: a {spec.task} model from {spec.source} does not say how its inputs are made; add "
-            f"`preprocess: {{kind: {_KINDS.get(spec.task, 'image')}, ...}}` as in its training, or "
+            f"`preprocess: {{kind: {kind}, ...}}` as in its training, or "
             "`{kind: tensor}` if the data holds its inputs ready"
         )
-    return _check_fit(spec, source, _READERS[_KINDS.get(spec.task, "image")](source.folder))
+    return _check_fit(spec, source, _READERS[kind](source.folder))
 
 
 def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
-    if isinstance(preprocess, ImagePreprocess) and spec.task != "image-classification":
+    task = find_task(spec.task)
+    if isinstance(preprocess, ImagePreprocess) and task.preprocess != "image":
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
-    if isinstance(preprocess, TensorPreprocess) and spec.task == "feature-extraction":
-        raise SourceError("preprocess: feature-extraction pools over tokens, so it needs kind: text")
+    if isinstance(preprocess, TensorPreprocess) and task.token_facts:
+        raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
     return preprocess
 
 
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
-    if _KINDS.get(spec.task) != preprocess.kind:
+    if find_task(spec.task).preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
     if source.folder is None:
         raise SourceError(

@@ -9,8 +9,9 @@ from pydantic import Field
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.distill_student import Student, student_facts
-from compress.passes.loss_terms import TEXTS, LearningPass
+from compress.passes.loss_terms import LearningPass
 from compress.specs import Record
+from runtime.tasks import find_task
 
 
 class Sequences(Record):
@@ -47,7 +48,7 @@ class Distill(LearningPass):
         if rounded:
             problems.append(f"distill: must come before the pass that rounds {rounded[0]}")
         problems += self.term_problems(facts)
-        if self.sequences is not None and facts.task != TEXTS:
+        if self.sequences is not None and not find_task(facts.task).generates:
             problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
         notes = [Note("info", f"distill: learns by {self.describe_loss(facts.task)}")]

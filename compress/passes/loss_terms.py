@@ -12,6 +12,8 @@ from pydantic import Field
 from compress.facts import ModelFacts, Note
 from compress.passes.training import TrainingPass
 from compress.specs import LayerPattern, Record
+from compress.tasks import find_torch_task
+from compress.tasks.base import Loss
 
 if TYPE_CHECKING:
     from compress.distill.losses import Pooling
@@ -21,7 +23,6 @@ Weight = Annotated[float, Field(gt=0)]
 Layers = tuple[tuple[str, str], ...] | LayerPattern
 """Pairs, "uniform", or a `re:` pattern."""
 UNIFORM = "uniform"
-EMBEDDINGS, TEXTS = "feature-extraction", "text-generation"
 CACHE_BYTES = 2 * 2**30
 """Of a teacher's outputs that `teacher_cache: auto` keeps on disk, at most."""
 
@@ -93,7 +94,17 @@ class Terms:
 
     def pooling(self, task: str) -> Pooling:
         """Return how outputs become one vector a sample: "none" for all but embeddings."""
-        return self.output.pooling if self.output is not None and task == EMBEDDINGS else "none"
+        return self.output.pooling if self.output is not None and find_torch_task(task).loss == "embeddings" else "none"
+
+
+_USUAL: dict[Loss, Terms] = {
+    "classes": Terms(logits=LogitsTerm(temperature=4.0)),
+    "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
+    "next tokens": Terms(logits=LogitsTerm()),
+    "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
+    "outputs": Terms(output=OutputTerm(loss="mse", pooling="none")),
+}
+"""The terms of a loss that a recipe leaves to the task."""
 
 
 class LearningPass(TrainingPass):
@@ -125,22 +136,16 @@ class LearningPass(TrainingPass):
         """Return the terms of the loss for a task."""
         if not self.by_default:
             return Terms(self.logits, self.labels, self.hidden, self.attention, self.output)
-        if task.endswith("classification"):
-            return Terms(logits=LogitsTerm(temperature=4.0))
-        if task == TEXTS:
-            return Terms(logits=LogitsTerm())
-        if task == EMBEDDINGS:
-            return Terms(output=OutputTerm(), hidden=HiddenTerm())
-        return Terms(output=OutputTerm(loss="mse", pooling="none"))
+        return _USUAL[find_torch_task(task).loss]
 
     def needs_labels(self, task: str) -> bool:
         """Return whether the training set must have labels; those of a text are its own tokens."""
-        return self.terms(task).labels is not None and task != TEXTS
+        return self.terms(task).labels is not None and find_torch_task(task).loss != "next tokens"
 
     def term_problems(self, facts: ModelFacts) -> list[str]:
         """Return what is wrong with the loss for such a model. Modules are looked up in the student, which is to be."""
         problems, terms = [], self.terms(facts.task)
-        if facts.task == EMBEDDINGS and (terms.logits or terms.labels):
+        if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
         if self.augment.mixup and self.attention is not None:
             problems.append(
@@ -160,7 +165,7 @@ class LearningPass(TrainingPass):
         if terms.logits is not None:
             parts.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
         if terms.labels is not None:
-            parts.append("the labels" if task != TEXTS else "the next tokens")
+            parts.append("the next tokens" if find_torch_task(task).loss == "next tokens" else "the labels")
         if terms.output is not None:
             pooling = terms.pooling(task)
             parts.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))

@@ -16,9 +16,10 @@ from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.eight_bit import Calibration, Restore
 from compress.passes.int8 import Int8
-from compress.passes.loss_terms import EMBEDDINGS, LabelsTerm, LearningPass, Terms
+from compress.passes.loss_terms import LabelsTerm, LearningPass, Terms
 from compress.passes.weight_only import WeightPass
 from compress.specs import LayerPattern, find_changes
+from compress.tasks import find_torch_task
 
 if TYPE_CHECKING:
     from compress.models.load import LoadedModel
@@ -118,7 +119,7 @@ class Qat(LearningPass, WeightPass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems = self.training_problems(facts) + self.term_problems(facts) + self._find_contradictions()
-        if facts.task == EMBEDDINGS and not self.teacher:
+        if find_torch_task(facts.task).loss == "embeddings" and not self.teacher:
             problems.append("qat: teacher: false: an embedding has no labels to learn from; leave teacher out")
         rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
         if rounded is not None:

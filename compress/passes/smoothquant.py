@@ -11,6 +11,7 @@ from compress.formats.targets import Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
 from compress.specs import LayerPattern
+from runtime.tasks import find_task
 
 
 class SmoothQuant(Pass):
@@ -30,7 +31,7 @@ class SmoothQuant(Pass):
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         """Return "blocks" for a decoder, smoothed in torch for W8A8 in a checkpoint; "graph" for others, for `int8`."""
-        return "blocks" if facts.source == "torch" and facts.task == "text-generation" else "graph"
+        return "blocks" if facts.source == "torch" and find_task(facts.task).generates else "graph"
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""

@@ -11,11 +11,11 @@ from compress.distill.course import LOOKS, Course
 from compress.facts import ModelFacts
 from compress.passes.base import Pass, Stage
 from compress.specs import Record
+from runtime.tasks import find_task
 
 EPOCHS = 10.0
 FORWARDS = 4.0
 """Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
-IMAGES = "image-classification"
 
 
 class Augmentation(Record):
@@ -115,7 +115,7 @@ class TrainingPass(Pass):
         """Return what is wrong with the settings for such a model."""
         if facts.source == "onnx":
             return [f"{self.kind}: trains a torch model, and an onnx: source is none"]
-        if self.augment.any and facts.task != IMAGES:
+        if self.augment.any and find_task(facts.task).preprocess != "image":
             return [f"{self.kind}: augment is for images, and the task is {facts.task}; leave it out"]
         return [
             f"{self.kind}: augment: the input {spec.name} {list(spec.shape)} has neither 1 nor 3 channels, by which "

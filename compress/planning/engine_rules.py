@@ -12,7 +12,6 @@ from compress.planning.inputs import Inputs, generation_of
 from compress.recipe.exports import Engine
 from compress.recipe.schema import Recipe
 from runtime.bundle.engine import EngineOrder
-from runtime.bundle.manifest import GENERATION
 from runtime.bundle.tensors import TensorSpec
 
 FLOAT8_FROM = 8.9
@@ -40,7 +39,7 @@ def engine_notes(inputs: Inputs) -> list[Note]:
 
 def graph_inputs(inputs: Inputs) -> Sequence[TensorSpec]:
     """Return the inputs of the exported graph, as far as their free sizes go."""
-    return DECODER if inputs.recipe.model.task in GENERATION else inputs.facts.inputs
+    return DECODER if inputs.recipe.model.generates else inputs.facts.inputs
 
 
 def _capability_problems(export: Engine, recipe: Recipe) -> list[str]:

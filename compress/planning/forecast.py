@@ -17,7 +17,7 @@ from compress.passes.training import TrainingPass
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
-from runtime.bundle.manifest import GENERATION, fixed_batch
+from runtime.bundle.manifest import fixed_batch
 from runtime.measure.benchmark import choose_backend
 
 LIBRARIES_BYTES = 460 * 2**20
@@ -82,14 +82,14 @@ def find_timed_batch(inputs: Inputs) -> TimedBatch | None:
     Activations count where a CPU computes them. Texts count with the length that the evaluation set's file tells.
     """
     recipe, speed = inputs.recipe, inputs.recipe.validate_.benchmark
-    if not recipe.has_onnx or recipe.model.task in GENERATION:
+    if not recipe.has_onnx or recipe.model.generates:
         return None
     key = "throughput_batch_size" if speed.throughput_batch_size >= speed.batch_size else "batch_size"
     n_samples = fixed_batch(inputs.facts.inputs) or getattr(speed, key)
     longest = getattr(inputs.preprocess, "max_length", None)
     filled = speed.sequence_length / longest if speed.sequence_length and longest else text_fill(inputs, "evaluation")
     sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in inputs.feeds.values())
-    on_cpu = choose_backend(recipe.target, None, recipe.model.task)[0] in ON_CPU
+    on_cpu = choose_backend(recipe.target, None, recipe.model.generates)[0] in ON_CPU
     activations = inputs.facts.peak_activation_bytes if on_cpu else 0
     return TimedBatch(key, n_samples, int(n_samples * sample * filled), int(n_samples * activations * filled))
 

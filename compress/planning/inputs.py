@@ -24,7 +24,7 @@ from compress.planning.students import look_at_students
 from compress.recipe.schema import Recipe
 from compress.store.cache import default_root
 from compress.store.durable import blame
-from runtime.bundle.manifest import GENERATION, Generation, fixed_batch
+from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
 from runtime.encode.preprocess import PreprocessSpec, make_preprocessor
@@ -102,12 +102,12 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     task, class_names = recipe.model.task, recipe.model.class_names
     with blame(recipe.root, SourceError):
         samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
-    return samples if task != "text-generation" else _check_tokens(samples, name, inputs)
+    return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 
 def generation_of(inputs: Inputs) -> Generation | None:
     """Return what generating text needs to know; None for another task, or a source without a folder of its own."""
-    if inputs.recipe.model.task not in GENERATION or inputs.folder is None:
+    if not inputs.recipe.model.generates or inputs.folder is None:
         return None
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)

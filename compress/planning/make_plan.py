@@ -25,7 +25,7 @@ from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
 from compress.store.cache import StepCache, default_root
 from compress.store.durable import blame
-from runtime.bundle.manifest import GENERATION, fixed_batch
+from runtime.bundle.manifest import fixed_batch
 from runtime.measure.benchmark import choose_backend
 from runtime.processes.memory import available_bytes
 from runtime.report.units import size_text
@@ -50,7 +50,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
-    tokens = calibration_tokens(inputs) if recipe.model.task in GENERATION else 0
+    tokens = calibration_tokens(inputs) if recipe.model.generates else 0
     decisions = [planned.step.decisions for planned in done]
     filled = text_fill(inputs, "train")
     expected = forecast(recipe, before, after, samples, batch, tokens, filled, decisions, find_timed_batch(inputs))
@@ -161,7 +161,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     texts = list(inputs.facts.notes)
     if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
-    _, elsewhere = choose_backend(recipe.target, None, recipe.model.task)
+    _, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
     if elsewhere is not None:
         how = _IN_ONNXRUNTIME if recipe.has_onnx else _BY_TORCH
         texts.append(f"{recipe.target} does not run here: {how}")

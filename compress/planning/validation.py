@@ -118,7 +118,7 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     if recipe.target not in {name for _, name in seen}:
         missing = f"{{kind: {TARGETS[recipe.target].reads}, target: {recipe.target}}}"
         problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {missing}")
-    if not recipe.has_onnx and recipe.model.task != "text-generation":
+    if not recipe.has_onnx and not recipe.model.generates:
         problems.append(f"export: a {recipe.model.task} model is judged as an ONNX graph; add {{kind: onnx}}")
     if facts.source == "onnx" and any(export.kind == "checkpoint" for export in recipe.export):
         problems.append("export: a checkpoint is made from a torch model, and an onnx: source is none")

@@ -19,13 +19,11 @@ from compress.distill.layer_map import Pairs, pair_modules
 from compress.distill.lessons import Augment, BatchOf, batch_maker
 from compress.distill.losses import Pooling
 from compress.distill.objective import (
+    LEARNED,
     Weighted,
     features_last,
     hidden_term,
-    labels_term,
-    logits_term,
     maps_term,
-    next_token_term,
     outputs_term,
     pool_outputs,
     projection_name,
@@ -37,8 +35,9 @@ from compress.distill.watch import Seen, Watched, attention_modules, module_name
 from compress.errors import PassError
 from compress.facts import Note
 from compress.models.load import LoadedModel
-from compress.passes.loss_terms import TEXTS, UNIFORM, LearningPass, Terms
+from compress.passes.loss_terms import UNIFORM, LearningPass, Terms
 from compress.structure.find import find_structure
+from compress.tasks import find_torch_task
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: LoadedModel) -> 
     """Return a function that makes batches: samples as the model reads them, images changed at random."""
     assert loaded.parameters is not None
     augment = Augment(knobs.augment.flip, knobs.augment.crop, knobs.augment.mixup)
-    return batch_maker(trainset, loaded.parameters, augment, loaded.task == TEXTS)
+    return batch_maker(trainset, loaded.parameters, augment, find_torch_task(loaded.task).loss == "next tokens")
 
 
 @contextmanager
@@ -251,13 +250,12 @@ def _no_answer(batch: Batch) -> Seen:
 
 def _weigh_terms(terms: Terms, compared: Compared, task: str) -> list[Weighted]:
     """Return the terms of the loss that are asked for."""
+    by_logits, by_labels = LEARNED.get(find_torch_task(task).loss, LEARNED["classes"])
     weighted = []
     if terms.logits is not None:
-        weighted.append(
-            Weighted(terms.logits.weight, logits_term(terms.logits.temperature, terms.logits.divergence, task == TEXTS))
-        )
+        weighted.append(Weighted(terms.logits.weight, by_logits(terms.logits.temperature, terms.logits.divergence)))
     if terms.labels is not None:
-        weighted.append(Weighted(terms.labels.weight, next_token_term if task == TEXTS else labels_term))
+        weighted.append(Weighted(terms.labels.weight, by_labels))
     if terms.output is not None:
         weighted.append(Weighted(terms.output.weight, outputs_term(terms.output.loss)))
     if terms.hidden is not None and compared.hidden:

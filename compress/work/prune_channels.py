@@ -26,9 +26,9 @@ from compress.prune.importance import draw_label_loss, random_projection_loss
 from compress.prune.norms import follow_data
 from compress.prune.shrink import Record, renumber_dimension, shrink
 from compress.prune.surgery import differs_from_masked, remove
+from compress.tasks import find_torch_task
 from compress.work.prune_batches import pruning_batches
 from compress.work.prune_widths import Choosing, choose
-from runtime.bundle.manifest import CLASSIFICATION, GENERATION
 
 Batch = Mapping[str, Tensor]
 EXACT = 1e-3
@@ -46,8 +46,8 @@ def apply_prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
     dimensions = [dimension for dimension, facts in pairs if knobs.takes(facts, types)]
     _check(knobs, module, dimensions, sample)
-    classes = loaded.task in (*CLASSIFICATION, *GENERATION)
-    loss = draw_label_loss(context.seed) if classes else random_projection_loss(context.seed)
+    drawn = find_torch_task(loaded.task).loss in ("classes", "token classes", "next tokens")
+    loss = draw_label_loss(context.seed) if drawn else random_projection_loss(context.seed)
     curves = find_curves(
         module, dimensions, batches, knobs.importance, loss=loss, seed=context.seed, progress=context.progress
     )

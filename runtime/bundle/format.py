@@ -42,8 +42,6 @@ from runtime.bundle.files import (
 )
 from runtime.bundle.manifest import (
     FORMAT_VERSION,
-    GENERATION,
-    TASKS,
     Artifact,
     Benchmark,
     BuildScore,
@@ -59,6 +57,7 @@ from runtime.bundle.records import Mismatch, from_json, to_json
 from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, split_columns, write_jsonl, write_npz
 from runtime.encode.preprocess import spec_from_dict
 from runtime.errors import BundleError, UsageError
+from runtime.tasks import TASKS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a bundle may be called: deployments make folders and files of the name."""
@@ -66,7 +65,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 __all__ = [
     "FORMAT_VERSION",
     "HOST",
-    "TASKS",
     "Artifact",
     "Benchmark",
     "BuildScore",
@@ -285,8 +283,9 @@ def _parse_manifest(data: Any) -> Manifest:
     spec_from_dict(manifest.preprocess)
     if manifest.task not in TASKS:
         raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
-    if manifest.task in GENERATION and manifest.generation is None:
-        raise ValueError(f"manifest.generation: missing, and the task is {manifest.task}")
+    if TASKS[manifest.task].generates != manifest.generates:
+        is_there = "is there" if manifest.generates else "missing"
+        raise ValueError(f"manifest.generation: {is_there}, and the task is {manifest.task}")
     names = [artifact.name for artifact in manifest.artifacts]
     if len(set(names)) != len(names) or "candidate" not in names:
         raise ValueError(

@@ -12,13 +12,6 @@ from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
 
 FORMAT_VERSION = 1
-CLASSIFICATION = ("image-classification", "text-classification")
-GENERATION = ("text-generation",)
-TEXT_TASKS = ("text-classification", "feature-extraction", *GENERATION)
-OUTPUT_TASKS = (*CLASSIFICATION, "feature-extraction", "generic")
-"""Tasks whose outputs are kept, one row a sample; a decoder's logits are reduced as they come
-(`runtime.decode.scoring`)."""
-TASKS = (*OUTPUT_TASKS, *GENERATION)
 RULES = ("max_drop", "min", "max", "min_speedup")
 """The rules of a gate: names of its fields, in the order in which they are decided and shown."""
 
@@ -313,7 +306,7 @@ class Manifest:
     judgement: Judgement
     """What the recipe's `validate` says: gates, metrics, how speed is measured."""
     generation: Generation | None = None
-    """text-generation: what generating needs to know."""
+    """Of a model that generates text: what generating needs to know."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where the bundle holds no baseline to run."""
     score: BuildScore | None = None
@@ -326,6 +319,11 @@ class Manifest:
     """"compress" and its version."""
     digest: str = ""
     """sha256 of the manifest without this field; `write_bundle` fills it."""
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model writes text, token by token: a decoder."""
+        return self.generation is not None
 
     def artifact(self, name: str) -> Artifact:
         """Return the artifact called `name`; KeyError if there is none."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from runtime.bundle.manifest import GENERATION, Benchmark, Manifest, fixed_batch
+from runtime.bundle.manifest import Benchmark, Manifest, fixed_batch
 from runtime.errors import UsageError
 
 OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms", "price_per_hour")
-"""Settings of a benchmark that fit text-generation alone."""
+"""Settings of a benchmark that fit what generates text alone."""
 NOT_OF_DECODERS = {"sequence_length": "prompt_tokens", "latency_limit_ms": "ttft_limit_ms and tpot_limit_ms"}
 """Settings that do not fit it, and what to use; throughput_batch_size is passed over."""
 
@@ -30,11 +30,11 @@ def settings_for(manifest: Manifest, threads: int | None) -> tuple[Benchmark, st
 
 
 def _check_settings(settings: Benchmark, manifest: Manifest) -> None:
-    usual, of_decoders = Benchmark(), manifest.task in GENERATION
+    usual, of_decoders = Benchmark(), manifest.generates
     misfits = NOT_OF_DECODERS if of_decoders else OF_DECODERS
     given = [name for name in misfits if getattr(settings, name) != getattr(usual, name)]
     if given:
-        way_out = f"use {NOT_OF_DECODERS[given[0]]}" if of_decoders else "it fits text-generation"
+        way_out = f"use {NOT_OF_DECODERS[given[0]]}" if of_decoders else "it fits what generates text"
         raise UsageError(f"benchmark.{given[0]} does not fit the task {manifest.task}; {way_out}")
     if settings.sequence_length is not None and manifest.preprocess["kind"] != "text":
         raise UsageError(

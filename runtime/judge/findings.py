@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runtime.bundle.manifest import GENERATION
 from runtime.judge.evidence import Evidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.stats import Estimate
@@ -91,7 +90,7 @@ MEASURED_FIELDS = {
 }
 
 
-OF_DECODERS = tuple(name for name, metric in MEASURED.items() if metric.tasks == GENERATION)
+OF_DECODERS = tuple(name for name, metric in MEASURED.items() if metric.generates)
 """The measured metrics that only a decoder has."""
 
 

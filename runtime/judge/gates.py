@@ -18,6 +18,7 @@ from runtime.judge.evidence import Evidence
 from runtime.judge.stats import Estimate, change_scale, samples_needed
 from runtime.metrics import MEASURED, METRICS, check_name, fitting
 from runtime.report.units import interval_words
+from runtime.tasks import find_task
 
 Verdict = Literal["pass", "fail", "undecided"]
 
@@ -59,15 +60,16 @@ def _check_metric(name: str, task: str, has_labels: bool, judgement: Judgement) 
         return
     metric = METRICS[name]
     fits = ", ".join(fitting(task, has_labels))
-    if task not in metric.tasks:
+    if not metric.suits(find_task(task).outputs):
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
     if metric.against == "labels" and not has_labels:
         raise UsageError(f"metric '{name}' needs labels, and the evaluation set has none; without labels fit: {fits}")
 
 
 def _check_measured(name: str, task: str, benchmark: Benchmark) -> None:
-    if task not in MEASURED[name].tasks:
-        fits = ", ".join(other for other, metric in MEASURED.items() if task in metric.tasks)
+    found = find_task(task)
+    if not MEASURED[name].suits(found):
+        fits = ", ".join(other for other, metric in MEASURED.items() if metric.suits(found))
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
     if name == "throughput_under_latency" and benchmark.latency_limit_ms is None:
         raise UsageError("metric 'throughput_under_latency' needs benchmark.latency_limit_ms")

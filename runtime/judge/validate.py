@@ -14,7 +14,6 @@ import numpy as np
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
-from runtime.bundle.manifest import GENERATION
 from runtime.bundle.onnx_graph import graph_facts
 from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.errors import BundleError
@@ -120,10 +119,9 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     labels = columns.get("label")
     check_gates(manifest.judgement, manifest.task, labels is not None)
     _, batch_note = settings_for(manifest, threads)
-    task = manifest.task
     main, backend_note = backend_of(manifest, backends[0] if backends else None)
     others = [backend_of(manifest, name)[0] for name in (backends or [])[1:]]
-    if not backends and task not in GENERATION:
+    if not backends and not manifest.generates:
         others = available_others(manifest, main)
     candidate = manifest.candidate_for(main)
     if candidate.kind == "checkpoint":
@@ -168,7 +166,7 @@ def run_candidate(case: Case) -> Outputs:
         before, after = pair(manifest, case.backend)
         session = open_variant(stack, case.root, after, threads)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
-        reference = open_variant(stack, case.root, before, threads) if manifest.task in GENERATION else None
+        reference = open_variant(stack, case.root, before, threads) if manifest.generates else None
         outputs = run_samples(
             session, preprocessor, manifest.task, case.columns, manifest.judgement.batch_size, reference
         )
@@ -265,7 +263,7 @@ def _collect_common_fields(
         "ratio_intervals": ratio_intervals(evidence),
         "differences": differences(evidence),
         "environment": timed.environment if timed else _describe_machine(),
-        "benchmark": _describe_benchmark(manifest.task, timed) if timed else {},
+        "benchmark": _describe_benchmark(manifest.generates, timed) if timed else {},
     }
 
 
@@ -275,9 +273,9 @@ def _describe_machine() -> dict[str, Any]:
     return {name: machine[name] for name in ("cpu", "os", "python")}
 
 
-def _describe_benchmark(task: str, timed: BenchmarkResult) -> dict[str, Any]:
-    """Return the settings that say something about this task, how many rounds were timed, and a GPU's own clock."""
-    unused = (*NOT_OF_DECODERS, "throughput_batch_size") if task in GENERATION else OF_DECODERS
+def _describe_benchmark(generates: bool, timed: BenchmarkResult) -> dict[str, Any]:
+    """Return the settings that say something about such a model, how many rounds were timed, and a GPU's own clock."""
+    unused = (*NOT_OF_DECODERS, "throughput_batch_size") if generates else OF_DECODERS
     settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
     record = {**settings, "rounds": timed.rounds}
     if timed.device_s is not None:

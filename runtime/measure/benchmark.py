@@ -24,7 +24,6 @@ from runtime.backends import BACKENDS, Feeds, Session, find_backend
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCache, Manifest, inside, read_samples, verify
-from runtime.bundle.manifest import GENERATION
 from runtime.bundle.opening import open_artifact, open_options
 from runtime.bundle.settings import bound_batch, settings_for
 from runtime.decode.kv_cache import Decoder
@@ -109,33 +108,33 @@ def benchmark(path: str | Path, backend: str | None = None, threads: int | None 
     return measure(root, manifest, columns, chosen, threads)
 
 
-def choose_backend(target: str, asked: str | None, task: str = "") -> tuple[str, str | None]:
+def choose_backend(target: str, asked: str | None, generates: bool = False) -> tuple[str, str | None]:
     """Return the backend to run on, and a note where it is not the one that the bundle was made for.
 
-    UsageError for an unknown backend or one that does not run the task, RuntimeFailure where it does not work here.
+    UsageError for an unknown backend or one that does not run such a model, RuntimeFailure where it does not work here.
     """
     if asked is not None:
         _check_backend(asked)
-        if task in GENERATION and not BACKENDS[asked].decoders:
+        if generates and not BACKENDS[asked].decoders:
             some = ", ".join(backend.name for backend in BACKENDS.values() if backend.decoders)
             raise UsageError(f"backend '{asked}' does not run decoders; use one of {some}")
         return asked, None
-    reason = _explain_unavailable(target, task)
+    reason = _explain_unavailable(target, generates)
     if reason is None:
         return target, None
     _check_backend(USUAL)
     return USUAL, f"The bundle was made for {target}, but it runs on {USUAL} here: {reason}."
 
 
-def graph_backend(target: str, task: str = "") -> str:
+def graph_backend(target: str, generates: bool = False) -> str:
     """Return what runs ONNX files on the way to a bundle for `target`: its backend, unless that runs engines alone."""
-    name, _ = choose_backend(target, None, task)
+    name, _ = choose_backend(target, None, generates)
     return USUAL if name in ENGINES else name
 
 
 def backend_of(manifest: Manifest, asked: str | None) -> tuple[str, str | None]:
     """Choose a bundle's backend as `choose_backend` does: its engine must be there, and run on this machine."""
-    name, note = choose_backend(manifest.target, asked, manifest.task)
+    name, note = choose_backend(manifest.target, asked, manifest.generates)
     why = engine_trouble(manifest, name)
     if why is None:
         return name, note
@@ -159,11 +158,11 @@ def engine_trouble(manifest: Manifest, backend: str) -> str | None:
     return None
 
 
-def _explain_unavailable(target: str, task: str) -> str | None:
+def _explain_unavailable(target: str, generates: bool) -> str | None:
     """Return why a bundle for `target` is not run on it here; None where it is."""
     if target not in BACKENDS:
         return "there is no backend of that name here"
-    if task in GENERATION and not BACKENDS[target].decoders:
+    if generates and not BACKENDS[target].decoders:
         return "that backend does not run decoders"
     return BACKENDS[target].available()
 
@@ -201,7 +200,7 @@ def measure(
     (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
     n_threads = settings.threads
     variants = pair(manifest, backend)
-    if manifest.task in GENERATION:
+    if manifest.generates:
         return _measure_requests(root, manifest, columns, settings, variants, between)
     given = encoding_views(manifest.task, columns)[0]
     budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them

@@ -19,6 +19,7 @@ from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_D
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
+from runtime.tasks import TASKS, find_task
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -26,6 +27,7 @@ METRICS: dict[str, Metric] = {
         *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
+        *(metric for task in TASKS.values() for metric in task.metrics()),
     )
 }
 KNOWN_METRICS: tuple[str, ...] = (*METRICS, *MEASURED)
@@ -58,12 +60,13 @@ def check_name(name: str) -> None:
 
 def fitting(task: str, has_labels: bool) -> tuple[str, ...]:
     """Return the names of the quality metrics that fit a task, with or without labels."""
-    return tuple(n for n, m in METRICS.items() if task in m.tasks and (has_labels or m.against != "labels"))
+    outputs = find_task(task).outputs
+    return tuple(n for n, m in METRICS.items() if m.suits(outputs) and (has_labels or m.against != "labels"))
 
 
 def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> str | None:
     """Return why the metric cannot be computed from these outputs and labels; None where it can."""
-    if task not in metric.tasks:
+    if not metric.suits(find_task(task).outputs):
         return f"does not fit task {task}"
     if metric.against == "labels" and labels is None:
         return "needs labels, and the evaluation set has none"

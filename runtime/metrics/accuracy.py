@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.manifest import CLASSIFICATION
 from runtime.metrics.base import Columns, Metric, Outputs, class_labels
 
 
@@ -40,7 +39,7 @@ def _make_fraction_metric(name: str, reduce: Callable[[Outputs, Any], Columns], 
         name=name,
         against="labels",
         higher_is_better=True,
-        tasks=CLASSIFICATION,
+        fits=("classes",),
         unit="fraction",
         about=f"fraction of samples whose label {about}",
         reduce=reduce,

@@ -75,10 +75,11 @@ class Metric:
     name: str
     against: Literal["labels", "texts", "baseline"]
     higher_is_better: bool
-    tasks: tuple[str, ...]
     unit: str
     about: str
     reduce: Callable[[Outputs, Any], Columns]
+    fits: tuple[str, ...] | None = None
+    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept."""
     shape: Literal["classes", "score", "tokens", "outputs"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first
@@ -94,6 +95,10 @@ class Metric:
     ideal: float | None = None
     on_request: bool = False
     """Computed only where a judgement names it, because another metric says the same."""
+
+    def suits(self, outputs: str) -> bool:
+        """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""
+        return outputs != "tokens" if self.fits is None else outputs in self.fits
 
     def columns(self, outputs: Outputs, reference: Any) -> Columns:
         """Return what the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""

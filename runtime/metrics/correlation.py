@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.manifest import CLASSIFICATION, TASKS
 from runtime.metrics.base import Columns, Link, Metric, Outputs, score_labels, scores
 
 
@@ -100,7 +99,7 @@ def _make_correlation_metric(
         name=name,
         against="labels",
         higher_is_better=True,
-        tasks=TASKS,
+        fits=("classes", "embeddings", "tensors"),
         unit="correlation",
         about=about,
         reduce=score_columns,
@@ -122,7 +121,7 @@ MSE = Metric(
     name="mse",
     against="labels",
     higher_is_better=False,
-    tasks=(*CLASSIFICATION, "generic"),
+    fits=("classes", "tensors"),
     unit="squared label",
     about="mean squared difference between the one output value and the label",
     reduce=squared_errors,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.bundle.manifest import CLASSIFICATION, OUTPUT_TASKS
 from runtime.metrics.base import (
     Columns,
     Metric,
@@ -83,7 +82,7 @@ AGREEMENT = Metric(
     name="agreement",
     against="baseline",
     higher_is_better=True,
-    tasks=CLASSIFICATION,
+    fits=("classes",),
     unit="fraction",
     about="fraction of samples for which candidate and baseline choose the same class",
     reduce=agreement_columns,
@@ -95,7 +94,7 @@ KL = Metric(
     name="kl",
     against="baseline",
     higher_is_better=False,
-    tasks=CLASSIFICATION,
+    fits=("classes",),
     unit="nats",
     about="mean KL divergence of the candidate's class distribution from the baseline's",
     reduce=kl_columns,
@@ -106,7 +105,6 @@ COSINE = Metric(
     name="cosine",
     against="baseline",
     higher_is_better=True,
-    tasks=OUTPUT_TASKS,
     unit="cosine",
     about="mean cosine between the candidate's and the baseline's outputs",
     reduce=cosine_columns,
@@ -116,7 +114,6 @@ SQNR_DB = Metric(
     name="sqnr_db",
     against="baseline",
     higher_is_better=True,
-    tasks=OUTPUT_TASKS,
     unit="dB",
     about="power of the baseline's outputs over the power of the candidate's error",
     reduce=error_columns,
@@ -128,7 +125,6 @@ MSE_BASELINE = Metric(
     name="mse_baseline",
     against="baseline",
     higher_is_better=False,
-    tasks=OUTPUT_TASKS,
     unit="squared output",
     about="mean squared difference between the candidate's and the baseline's outputs",
     reduce=mse_columns,

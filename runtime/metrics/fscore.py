@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.manifest import CLASSIFICATION
 from runtime.metrics.accuracy import top1_columns
 from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels
 
@@ -128,7 +127,7 @@ def _make_micro_metric(name: str) -> Metric:
         name=f"{name}_micro",
         against="labels",
         higher_is_better=True,
-        tasks=CLASSIFICATION,
+        fits=("classes",),
         unit="fraction",
         about=f"{name} over all decisions; equals top1 when each sample has one label",
         reduce=top1_columns,
@@ -145,7 +144,7 @@ def _make_macro_metric(
         name=f"{name}_macro",
         against="labels",
         higher_is_better=True,
-        tasks=CLASSIFICATION,
+        fits=("classes",),
         unit="fraction",
         about=f"mean over classes of {name}",
         reduce=predictions,

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.manifest import GENERATION
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.metrics.base import Columns, Flaws, Link, Metric, Outputs
 
@@ -76,7 +75,7 @@ NLL = Metric(
     name="nll",
     against="texts",
     higher_is_better=False,
-    tasks=GENERATION,
+    fits=("tokens",),
     unit="nats per token",
     about="mean cross-entropy of the tokens that came, each predicted from those before it in its sample",
     reduce=nll_columns,
@@ -90,7 +89,7 @@ PERPLEXITY = Metric(
     name="perplexity",
     against="texts",
     higher_is_better=False,
-    tasks=GENERATION,
+    fits=("tokens",),
     unit="perplexity",
     about="exp of nll",
     reduce=nll_columns,
@@ -105,7 +104,7 @@ KL_TOKEN = Metric(
     name="kl_token",
     against="baseline",
     higher_is_better=False,
-    tasks=GENERATION,
+    fits=("tokens",),
     unit="nats per token",
     about="mean KL divergence of the candidate's next-token distribution from the baseline's",
     reduce=kl_columns,
@@ -120,7 +119,7 @@ TOKEN_AGREEMENT = Metric(
     name="token_agreement",
     against="baseline",
     higher_is_better=True,
-    tasks=GENERATION,
+    fits=("tokens",),
     unit="fraction",
     about="fraction of tokens for which candidate and baseline find the same one most likely",
     reduce=agreement_columns,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.bundle.manifest import GENERATION, OUTPUT_TASKS, TASKS
+from runtime.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,12 @@ class MeasuredMetric:
     unit: str
     speed: bool
     about: str
-    tasks: tuple[str, ...] = TASKS
+    generates: bool | None = None
+    """Whether it is of models that generate text alone, or of all others alone; None: of any."""
+
+    def suits(self, task: Task) -> bool:
+        """Return whether models of the task have it."""
+        return self.generates is None or self.generates == task.generates
 
 
 LATENCY_PERCENTILES = {"latency_p50": 50, "latency_p90": 90, "latency_p95": 95, "latency_p99": 99}
@@ -35,18 +40,18 @@ _LATENCIES = tuple(
 ITL_PERCENTILES = {"itl_p50": 50, "itl_p95": 95, "itl_p99": 99}
 _REQUEST = "at benchmark.batch_size, prompt_tokens and new_tokens"
 _GENERATION = (
-    MeasuredMetric("ttft", False, "ms", True, f"time to the first token: a prompt read, median {_REQUEST}", GENERATION),
+    MeasuredMetric("ttft", False, "ms", True, f"time to the first token: a prompt read, median {_REQUEST}", True),
     MeasuredMetric(
-        "tpot", False, "ms", True, f"time for each further token: a request's mean, median {_REQUEST}", GENERATION
+        "tpot", False, "ms", True, f"time for each further token: a request's mean, median {_REQUEST}", True
     ),
     *(
         MeasuredMetric(
-            name, False, "ms", True, f"{percentile}th percentile of the time between tokens {_REQUEST}", GENERATION
+            name, False, "ms", True, f"{percentile}th percentile of the time between tokens {_REQUEST}", True
         )
         for name, percentile in ITL_PERCENTILES.items()
     ),
-    MeasuredMetric("prefill_rate", True, "tokens/s", True, f"prompt tokens read in a second {_REQUEST}", GENERATION),
-    MeasuredMetric("decode_rate", True, "tokens/s", True, f"further tokens made in a second {_REQUEST}", GENERATION),
+    MeasuredMetric("prefill_rate", True, "tokens/s", True, f"prompt tokens read in a second {_REQUEST}", True),
+    MeasuredMetric("decode_rate", True, "tokens/s", True, f"further tokens made in a second {_REQUEST}", True),
     MeasuredMetric(
         "goodput",
         True,
@@ -54,7 +59,7 @@ _GENERATION = (
         True,
         "requests per second at the largest power-of-two batch whose p95 keeps benchmark.ttft_limit_ms and "
         "tpot_limit_ms",
-        GENERATION,
+        True,
     ),
     MeasuredMetric(
         "cost_per_million",
@@ -62,7 +67,7 @@ _GENERATION = (
         "price",
         True,
         f"of a million generated tokens, their prompts' time included, at benchmark.price_per_hour, {_REQUEST}",
-        GENERATION,
+        True,
     ),
 )
 
@@ -72,16 +77,14 @@ MEASURED: dict[str, MeasuredMetric] = {
     metric.name: metric
     for metric in (
         *_LATENCIES,
-        MeasuredMetric(
-            "throughput", True, "1/s", True, "samples per second at benchmark.throughput_batch_size", OUTPUT_TASKS
-        ),
+        MeasuredMetric("throughput", True, "1/s", True, "samples per second at benchmark.throughput_batch_size", False),
         MeasuredMetric(
             "throughput_under_latency",
             True,
             "1/s",
             True,
             "samples per second at the largest power-of-two batch whose p95 keeps benchmark.latency_limit_ms",
-            OUTPUT_TASKS,
+            False,
         ),
         *_GENERATION,
         MeasuredMetric("peak_memory", False, "bytes", False, "peak resident memory above the bare runtime's"),

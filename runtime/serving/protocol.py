@@ -14,10 +14,10 @@ import numpy as np
 
 from runtime import Bundle
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import CLASSIFICATION, GENERATION
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.serving.model import TEXT, TEXT_PAIR, answer_specs, answers_of
+from runtime.serving.model import TEXT, TEXT_PAIR
+from runtime.tasks import find_task
 
 TYPES = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64", "INT8": "int8",
@@ -74,7 +74,7 @@ class ServedModel:
 
         UsageError where the request does not fit; RuntimeFailure where the model gave what JSON has no word for.
         """
-        if self.bundle.manifest.task in GENERATION:
+        if self.bundle.manifest.generates:
             raise UsageError(f"{self.name} generates text: POST /v2/models/{self.name}/generate")
         if header_length is not None and header_length > len(body):
             raise UsageError(f"Inference-Header-Content-Length is {header_length}, and the body has {len(body)} bytes")
@@ -85,7 +85,8 @@ class ServedModel:
         columns = self._read_columns(request, tail)
         outputs = self.bundle.predict(columns)
         outputs.pop("prediction", None)
-        answers = answers_of(self.bundle.manifest, outputs)
+        manifest = self.bundle.manifest
+        answers = find_task(manifest.task).answers(outputs, manifest.class_names)
         described, tensors = [], []
         for name, binary in wanted.items():
             description, data = write_tensor(name, answers[name], binary)
@@ -132,7 +133,7 @@ class ServedModel:
         manifest = self.bundle.manifest
         if manifest.preprocess["kind"] == "image":
             return [("image", "UINT8", [-1, -1, -1, 1 if manifest.preprocess.get("channels") == "L" else 3])]
-        if manifest.task in GENERATION:
+        if manifest.generates:
             return [("text_input", "BYTES", [1])]
         if manifest.preprocess["kind"] == "text":
             return [(TEXT, "BYTES", [-1, 1])]
@@ -141,11 +142,9 @@ class ServedModel:
     def _describe_outputs(self) -> list[tuple[str, str, list[int]]]:
         """Describe what `infer` answers; of a decoder what `generate` does."""
         manifest, outputs = self.bundle.manifest, self.bundle.session.outputs
-        if manifest.task in GENERATION:
+        if manifest.generates:
             return [("text_output", "BYTES", [1])]
-        if manifest.task not in (*CLASSIFICATION, "feature-extraction"):
-            return [_describe_tensor(spec, spec.shape) for spec in outputs]
-        return [_describe_tensor(spec, ("batch", *spec.shape)) for spec in answer_specs(manifest.task, outputs)]
+        return [_describe_tensor(spec, spec.shape) for spec in find_task(manifest.task).answer_specs(outputs)]
 
 
 class BinaryTail:

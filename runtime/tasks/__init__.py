@@ -1,1 +1,28 @@
-"""What each task's outputs mean."""
+"""Every task by name: one file each, listed here."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from runtime.errors import UsageError
+from runtime.tasks.base import Task
+from runtime.tasks.feature_extraction import FeatureExtraction
+from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.text_classification import TextClassification
+from runtime.tasks.text_generation import TextGeneration
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (ImageClassification(), TextClassification(), FeatureExtraction(), TextGeneration(), Task())
+}
+
+__all__ = ["TASKS", "Task", "find_task"]
+
+
+def find_task(name: str) -> Task:
+    """Return the task of that name. UsageError with a near name where there is none."""
+    if name not in TASKS:
+        near = get_close_matches(name, TASKS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(TASKS)}"
+        raise UsageError(f"unknown task '{name}'; {hint}")
+    return TASKS[name]

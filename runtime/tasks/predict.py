@@ -1,23 +1,24 @@
-"""A model over samples: batches, the order they run in, and what the outputs of each task are."""
+"""A model over samples: batches, and the order they run in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.backends.base import Feeds, Session
+from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns, count, take_texts
-from runtime.bundle.manifest import GENERATION, TASKS, Manifest
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
-from runtime.encode.preprocess import Preprocessor, TextPreprocess, make_preprocessor, pool, spec_from_dict
+from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict
 from runtime.encode.texts import TextEncoder
-from runtime.errors import BundleError, UsageError
-
-TEXT_COLUMNS = ("text", "text_pair")
+from runtime.errors import UsageError
+from runtime.tasks import find_task
+from runtime.tasks.base import Task
+from runtime.tasks.texts import TEXT_COLUMNS
 
 
 def run_samples(
@@ -28,37 +29,27 @@ def run_samples(
     batch_size: int = 32,
     reference: Session | None = None,
 ) -> dict[str, Array]:
-    """Return the model's outputs over all samples, in their order.
+    """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    image- and text-classification: {"logits": float32 [N, C]}; feature-extraction: {"embeddings": float32 [N, k, D]}
-    for k text columns, pooled and normalised; generic: {output name: [N, ...]}; text-generation: the sums of
-    `runtime.decode.scoring.score`, those beside a model `reference` among them where one is given. Texts run sorted by
-    length, each distinct one once, so the result does not depend on the order of the samples. UsageError where samples,
-    task and model do not fit.
+    Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
+    where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
+    of the samples. UsageError where samples, task and model do not fit.
     """
-    if task not in TASKS:
-        raise UsageError(f"unknown task '{task}'; known: {', '.join(TASKS)}")
+    found = find_task(task)
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
-    if task in GENERATION:
-        return score(session, preprocessor, encoding_views(task, columns)[0], batch_size, reference)
-    views = [_run_view(session, preprocessor, task, view, batch_size) for view in encoding_views(task, columns)]
-    if task == "feature-extraction":
-        return {"embeddings": np.stack([view["embeddings"] for view in views], axis=1)}  # [N, k, D]
-    return views[0]
+    views = encoding_views(task, columns)
+    if found.generates:
+        return score(session, preprocessor, views[0], batch_size, reference)
+    if found.token_facts and not isinstance(preprocessor, TextEncoder):
+        raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
+    return found.join_views([_run_view(session, preprocessor, found, view, batch_size) for view in views])
 
 
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
-    """Return the column sets that are encoded one by one, without labels.
-
-    feature-extraction reads "text" and "text_pair" apart.
-    """
+    """Return the column sets that are encoded one by one, without labels. UsageError where they do not fit."""
     count(columns)
-    if task != "feature-extraction":
-        return [{name: column for name, column in columns.items() if name != "label"}]
-    if "text" not in columns:
-        raise UsageError(f"feature-extraction reads the column 'text'; the samples have: {', '.join(columns)}")
-    return [{"text": columns[name]} for name in TEXT_COLUMNS if name in columns]
+    return find_task(task).split_views(columns)
 
 
 def bundle_preprocessor(root: Path, manifest: Manifest, inputs: tuple[TensorSpec, ...]) -> Preprocessor:
@@ -71,26 +62,15 @@ def bundle_preprocessor(root: Path, manifest: Manifest, inputs: tuple[TensorSpec
     return make_preprocessor(spec_from_dict(manifest.preprocess), inputs, folder, vocab_size)
 
 
-def classify(logits: Array, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for each row of [N, C] {"label": class name (its number if it has none), "score": softmax probability}."""
-    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    scores = shifted / shifted.sum(axis=1, keepdims=True)  # [N, C]
-    best = logits.argmax(axis=1)
-    return [
-        {"label": class_names[c] if c < len(class_names) else int(c), "score": float(s[c])}
-        for c, s in zip(best, scores, strict=True)
-    ]
-
-
 def _run_view(
-    session: Session, preprocessor: Preprocessor, task: str, columns: Columns, batch_size: int
+    session: Session, preprocessor: Preprocessor, task: Task, columns: Columns, batch_size: int
 ) -> dict[str, Array]:
     order, restore = _order_rows(preprocessor, columns)
     batches = [
         _run_batch(session, preprocessor, task, columns, rows)
         for rows in _split_batches(order, batch_size, session.inputs)
     ]
-    return {name: _join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
 
 
 def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array]:
@@ -120,63 +100,11 @@ def _split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]
         yield np.concatenate([rows, np.repeat(rows[-1:], missing)])
 
 
-def _run_batch(session: Session, preprocessor: Preprocessor, task: str, columns: Columns, rows: Array) -> Feeds:
-    if task != "feature-extraction":
-        return task_outputs(session.run(preprocessor.encode(columns, rows)), task, len(rows))
+def _run_batch(
+    session: Session, preprocessor: Preprocessor, task: Task, columns: Columns, rows: Array
+) -> dict[str, Array]:
     if not isinstance(preprocessor, TextEncoder):
-        raise UsageError(f"feature-extraction needs preprocess kind: text, not {preprocessor.spec.kind}")
+        return task.read_outputs(session.run(preprocessor.encode(columns, rows)), len(rows), {}, None)
     tokens = preprocessor.tokenize(columns, rows)
     outputs = session.run(preprocessor.feeds(tokens))
-    return {"embeddings": pool_outputs(outputs, tokens["attention_mask"], preprocessor.spec)}
-
-
-def task_outputs(outputs: Feeds, task: str, n: int) -> Feeds:
-    """Return what a model gave for `n` samples, by the task's own names: logits of a classifier, else as they are."""
-    return {"logits": _find_logits(outputs)} if task.endswith("classification") else _check_per_sample(outputs, n)
-
-
-def pool_outputs(outputs: Feeds, mask: Array, spec: TextPreprocess) -> Array:
-    """Pool outputs to [B, D], one embedding for each text. `mask` [B, T], 1 at tokens."""
-    return pool(_find_hidden(outputs, spec.pooling), mask, spec)
-
-
-def _find_logits(outputs: Feeds) -> Array:
-    """Return the output called logits, else the only one of shape [B, C]."""
-    candidates = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 2]
-    if len(candidates) != 1 or candidates[0].ndim != 2:
-        raise BundleError(
-            f"a classifier has one output [batch, classes]; this model: {_format_shapes(outputs)}; "
-            "call that output 'logits'"
-        )
-    return candidates[0].astype(np.float32, copy=False)
-
-
-def _find_hidden(outputs: Feeds, pooling: str) -> Array:
-    """Return the output to pool: the first of [B, T, D], or with pooling none the first of [B, D]."""
-    shape = "[B, D]" if pooling == "none" else "[B, T, D]"
-    candidates = [o for o in outputs.values() if o.ndim == shape.count(",") + 1]
-    if not candidates:
-        raise BundleError(f"pooling: {pooling} needs an output {shape}; this model has {_format_shapes(outputs)}")
-    return candidates[0]
-
-
-def _check_per_sample(outputs: Feeds, n: int) -> Feeds:
-    for name, output in outputs.items():
-        if not output.ndim or len(output) != n:
-            raise BundleError(
-                f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample"
-            )
-    return outputs
-
-
-def _join_batches(name: str, parts: list[Array]) -> Array:
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise UsageError(
-            f"output '{name}' differs in shape from batch to batch ({', '.join(str(p.shape) for p in parts[:3])}): "
-            "use padding: max_length, or samples of one shape"
-        )
-    return np.concatenate(parts)
-
-
-def _format_shapes(outputs: Feeds) -> str:
-    return ", ".join(f"{name} {output.shape}" for name, output in outputs.items())
+    return task.read_outputs(outputs, len(rows), tokens, preprocessor.spec)

@@ -21,7 +21,14 @@ from compress.data.training import make_encoded_set, n_rows
 from compress.distill.batch import Batch
 from compress.distill.lessons import Augment, batch_maker
 from compress.distill.losses import label_loss
-from compress.distill.objective import Weighted, hidden_term, labels_term, logits_term, next_token_term, total_loss
+from compress.distill.objective import (
+    Weighted,
+    hidden_term,
+    labels_term,
+    next_token_logits_term,
+    next_token_term,
+    total_loss,
+)
 from compress.distill.sequences import Writing, write_sequences
 from compress.distill.teacher import PREFIX, keep_outputs
 from compress.distill.watch import Seen, Watched, attention_modules
@@ -275,7 +282,7 @@ def test_terms_are_weighed_sample_by_sample() -> None:
     batch = batch_maker(token_set(), TEXT, Augment(), tokens=True)(np.arange(6), None)
     assert batch.mask is not None
     assert batch.weights.tolist() == (batch.mask.sum(1) - 1).tolist()
-    terms = [Weighted(0.5, logits_term(2.0, "forward", tokens=True)), Weighted(2.0, next_token_term)]
+    terms = [Weighted(0.5, next_token_logits_term(2.0, "forward")), Weighted(2.0, next_token_term)]
     assert net.module is not None and teacher.module is not None
     own, other = (Seen({"logits": model.module(**batch.feeds)}) for model in (net, teacher))  # type: ignore[misc]
     found = float(total_loss(terms, batch, own, other))

@@ -26,7 +26,7 @@ from compress.commands.compare import compare_bundles
 from compress.commands.inspect import inspect_bundle
 from runtime import open_bundle
 from runtime.bundle.format import canonical_json, read_samples, verify, write_bundle
-from runtime.bundle.manifest import GENERATION, Benchmark, Judgement, Manifest
+from runtime.bundle.manifest import Benchmark, Judgement, Manifest
 from runtime.encode.preprocess import LanguagePreprocess, TextPreprocess
 from runtime.judge.validate import validate
 
@@ -123,7 +123,7 @@ def use_bundle(kind: str, root: Path) -> None:
 def predict(root: Path) -> None:
     """Run the bundle's model on its own samples, or continue a text."""
     with open_bundle(root) as bundle:
-        if bundle.manifest.task in GENERATION:
+        if bundle.manifest.generates:
             bundle.generate("Once", max_new_tokens=2)
             bundle.generate("Once", max_new_tokens=2, chat=True)
             return

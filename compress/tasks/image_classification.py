@@ -1,0 +1,23 @@
+"""Images, each of one class."""
+
+from __future__ import annotations
+
+from compress.tasks.base import Starter, TorchTask, read_classes
+from compress.tasks.starters import ACCURACY_GATE, INT8
+
+IMAGE_CLASSIFICATION = TorchTask(
+    name="image-classification",
+    starter=Starter(
+        "python:model.py:build",
+        """  # npz: arrays image and label; imagefolder: one folder for each class
+  calibration: {source: "npz:train.npz", samples: 512}
+  evaluation: {source: "npz:test.npz"}
+""",
+        "  - {kind: fold_batchnorm}     # into the convolutions; exact\n" + INT8,
+        ACCURACY_GATE,
+    ),
+    loss="classes",
+    output="logits",
+    axes=("batch", "classes"),
+    read_labels=read_classes,
+)

@@ -1,0 +1,15 @@
+"""Texts, or pairs of texts, each of one class."""
+
+from __future__ import annotations
+
+from compress.tasks.base import Starter, TorchTask, read_classes
+from compress.tasks.starters import ACCURACY_GATE, TEXT_DATA, TEXT_PASSES
+
+TEXT_CLASSIFICATION = TorchTask(
+    name="text-classification",
+    starter=Starter("dir:model", TEXT_DATA, TEXT_PASSES, ACCURACY_GATE),
+    loss="classes",
+    output="logits",
+    axes=("batch", "classes"),
+    read_labels=read_classes,
+)

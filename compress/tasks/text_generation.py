@@ -1,0 +1,22 @@
+"""Texts, continued token by token."""
+
+from __future__ import annotations
+
+from compress.tasks.base import Starter, TorchTask
+
+TEXT_GENERATION = TorchTask(
+    name="text-generation",
+    starter=Starter(
+        "dir:model",
+        """  # each text alone, or with `preprocess: {kind: language, pack: 512}` windows of the texts joined
+  calibration: {source: "jsonl:train.jsonl", samples: 256}
+  evaluation: {source: "jsonl:test.jsonl", samples: 200}
+""",
+        "  - {kind: gptq, scheme: W4A16, group_size: 32}   # lm_head stays float; awq before it is a normal thing\n",
+        "    - {metric: nll, max_drop: 0.05}         # nats per token\n",
+        "tpot",
+    ),
+    loss="next tokens",
+    output="logits",
+    axes=("batch", "sequence", "width"),
+)

@@ -1,0 +1,115 @@
+"""What a task answers for: the samples it reads, what a model's outputs mean, and what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from runtime.bundle.columns import Array, Columns
+from runtime.bundle.tensors import TensorSpec
+from runtime.errors import BundleError, UsageError
+
+if TYPE_CHECKING:
+    from runtime.encode.specs import TextPreprocess
+    from runtime.metrics.base import Metric
+
+Tensors = Mapping[str, Array]
+"""Name -> array [n, ...], one row a sample."""
+MASK, WORDS = "attention_mask", "word_ids"
+"""What encoding knows of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1 for none)."""
+
+
+class Task:
+    """A task of models that are fed by the names of their inputs, and the base of every other."""
+
+    name: str = "generic"
+    about: str = "whatever takes and gives arrays; judged against what it gave before"
+    columns: tuple[str, ...] = ()
+    """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
+    preprocess: Literal["image", "text", "language"] | None = None
+    """How the samples of a model's folder are encoded; None: they are the inputs."""
+    outputs: str = "tensors"
+    """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
+    generates: bool = False
+    """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
+    token_facts: tuple[str, ...] = ()
+    """Which of MASK and WORDS `read_outputs` needs."""
+
+    @property
+    def reads_texts(self) -> bool:
+        """Return whether the model's inputs are tokens."""
+        return self.preprocess in ("text", "language")
+
+    def split_views(self, columns: Columns) -> list[dict[str, Any]]:
+        """Return the column sets that are encoded one by one, without labels. UsageError."""
+        return [{name: column for name, column in columns.items() if name != "label"}]
+
+    def read_outputs(self, outputs: Tensors, n: int, tokens: Tensors, spec: TextPreprocess | None) -> dict[str, Array]:
+        """Return what a model gave for `n` samples under the task's own names. BundleError where it is another thing.
+
+        `tokens`: arrays [n, T] by `token_facts`. `spec`: of texts, how they were encoded.
+        """
+        for name, output in outputs.items():
+            if not output.ndim or len(output) != n:
+                raise BundleError(
+                    f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample"
+                )
+        return dict(outputs)
+
+    def join_batches(self, name: str, parts: Sequence[Array]) -> Array:
+        """Return one output of all samples, of its batches. UsageError where they do not fit together."""
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise UsageError(
+                f"output '{name}' differs in shape from batch to batch ({', '.join(str(p.shape) for p in parts[:3])}): "
+                "use padding: max_length, or samples of one shape"
+            )
+        return np.concatenate(parts)
+
+    def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:
+        """Return the outputs over all samples, of those of each view."""
+        return views[0]
+
+    def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
+        """Return for each sample, in words, what was predicted; None where outputs are all there is to say."""
+        return None
+
+    def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:
+        """Return what a server answers, by name; `outputs` as `read_outputs` gives them."""
+        return dict(outputs)
+
+    def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """Return the specs of `answers` for a model with such outputs; strings have dtype "object"."""
+        return tuple(outputs)
+
+    def to_columns(self, samples: Any) -> dict[str, Any]:
+        """Return the samples that a user has in hand as columns. UsageError where they do not fit the task."""
+        if isinstance(samples, Mapping):
+            return dict(samples)
+        if not self.columns:
+            raise UsageError(f"a {self.name} model takes columns: give a dict with an array for each model input")
+        if isinstance(samples, str | Path):
+            raise UsageError("give a list of samples; for a single one: [sample]")
+        return {self.columns[0]: samples}
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics of this task alone."""
+        return ()
+
+
+def one_output(outputs: Sequence[TensorSpec], name: str) -> TensorSpec:
+    """Return the output of that name, else the first."""
+    return next((spec for spec in outputs if spec.name == name), outputs[0])
+
+
+def rename(spec: TensorSpec, name: str, dtype: str, *shape: int | str) -> TensorSpec:
+    """Return the spec of something made of an output, in as large a batch."""
+    return replace(spec, name=name, dtype=dtype, shape=(spec.shape[0], *shape))
+
+
+def describe_shapes(outputs: Tensors) -> str:
+    """Return names and shapes, for an error."""
+    return ", ".join(f"{name} {output.shape}" for name, output in outputs.items())
