@@ -50,11 +50,11 @@ class Bundle:
 
         refuse_decoder(self.manifest)
         task = find_task(self.manifest.task)
-        columns = task.to_columns(samples)
+        columns, names = task.to_columns(samples), self.manifest.class_names
         outputs: dict[str, Any] = dict(
-            run_samples(self.session, self.preprocessor, self.manifest.task, columns, batch_size)
+            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, class_names=names)
         )
-        prediction = task.predict(outputs, self.manifest.class_names)
+        prediction = task.predict(outputs, names)
         if prediction is not None:
             outputs["prediction"] = prediction
         return outputs
@@ -81,7 +81,8 @@ class Bundle:
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if not self.manifest.generates:
-            return run_samples(self.session, self.preprocessor, task, columns, batch_size)
+            names = self.manifest.class_names
+            return run_samples(self.session, self.preprocessor, task, columns, batch_size, class_names=names)
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)
         try:

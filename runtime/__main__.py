@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.endings import end_command, print_json, read_stdin, report_failure
-from runtime.tasks import find_task
 
 try:
     import numpy as np
@@ -35,6 +34,7 @@ from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.render import finite, render_text, to_dict
 from runtime.report.report import Report
 from runtime.serving import MIB, Limits, require_http_packages, serve
+from runtime.tasks import find_task
 
 MOST_INPUT = 2**26
 """Characters of stdin: more is no text to predict or to continue."""
@@ -191,7 +191,9 @@ def _predict(options: argparse.Namespace) -> int:
     if options.json:
         print_json(finite(predictions or {name: values.tolist() for name, values in outputs.items()}), indent=None)
     elif predictions:
-        print("\n".join(f"{p['label']}\t{p['score']:.4f}" for p in predictions))
+        for prediction in predictions:
+            words = prediction if isinstance(prediction, list) else [prediction]
+            print("  ".join(f"{word['label']}\t{word['score']:.4f}" for word in words))
     else:
         print("\n".join(f"{name}: {values.dtype} {list(values.shape)}" for name, values in outputs.items()))
     return 0

@@ -103,4 +103,5 @@ def _decode_cell(where: str, data: Dataset, column: str, row: int) -> Any:
 def _label_names(data: Dataset) -> dict[str, tuple[str, ...]]:
     from datasets import ClassLabel
 
-    return {name: tuple(kind.names) for name, kind in data.features.items() if isinstance(kind, ClassLabel)}
+    kinds = {name: getattr(kind, "feature", kind) for name, kind in data.features.items()}  # lists of them, too
+    return {name: tuple(kind.names) for name, kind in kinds.items() if isinstance(kind, ClassLabel)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,22 +89,26 @@ class ColumnReader:
             )
         return labels
 
+    def at(self, rows: Array) -> ColumnReader:
+        """Return a reader of values that stand in these rows, int64 [M], for several values of one row."""
+        return replace(self, rows=self.rows[rows])
+
     def knows_classes(self) -> bool:
         """Return whether the number of the model's classes is known."""
         return bool(self.n_classes or self.class_names)
 
-    def read_class_ids(self, column: str, values: Array, rows: Sequence[int], least: int) -> Array:
-        """Return whole numbers as int64, checked: from `least` on, and classes of the model. `rows`: where each is."""
+    def read_class_ids(self, column: str, values: Array, least: int) -> Array:
+        """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
         broken = np.flatnonzero(values != np.floor(values))
         if len(broken):
-            raise self.fail(column, rows[broken[0]], f"label {values[broken[0]]} is not a class number")
+            raise self.fail(column, int(broken[0]), f"label {values[broken[0]]} is not a class number")
         labels = values.astype(np.int64)
         n_classes = self.n_classes or len(self.class_names) or None
         bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
         if len(bad):
             limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"
             problem = f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)"
-            raise self.fail(column, rows[bad[0]], problem)
+            raise self.fail(column, int(bad[0]), problem)
         return labels
 
     def _map_class_names(self, column: str, raw: Any) -> Sequence[int] | None:

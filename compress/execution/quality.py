@@ -46,7 +46,8 @@ def run_graph(
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         if recipe.model.generates:
             return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
-        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, recipe.validate_.batch_size)
+        size, names = recipe.validate_.batch_size, inputs.class_names
+        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, class_names=names)
 
 
 def shortfall_finder(

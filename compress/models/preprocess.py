@@ -11,6 +11,7 @@ from typing import Any
 from compress.errors import SourceError
 from compress.models.source import Source, locate
 from compress.specs import ModelSpec
+from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
 from runtime.tasks import find_task
@@ -41,6 +42,21 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
             "`{kind: tensor}` if the data holds its inputs ready"
         )
     return _check_fit(spec, source, _READERS[kind](source.folder))
+
+
+def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
+    """Return the names that the recipe gives the classes; else, where the task needs them, those of config.json.
+
+    SourceError where the task needs them and there are none.
+    """
+    if spec.class_names or not find_torch_task(spec.task).needs_class_names:
+        return spec.class_names
+    folder = locate(spec, root).folder
+    labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int)) if isinstance(labels, dict) else ()
+    if not names or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+        raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [O, B-PER, ...]")
+    return names
 
 
 def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:

@@ -41,7 +41,7 @@ def step_keys(inputs: Inputs) -> StepKeys:
     recipe = inputs.recipe
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
-    export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(recipe.model.class_names), example]
+    export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
     float_graph = step_key("export", inputs.digest, export)
     keys, previous = [], inputs.digest
     staged = [(pass_, pass_.stage_on(inputs.facts)) for pass_ in recipe.passes]
@@ -98,4 +98,4 @@ def _describe_preprocess(inputs: Inputs) -> list[Any]:
 def _describe_set(inputs: Inputs, name: str) -> list[Any]:
     spec = inputs.recipe.data.declared[name]
     chosen = [part.model_dump(mode="json", exclude={"source", "also"}) for part in spec.parts]
-    return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.recipe.model.class_names)]
+    return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.class_names)]

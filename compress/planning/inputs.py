@@ -17,7 +17,7 @@ from compress.graph.run import Feeds
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.generation import read_generation
-from compress.models.preprocess import resolve_preprocess
+from compress.models.preprocess import find_class_names, resolve_preprocess
 from compress.models.source import locate, model_digest
 from compress.models.tokenizer import tokenizer_folder
 from compress.planning.students import look_at_students
@@ -59,6 +59,8 @@ class Inputs:
     tokenizer: Path | None = None
     problems: tuple[str, ...] = ()
     students: Mapping[str, str] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    """Of the classes: the recipe's, or the folder's where the task says nothing without."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -69,10 +71,11 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     root, spec = recipe.root, recipe.model
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
     names = model_inputs(spec, root)
+    class_names = find_class_names(spec, root)
     data, problems = {}, []
     for name, declared in recipe.data.declared.items():
         try:
-            data[name] = inspect_data(declared, root, spec.task, names, spec.class_names)
+            data[name] = inspect_data(declared, root, spec.task, names, class_names)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -91,7 +94,18 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
     problems += students.problems
     return Inputs(
-        recipe, preprocess, names, data, feeds, facts, digest, folder, tokenizer, tuple(problems), students.digests
+        recipe,
+        preprocess,
+        names,
+        data,
+        feeds,
+        facts,
+        digest,
+        folder,
+        tokenizer,
+        tuple(problems),
+        students.digests,
+        class_names,
     )
 
 
@@ -99,7 +113,7 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     """Load the samples of a set that the recipe declares. Raises SourceError."""
     recipe = inputs.recipe
     spec = recipe.data.declared[name]
-    task, class_names = recipe.model.task, recipe.model.class_names
+    task, class_names = recipe.model.task, inputs.class_names
     with blame(recipe.root, SourceError):
         samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)

@@ -8,10 +8,18 @@ from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
+from compress.tasks.token_classification import TOKEN_CLASSIFICATION
 
 TORCH_TASKS: dict[str, TorchTask] = {
     task.name: task
-    for task in (IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION, FEATURE_EXTRACTION, TEXT_GENERATION, GENERIC)
+    for task in (
+        IMAGE_CLASSIFICATION,
+        TEXT_CLASSIFICATION,
+        TOKEN_CLASSIFICATION,
+        FEATURE_EXTRACTION,
+        TEXT_GENERATION,
+        GENERIC,
+    )
 }
 
 __all__ = ["TORCH_TASKS", "TorchTask", "find_torch_task"]

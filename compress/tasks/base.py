@@ -43,8 +43,12 @@ class LabelReader(Protocol):
         """Return the values as finite numbers [N]; names of classes as the model's ids. SourceError."""
         ...
 
-    def read_class_ids(self, column: str, values: np.ndarray, rows: Sequence[int], least: int) -> np.ndarray:
-        """Return whole numbers as int64, checked: from `least` on, and classes of the model. `rows`: where each is."""
+    def read_class_ids(self, column: str, values: np.ndarray, least: int) -> np.ndarray:
+        """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
+        ...
+
+    def at(self, rows: np.ndarray) -> LabelReader:
+        """Return a reader of values that stand in these rows, int64 [M], for several values of one row."""
         ...
 
     def knows_classes(self) -> bool:
@@ -60,7 +64,7 @@ def read_scores(reader: LabelReader, column: str, raw: Sequence[Any]) -> np.ndar
 def read_classes(reader: LabelReader, column: str, raw: Sequence[Any]) -> np.ndarray:
     """Read one class a sample, by number or name, int64 [N]."""
     values = reader.read_numbers(column, raw)
-    return reader.read_class_ids(column, values, range(len(values)), 0)
+    return reader.read_class_ids(column, values, 0)
 
 
 def read_classes_or_scores(reader: LabelReader, column: str, raw: Sequence[Any]) -> np.ndarray:
@@ -70,7 +74,7 @@ def read_classes_or_scores(reader: LabelReader, column: str, raw: Sequence[Any])
         return values.astype(np.float64)
     if not reader.knows_classes():
         return values.astype(np.int64)
-    return reader.read_class_ids(column, values, range(len(values)), 0)
+    return reader.read_class_ids(column, values, 0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class TorchTask:
     """Reads a column of labels [N, ...]."""
     usual_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Role -> further names that its column is found under where the recipe gives no `columns`."""
+    needs_class_names: bool = False
+    """Whether outputs and labels say nothing without the classes' names; those of the model's folder count, too."""
     make_text: Callable[[Any], Any] = lambda value: value
     """Makes a text of what a file has for one; anything else it leaves."""
     find_misfit: Callable[[Columns], tuple[int, str] | None] = lambda columns: None

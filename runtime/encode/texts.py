@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.encode.specs import TextPreprocess
 from runtime.errors import BundleError, MissingDependency, UsageError
 
+WORD = re.compile(r"\S+")
 FEEDS = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -45,8 +47,12 @@ class TextEncoder:
         """Select those of `tokenize`'s arrays that the model takes, in its dtypes."""
         return {i.name: tokens[i.name].astype(i.dtype, copy=False) for i in self.inputs}
 
-    def tokenize(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
-        """Return int64 [n, T]: input_ids, attention_mask (1 for tokens, 0 for padding) and token_type_ids."""
+    def tokenize(self, columns: Columns, rows: Rows = None, words: bool = False) -> dict[str, Array]:
+        """Return int64 [n, T]: input_ids, attention_mask (1 for tokens, 0 for padding) and token_type_ids.
+
+        With `words` also word_ids: the number of each token's word in the text, -1 for what is of none. A word is what
+        stands between white space.
+        """
         texts: list[Any] = take_texts(columns, "text", rows)
         if "text_pair" in columns:
             texts = list(zip(texts, take_texts(columns, "text_pair", rows), strict=True))
@@ -57,12 +63,15 @@ class TextEncoder:
                 f"{self.spec.tokenizer} names no padding token, and the texts of a batch differ in length: "
                 "set pad_token in tokenizer_config.json, or use batch_size 1 with padding: longest"
             )
-        tokens = {name: np.full((len(encodings), width), fill, np.int64) for name, fill in self._fill_values().items()}
+        fills = self._fill_values() | ({"word_ids": -1} if words else {})
+        tokens = {name: np.full((len(encodings), width), fill, np.int64) for name, fill in fills.items()}
         for row, encoding in enumerate(encodings):
             span = slice(width - len(encoding), width) if self.padding.left else slice(0, len(encoding))
             tokens["input_ids"][row, span] = encoding.ids
             tokens["attention_mask"][row, span] = 1
             tokens["token_type_ids"][row, span] = encoding.type_ids
+            if words:
+                tokens["word_ids"][row, span] = _number_words(texts[row], encoding)
         return tokens
 
     def _fill_values(self) -> dict[str, int]:
@@ -91,6 +100,16 @@ def make_text_encoder(spec: TextPreprocess, inputs: tuple[TensorSpec, ...], mode
     tokenizer.enable_truncation(spec.max_length, strategy="longest_first", direction=direction)
     tokenizer.no_padding()
     return TextEncoder(spec, inputs, tokenizer, padding, width)
+
+
+def _number_words(text: str, encoding: Any) -> Array:
+    """Return the number of the word in which each token begins, int64 [T]; -1 for special tokens."""
+    ends = np.array([match.end() for match in WORD.finditer(text)], np.int64)
+    begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+    # Some tokenizers count the space before a word as the token's: it is behind the end of the word before.
+    numbers = np.searchsorted(ends, begins, side="right")
+    special = np.array(encoding.special_tokens_mask, bool) | (numbers >= len(ends))
+    return np.where(special, -1, numbers)
 
 
 def pool(hidden: Array, attention_mask: Array, spec: TextPreprocess) -> Array:

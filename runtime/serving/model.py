@@ -16,7 +16,7 @@ from runtime.encode.preprocess import TextPreprocess, spec_from_dict
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import MASK, WORDS
+from runtime.tasks.base import MASK, WORDS, Batch
 from runtime.tasks.predict import bundle_preprocessor
 
 IMAGE, TEXT, TEXT_PAIR = "image", "text", "text_pair"
@@ -36,9 +36,10 @@ class Encoder:
         """
         if not isinstance(self.preprocessor, TextEncoder):
             return self.preprocessor.encode(columns)
-        tokens = self.preprocessor.tokenize({name: _decode_texts(name, column) for name, column in columns.items()})
-        facts = {name: tokens[name] for name in find_task(self.manifest.task).token_facts}
-        return facts | self.preprocessor.feeds(tokens)
+        facts = find_task(self.manifest.task).token_facts
+        texts = {name: _decode_texts(name, column) for name, column in columns.items()}
+        tokens = self.preprocessor.tokenize(texts, words=WORDS in facts)
+        return {name: tokens[name] for name in facts} | self.preprocessor.feeds(tokens)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """Encode as a server asks: texts are arrays [n, 1] of bytes."""
@@ -58,8 +59,9 @@ class Answers:
         if missing := [name for name in task.token_facts if name not in tokens]:
             raise UsageError(f"{missing[0]} is missing: {task.name} answers by tokens")
         spec = self.spec if isinstance(self.spec, TextPreprocess) else None
-        read = task.read_outputs(outputs, len(next(iter(outputs.values()))), tokens, spec)
-        return task.answers(task.join_views([read]), self.manifest.class_names)
+        n, names = len(next(iter(outputs.values()))), self.manifest.class_names
+        read = task.read_outputs(outputs, Batch(n, tokens, spec, names))
+        return task.answers(task.join_views([read]), names)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """Answer as a server asks: what encoding gave of tokens among the outputs."""

@@ -10,10 +10,18 @@ from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
+from runtime.tasks.token_classification import TokenClassification
 
 TASKS: dict[str, Task] = {
     task.name: task
-    for task in (ImageClassification(), TextClassification(), FeatureExtraction(), TextGeneration(), Task())
+    for task in (
+        ImageClassification(),
+        TextClassification(),
+        TokenClassification(),
+        FeatureExtraction(),
+        TextGeneration(),
+        Task(),
+    )
 }
 
 __all__ = ["TASKS", "Task", "find_task"]

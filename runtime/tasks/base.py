@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,18 @@ Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
 MASK, WORDS = "attention_mask", "word_ids"
 """What encoding knows of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1 for none)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is known of a batch of samples beside a model's outputs."""
+
+    n: int
+    tokens: Tensors = field(default_factory=dict)
+    """Arrays [n, T] by `Task.token_facts`, of texts."""
+    spec: TextPreprocess | None = None
+    """How texts were encoded."""
+    class_names: Sequence[str] = ()
 
 
 class Task:
@@ -48,15 +60,13 @@ class Task:
         """Return the column sets that are encoded one by one, without labels. UsageError."""
         return [{name: column for name, column in columns.items() if name != "label"}]
 
-    def read_outputs(self, outputs: Tensors, n: int, tokens: Tensors, spec: TextPreprocess | None) -> dict[str, Array]:
-        """Return what a model gave for `n` samples under the task's own names. BundleError where it is another thing.
-
-        `tokens`: arrays [n, T] by `token_facts`. `spec`: of texts, how they were encoded.
-        """
+    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
+        """Return what a model gave for a batch, under the task's own names. BundleError where it is another thing."""
         for name, output in outputs.items():
-            if not output.ndim or len(output) != n:
+            if not output.ndim or len(output) != batch.n:
                 raise BundleError(
-                    f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample"
+                    f"output '{name}' has shape {output.shape} for a batch of {batch.n}: it is not one value for each "
+                    "sample"
                 )
         return dict(outputs)
 
@@ -74,7 +84,7 @@ class Task:
         return views[0]
 
     def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
-        """Return for each sample, in words, what was predicted; None where outputs are all there is to say."""
+        """Return for each sample {"label", "score"}, or a list of them; None where outputs are all there is to say."""
         return None
 
     def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
-from runtime.tasks.base import Task, Tensors, describe_shapes, one_output, rename
-
-if TYPE_CHECKING:
-    from runtime.encode.specs import TextPreprocess
+from runtime.tasks.base import Batch, Task, Tensors, describe_shapes, one_output, rename
 
 
 class Classification(Task):
@@ -21,7 +18,7 @@ class Classification(Task):
 
     outputs = "classes"
 
-    def read_outputs(self, outputs: Tensors, n: int, tokens: Tensors, spec: TextPreprocess | None) -> dict[str, Array]:
+    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
         """Return {"logits": float32 [n, C]}: the output of that name, else the only one [B, C]. BundleError."""
         candidates = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 2]
         if len(candidates) != 1 or candidates[0].ndim != 2:

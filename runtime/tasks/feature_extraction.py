@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +11,8 @@ from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.texts import pool
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import MASK, Tensors, describe_shapes, rename
+from runtime.tasks.base import MASK, Batch, Tensors, describe_shapes, rename
 from runtime.tasks.texts import TEXT, TEXT_COLUMNS, ReadsTexts
-
-if TYPE_CHECKING:
-    from runtime.encode.specs import TextPreprocess
 
 
 class FeatureExtraction(ReadsTexts):
@@ -32,10 +29,11 @@ class FeatureExtraction(ReadsTexts):
             raise UsageError(f"{self.name} reads the column '{TEXT}'; the samples have: {', '.join(columns)}")
         return [{TEXT: columns[name]} for name in TEXT_COLUMNS if name in columns]
 
-    def read_outputs(self, outputs: Tensors, n: int, tokens: Tensors, spec: TextPreprocess | None) -> dict[str, Array]:
-        """Return {"embeddings": float32 [n, 1, D]}, pooled and normalised as `spec` says. BundleError, UsageError."""
+    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
+        """Return {"embeddings": float32 [n, 1, D]}, pooled and normalised as the spec says. BundleError, UsageError."""
+        spec = batch.spec
         assert spec is not None  # of texts alone: `run_samples`
-        return {"embeddings": pool(_find_hidden(outputs, spec.pooling), tokens[MASK], spec)[:, None]}
+        return {"embeddings": pool(_find_hidden(outputs, spec.pooling), batch.tokens[MASK], spec)[:, None]}
 
     def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:
         """Return the embeddings of all views, side by side: [N, k, D]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import Task
+from runtime.tasks.base import WORDS, Batch, Task
 from runtime.tasks.texts import TEXT_COLUMNS
 
 
@@ -28,8 +28,11 @@ def run_samples(
     columns: Columns,
     batch_size: int = 32,
     reference: Session | None = None,
+    class_names: Sequence[str] = (),
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
+
+    `class_names`: the model's, for a task whose outputs cannot be read without.
 
     Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
@@ -43,7 +46,7 @@ def run_samples(
         return score(session, preprocessor, views[0], batch_size, reference)
     if found.token_facts and not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
-    return found.join_views([_run_view(session, preprocessor, found, view, batch_size) for view in views])
+    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
 
 
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
@@ -63,11 +66,16 @@ def bundle_preprocessor(root: Path, manifest: Manifest, inputs: tuple[TensorSpec
 
 
 def _run_view(
-    session: Session, preprocessor: Preprocessor, task: Task, columns: Columns, batch_size: int
+    session: Session,
+    preprocessor: Preprocessor,
+    task: Task,
+    columns: Columns,
+    batch_size: int,
+    class_names: Sequence[str],
 ) -> dict[str, Array]:
     order, restore = _order_rows(preprocessor, columns)
     batches = [
-        _run_batch(session, preprocessor, task, columns, rows)
+        _run_batch(session, preprocessor, task, columns, rows, class_names)
         for rows in _split_batches(order, batch_size, session.inputs)
     ]
     return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
@@ -101,10 +109,16 @@ def _split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]
 
 
 def _run_batch(
-    session: Session, preprocessor: Preprocessor, task: Task, columns: Columns, rows: Array
+    session: Session,
+    preprocessor: Preprocessor,
+    task: Task,
+    columns: Columns,
+    rows: Array,
+    class_names: Sequence[str],
 ) -> dict[str, Array]:
     if not isinstance(preprocessor, TextEncoder):
-        return task.read_outputs(session.run(preprocessor.encode(columns, rows)), len(rows), {}, None)
-    tokens = preprocessor.tokenize(columns, rows)
+        outputs = session.run(preprocessor.encode(columns, rows))
+        return task.read_outputs(outputs, Batch(len(rows), class_names=class_names))
+    tokens = preprocessor.tokenize(columns, rows, words=WORDS in task.token_facts)
     outputs = session.run(preprocessor.feeds(tokens))
-    return task.read_outputs(outputs, len(rows), tokens, preprocessor.spec)
+    return task.read_outputs(outputs, Batch(len(rows), tokens, preprocessor.spec, class_names))

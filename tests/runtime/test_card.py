@@ -16,9 +16,9 @@ from PIL import Image
 from compress.export.card import model_card, usage_of
 from runtime.__main__ import main
 from runtime.bundle.format import Artifact, Benchmark, Judgement, read_manifest, write_bundle
-from runtime.bundle.manifest import TASKS
 from runtime.encode.preprocess import TensorPreprocess
 from runtime.measure.probe import Probe
+from runtime.tasks import TASKS
 
 LOCK = {"model": {"source": "onnx:m.onnx", "digest": "abc"}}
 QUICK = Judgement(benchmark=Benchmark(throughput_batch_size=2, warmup=1, iterations=10))
