@@ -51,16 +51,13 @@ def load_samples(
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
     Raises SourceError naming file, column, row and rule.
     """
-    torch_task, parts = find_torch_task(task), []
+    parts = []
     for part in spec.parts:
         table = open_table(part, root)
         roles = resolve_roles(part, table, task, input_names)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
-        reader = ColumnReader(table, rows, torch_task, n_classes, tuple(class_names))
-        columns = {role: reader.values(role, column) for role, column in roles.items()}
-        if misfit := torch_task.find_misfit(columns):
-            raise reader.fail(roles["label"], *misfit)
-        parts.append(columns)
+        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names))
+        parts.append(reader.read_all(roles))
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
     return samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,13 @@ class ColumnReader:
     task: TorchTask
     n_classes: int | None = None
     class_names: tuple[str, ...] = ()
+
+    def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
+        """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
+        columns = {role: self.values(role, column) for role, column in roles.items()}
+        if misfit := self.task.find_misfit(columns):
+            raise self.fail(roles["label"], *misfit)
+        return columns
 
     def values(self, role: str, column: str) -> Any:
         """Read a column, as `Samples` has it. SourceError for the first value that the role cannot have."""

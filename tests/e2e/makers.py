@@ -164,7 +164,7 @@ import numpy as np
 import runtime
 with runtime.open_bundle(sys.argv[1]) as bundle:
     outputs = bundle.predict({samples})
-    shapes = {{name: list(np.shape(values)) for name, values in outputs.items()}}
+    shapes = {{name: list(np.shape(v)) if isinstance(v, np.ndarray) else [len(v)] for name, v in outputs.items()}}
     finite = all(np.isfinite(v).all() for v in outputs.values() if isinstance(v, np.ndarray))
     print(json.dumps({{"shapes": shapes, "finite": bool(finite), "metrics": bundle.evaluate()}}))
 """
