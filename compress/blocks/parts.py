@@ -31,14 +31,6 @@ def is_real(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and parameter.device.type != "meta"
 
 
-def first_output(out: Any) -> Tensor:
-    """Return the first tensor of what a model gives."""
-    if isinstance(out, Tensor):
-        return out
-    values = out.values() if hasattr(out, "values") else out
-    return next(value for value in values if isinstance(value, Tensor))
-
-
 def as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     """Return a module's output in float32; a forward hook."""
     return out.float()

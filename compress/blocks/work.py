@@ -14,12 +14,13 @@ from compress.blocks import heap
 from compress.blocks.activations import Held, Holder, MicroBatch
 from compress.blocks.flow import Flow, feeds_calls
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
-from compress.blocks.parts import as_float, first_output, is_real, is_table, layers_of, no_data, own_names
+from compress.blocks.parts import as_float, is_real, is_table, layers_of, no_data, own_names
 from compress.blocks.skeleton import Reached, first_hidden, standing_in, until_reached, without_cache
 from compress.blocks.step import BlockStep, Call, Part
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
+from compress.quantize.outputs import first_output
 
 if TYPE_CHECKING:
     from compress.blocks.streamed import StreamedModel

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from compress.distill.state import Tensors, distinct, module_state, restore_module
+from compress.store.training_state import Tensors, distinct, module_state, restore_module
 
 
 class Average:

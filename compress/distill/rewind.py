@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import nn
 
 from compress.blocks.sharing import main_process
-from compress.distill.state import Tensors, module_state, read_state, restore_module, write_state
 from compress.errors import OutputError
+from compress.store.training_state import Tensors, module_state, read_state, restore_module, write_state
 
 FILE = "rewind.safetensors"
 

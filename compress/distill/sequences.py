@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from compress.context import Feeds, TrainSet
-from compress.distill.state import read_state, write_state
 from compress.errors import PassError
+from compress.store.training_state import read_state, write_state
 
 FILE = "sequences.safetensors"
 BATCH = 32

@@ -37,24 +37,21 @@ from compress.distill.course import (
     step_seed,
 )
 from compress.distill.optimizer import check_sizes, make_optimizer, reduce_gradients
-from compress.distill.state import (
+from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
+from compress.errors import PassError
+from compress.store.training_state import (
+    SavedRun,
+    Tensors,
     add_prefix,
     module_state,
     optimizer_state,
-    read_state,
     remove_prefix,
     restore_module,
     restore_optimizer,
-    write_state,
 )
-from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
-from compress.errors import PassError
 
 TINY = 1e-12
 """In the place of a weight that is 0: a batch of which nothing counts."""
-SLOW_SAVE, SAVING_SHARE = 1.0, 20
-"""Seconds from which a save is slow; of such a one training then takes so many times as long before the next."""
-
 FILE = "training.safetensors"
 
 
@@ -136,9 +133,9 @@ class _Training:
         self.optimizer = make_optimizer(module, course, around.rates)
         self.log, self.best = TrainLog(), module_state(module)
         self.average = Average(self.module, course.ema_decay) if course.ema_decay else None
-        self.file = None if around.work is None else around.work / FILE
-        self.begun = self.saved = time.monotonic()
-        self.pause = course.save_seconds
+        file = None if around.work is None else around.work / FILE
+        self.saved = SavedRun(file, self.rank == 0, course.save_seconds)
+        self.begun = time.monotonic()
         self._check_same_start()
 
     def run(self) -> None:
@@ -226,7 +223,7 @@ class _Training:
             log.end = "patience"
         elif last:
             log.end = "time" if late else "steps"
-        if time.monotonic() - self.saved >= self.pause:
+        if self.saved.is_due():
             self._save()
 
     def _evaluate(self) -> None:
@@ -261,26 +258,24 @@ class _Training:
 
     def _save(self) -> None:
         self.log.seconds = self._seconds()
-        self.begun = self.saved = time.monotonic()
-        if self.file is None or self.rank > 0:
-            return
+        self.begun = time.monotonic()
+        self.saved.save(self._tensors, asdict(self.log))
+
+    def _tensors(self) -> Tensors:
+        """Return all that changes in a run, but for the log."""
         tensors = add_prefix("now", module_state(self.module)) | add_prefix("best", self.best)
         tensors |= add_prefix("optimizer", optimizer_state(self.optimizer))
-        tensors |= {} if self.average is None else add_prefix("average", self.average.state())
-        write_state(self.file, tensors, asdict(self.log))
-        self.saved = time.monotonic()
-        took = self.saved - self.begun
-        self.pause = max(self.course.save_seconds, SAVING_SHARE * took if took > SLOW_SAVE else 0.0)
+        return tensors | ({} if self.average is None else add_prefix("average", self.average.state()))
 
     def resume(self) -> None:
         """Go on where an earlier run stood, if it left anything."""
-        saved_run = None if self.file is None else read_state(self.file)
+        left = self.saved.take()
         wait()  # until all have read, nobody writes
-        if saved_run is None:
-            if self.file is not None and self.file.exists():
+        if left is None:
+            if self.saved.damaged:
                 self.around.log(f"{self.around.name}: what an earlier run left is damaged; training starts afresh")
             return
-        tensors, record = saved_run
+        tensors, record = left
         restore_module(self.module, remove_prefix("now", tensors))
         restore_optimizer(self.optimizer, remove_prefix("optimizer", tensors))
         if self.average is not None:

@@ -72,11 +72,6 @@ def read_graph(path: Path) -> ir.Model:
     return model
 
 
-def finish_graph(state: GraphState, target: Target) -> ir.Model:
-    """Return the graph that `finish` gives, without its notes."""
-    return finish(state, target)[0]
-
-
 def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     """Return the graph that `target` gets: decisions in its flavour, forms that it is slow on avoided, no metadata.
 

@@ -45,7 +45,7 @@ ON_CPU = ("onnxruntime-cpu", "openvino")
 TRAINED_COPIES = 9
 """Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
 STATE_COPIES = 4
-"""In a training run's saved state: the weights, two moments, the best."""
+"""In the saved state of a training run, or of learned rounding: the weights, two moments, the best."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def forecast(
     streams = _estimate_streams(recipe, before, tokens or calibration * _count_rows(before), decisions)
     memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
     memory = max([memory, *(LIBRARIES_BYTES + _estimate_training_bytes(pass_, before) for pass_ in trained)])
-    disk += STATE_COPIES * before.n_bytes * bool(trained)
+    disk += _estimate_saved_bytes(recipe, before)
     if before.structure is not None and not recipe.has_onnx:
         memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _collect_shapes(before)))
     if recipe.has_onnx:
@@ -149,6 +149,19 @@ def _estimate_training_seconds(pass_: TrainingPass, n_samples: int, forward: flo
 def _estimate_training_bytes(pass_: TrainingPass, facts: ModelFacts) -> int:
     """Estimate what training holds: weights with what belongs to them, and half a forward pass's peak per layer."""
     return TRAINED_COPIES * facts.n_bytes + pass_.batch_size * facts.peak_activation_bytes * len(facts.layers) // 2
+
+
+def _estimate_saved_bytes(recipe: Recipe, facts: ModelFacts) -> int:
+    """Return the size of the largest state that a pass saves while it learns: the whole model's, or one block's."""
+    n_blocks = 1 if facts.structure is None else max(len(facts.structure.blocks), 1)
+    n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
+    parts = [0.0]
+    for pass_ in recipe.passes:
+        if isinstance(pass_, TrainingPass) or (isinstance(pass_, Tune) and pass_.how(n_weights, n_weights) == "whole"):
+            parts.append(1.0)
+        elif pass_.kind in FLOAT_TOO:
+            parts.append(1 / n_blocks)
+    return int(STATE_COPIES * facts.n_bytes * max(parts))
 
 
 def _estimate_streams(

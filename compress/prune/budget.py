@@ -43,19 +43,6 @@ def list_widths(name: str, n_units: int, round_to: int, min_units: int) -> np.nd
     return np.append(widths[widths >= min_units], n_units).astype(np.int64)
 
 
-def ratio_widths(options: Sequence[Options], n_units: Sequence[int], ratio: float) -> tuple[int, ...]:
-    """Return for each dimension the allowed width nearest to a share 1 - `ratio` of its units; of equals the wider.
-
-    PassError for a ratio outside 0..1, 1 not included.
-    """
-    if not 0 <= ratio < 1:
-        raise PassError(f"a pruning ratio of {ratio} leaves nothing; give 0 or more, below 1")
-    return tuple(
-        int(max(option.widths, key=lambda width, goal=(1 - ratio) * n: (-abs(width - goal), width)))  # type: ignore[misc]
-        for option, n in zip(options, n_units, strict=True)
-    )
-
-
 def choose_widths(options: Sequence[Options], cost: Cost, budget: float) -> tuple[int, ...]:
     """Choose a width for each dimension so that `cost` is at most `budget` and the summed damage is small.
 

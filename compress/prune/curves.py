@@ -18,7 +18,6 @@ from compress.prune.importance import (
     activation_norm,
     batch_norm_scale,
     damage,
-    first_output,
     gradient_scores,
     magnitude,
     random_scores,
@@ -28,6 +27,7 @@ from compress.prune.layers import layers_of
 from compress.prune.obs import Elimination, eliminate
 from compress.prune.points import Point, find_points, place_of
 from compress.prune.statistics import GRAM_BYTES, Batch, gather_inputs, gram_bytes
+from compress.quantize.outputs import first_output
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from compress.errors import PassError
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
-from compress.prune.importance import Loss, first_output, output_fisher
+from compress.prune.importance import Loss, output_fisher
 from compress.prune.layers import features_of, layers_of, n_groups, read_weight, weight_names, write_weight
 from compress.prune.obs import Elimination, Reading, compensate_weight
 from compress.prune.points import Place, Point, place_of
 from compress.prune.statistics import Batch, Sums
+from compress.quantize.outputs import first_output
 
 FISHER_BATCHES = 4
 """So many are enough for the curvature; it only weighs outputs against each other."""

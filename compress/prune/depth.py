@@ -16,7 +16,7 @@ from compress.blocks.activations import MicroBatch
 from compress.blocks.materialise import plain
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
-from compress.prune.importance import first_output
+from compress.quantize.outputs import first_output
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 

@@ -21,6 +21,7 @@ from compress.errors import PassError
 from compress.prune.dimension import Dimension
 from compress.prune.obs import Elimination, Reading
 from compress.prune.statistics import Batch
+from compress.quantize.outputs import first_output
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 """What a module's outputs on a batch are worth, summed over the batch's samples; a scalar with a gradient."""
@@ -194,14 +195,6 @@ def _make_gradient_hook(
 
 def _has_channels_first(part: nn.Module) -> bool:
     return isinstance(part, _BatchNorm) or hasattr(part, "kernel_size")
-
-
-def first_output(out: Tensor | Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor that a model gives, or the first of several."""
-    if isinstance(out, Tensor):
-        return out
-    tensor: Tensor = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
-    return tensor
 
 
 def _iterate_gradients(

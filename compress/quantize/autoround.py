@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compress.quantize.fake import ShiftedWeight
 from compress.quantize.learn import Course, Lesson, Progress, Reduce, Student, TuneLog, learn
 from compress.quantize.rounding import QuantizedWeight
+from compress.store.training_state import SavedRun
 
 
 def autoround_block(
@@ -26,13 +27,14 @@ def autoround_block(
     floats: Mapping[str, Tensor] | None = None,
     progress: Progress = lambda some, _: some,
     reduce: Reduce = lambda tensor: tensor,
+    saved: SavedRun | None = None,
 ) -> tuple[dict[str, QuantizedWeight], TuneLog]:
     """Learn the integers and scales of a block's `layers` from `start` on; nothing given is changed.
 
     The forward of each lesson runs a block that holds these modules. `floats`: layer -> [out, in], the weight before it
-    was rounded: what V is added to (default: what the start's integers stand for). `reduce` as in `learn`.
+    was rounded: what V is added to (default: what the start's integers stand for). `reduce` and `saved` as in `learn`.
     """
     values = floats or {}
     student = Student(layers, {name: ShiftedWeight(weight, values.get(name)) for name, weight in start.items()})
-    log = learn(student, lessons, kept_aside, course, progress, reduce)
+    log = learn(student, lessons, kept_aside, course, progress, reduce, saved)
     return student.freeze()[0], log

@@ -1,7 +1,9 @@
 """Weights on a grid whose rounding and scales are learned: what they stand for, with gradients, and their integers.
 
 Rounding passes gradients on as if it were not there (the straight-through estimator), so that what is learned with is
-at every moment what would be stored, exactly. Torch.
+at every moment what would be stored, exactly. One forward and one way back to integers for all (`FakeWeight`); what
+differs is what is learned: a position among the levels (`LearnedWeight`, for `tune`), the float weight itself
+(`ScaledWeight`, for `qat`) or an offset and the ends of the range (`ShiftedWeight`, for `autoround`). Torch.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.quantize.grid import Grid
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.sparse import zeros_to_keep
 
@@ -67,31 +70,29 @@ class FakeWeight(nn.Module):
         """Bring what was learned back into its bounds; after each step."""
         raise NotImplementedError
 
-    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (levels [out, groups, group], scales [out, groups], zero points) as they are now, with gradients."""
+    def grid(self) -> tuple[Tensor, Grid]:
+        """Return the levels [out, groups, group] as they are now and the grid they are on, with gradients."""
         raise NotImplementedError
 
     def forward(self) -> Tensor:
-        levels, scales, zeros = self.grid()
-        if zeros is not None:
-            levels = levels - zeros[:, :, None]
-        return (levels * scales[:, :, None]).reshape(self.start.values.shape)
+        levels, grid = self.grid()
+        return grid.values(levels).reshape(self.start.values.shape)
 
     @torch.no_grad()
     def freeze(self) -> QuantizedWeight:
         """Return what was learned as a record, whose `dequantize()` equals `forward()` exactly."""
-        levels, scales, zeros = self.grid()
+        levels, grid = self.grid()
         values = levels.reshape(self.start.values.shape).numpy().astype(self.start.values.dtype)
         points = self.start.zero_points
-        if points is not None and zeros is not None:
-            points = zeros.numpy().astype(points.dtype)
-        return QuantizedWeight(values, scales.numpy().copy(), points, self.start.bits, self.start.group_size)
+        if points is not None and grid.zeros is not None:
+            points = grid.zeros.numpy().astype(points.dtype)
+        return QuantizedWeight(values, grid.scales.numpy().copy(), points, self.start.bits, self.start.group_size)
 
-    def keep_zeros(self, levels: Tensor, zeros: Tensor | None) -> Tensor:
-        """Return `levels`, but where a weight is to stay zero the one that stands for it; no gradient reaches that."""
-        if self.gone is None:
-            return levels
-        return torch.where(self.gone, torch.zeros(()) if zeros is None else zeros[:, :, None], levels)
+    def on_grid(self, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Grid]:
+        """Return `levels` and their grid; where a weight is to stay zero the level is zero's, and gets no gradient."""
+        if self.gone is not None:
+            levels = torch.where(self.gone, torch.zeros(()) if zeros is None else zeros[:, :, None], levels)
+        return levels, Grid(scales, zeros, self.low, self.high)
 
     def places(self, weight: Tensor | None) -> Tensor:
         """Return positions in levels [out, groups, group], each of which rounds to the start's integer.
@@ -133,9 +134,9 @@ class LearnedWeight(FakeWeight):
         self.position.clamp_(self.low - MOST_SHIFT, self.high + MOST_SHIFT)
         self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
-    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def grid(self) -> tuple[Tensor, Grid]:
         levels = to_level(self.position, self.low, self.high)
-        return self.keep_zeros(levels, self.zeros), self.scales * (1 + self.growth), self.zeros
+        return self.on_grid(levels, self.scales * (1 + self.growth), self.zeros)
 
 
 class ScaledWeight(FakeWeight):
@@ -163,13 +164,13 @@ class ScaledWeight(FakeWeight):
         """Keep scales between half and one and a half of the start's."""
         self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
-    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def grid(self) -> tuple[Tensor, Grid]:
         factor = 1 + self.growth
         position = self.position / factor[:, :, None]
         if self.zeros is not None:
             position = position + self.zeros[:, :, None]
         levels = straight_round(position).clamp(self.low, self.high)
-        return self.keep_zeros(levels, self.zeros), self.scales * factor, self.zeros
+        return self.on_grid(levels, self.scales * factor, self.zeros)
 
 
 class ShiftedWeight(FakeWeight):
@@ -201,12 +202,12 @@ class ShiftedWeight(FakeWeight):
         for end in self.scaling():
             end.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
-    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def grid(self) -> tuple[Tensor, Grid]:
         scales, zeros = self._compute_scales()
         position = self.weight / scales[:, :, None] + self.shift
         if zeros is not None:
             position = position + zeros[:, :, None]
-        return self.keep_zeros(straight_round(position).clamp(self.low, self.high), zeros), scales, zeros
+        return self.on_grid(straight_round(position).clamp(self.low, self.high), scales, zeros)
 
     def _compute_scales(self) -> tuple[Tensor, Tensor | None]:
         """Return scales and zero points of the range between the learned ends; exactly the start's where unchanged."""
@@ -230,20 +231,25 @@ def level_range(weight: QuantizedWeight) -> tuple[int, int]:
 
 def straight_round(x: Tensor) -> Tensor:
     """Round to the nearest integers, with the gradient of `x`."""
-    return _Straight.apply(x, None, None)
+    return pass_straight(x, x.detach().round())
 
 
 def to_level(x: Tensor, low: int, high: int) -> Tensor:
     """Round to the nearest of the integers from `low` to `high`, with the gradient of `x` also beyond them."""
-    return _Straight.apply(x, low, high)
+    return pass_straight(x, x.detach().round().clamp_(low, high))
+
+
+def pass_straight(x: Tensor, rounded: Tensor) -> Tensor:
+    """Return `rounded`, with the gradient of `x`: the straight-through estimator."""
+    given: Tensor = _Straight.apply(x, rounded)
+    return given
 
 
 class _Straight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: int | None, high: int | None) -> Tensor:
-        rounded = x.round()
-        return rounded if low is None else rounded.clamp_(low, high)
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -37,14 +37,12 @@ class Grid:
 
     def levels(self, weight: Tensor) -> Tensor:
         """Return the nearest levels of a weight, whole numbers in float32 [out, in]."""
-        nearest = weight.reshape(*self.scales.shape, -1) / self.scales[:, :, None]  # [out, groups, group]
-        nearest.round_()
-        if self.zeros is not None:
-            nearest += self.zeros[:, :, None]
-        return nearest.clamp_(self.low, self.high).reshape(weight.shape)
+        grouped = weight.reshape(*self.scales.shape, -1)  # [out, groups, group]
+        zeros = None if self.zeros is None else self.zeros[:, :, None]
+        return nearest_levels(grouped, self.scales[:, :, None], zeros, self.low, self.high).reshape(weight.shape)
 
     def values(self, levels: Tensor) -> Tensor:
-        """Return the numbers that levels stand for, float32 [out, in]."""
+        """Return the numbers that levels stand for, float32 in the levels' shape, with gradients."""
         grouped = levels.reshape(*self.scales.shape, -1)
         if self.zeros is not None:
             grouped = grouped - self.zeros[:, :, None]
@@ -55,6 +53,17 @@ class Grid:
         stored = torch.int8 if self.zeros is None else torch.uint8
         zeros = None if self.zeros is None else self.zeros.to(torch.uint8).numpy()
         return QuantizedWeight(levels.to(stored).numpy(), self.scales.numpy(), zeros, scheme.bits, scheme.group_size)
+
+
+def nearest_levels(x: Tensor, scales: Tensor, zeros: Tensor | None, low: int, high: int) -> Tensor:
+    """Return the nearest levels of `x`, whole numbers in its type; scales and zero points broadcast over it.
+
+    As QuantizeLinear and as kernels do it: the zero point is added after rounding.
+    """
+    levels = (x / scales).round_()
+    if zeros is not None:
+        levels += zeros
+    return levels.clamp_(low, high)
 
 
 def fit_grid(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.schemes import WeightScheme
-from compress.quantize.grid import CHUNK, Grid, fit_grid, multiply_scales, power_of_two
+from compress.quantize.grid import CHUNK, Grid, fit_grid, multiply_scales, nearest_levels, power_of_two
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
@@ -33,7 +33,7 @@ class _State:
     high: int
 
     def levels(self) -> Tensor:
-        return (self.weight / self.scales).round_().add_(self.zeros).clamp_(self.low, self.high)
+        return nearest_levels(self.weight, self.scales, self.zeros, self.low, self.high)
 
     def error(self) -> Tensor:
         """Return sum |W - Q|^0.7 of each group, [out, groups, 1]."""

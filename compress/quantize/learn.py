@@ -9,7 +9,8 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,6 +19,14 @@ from torch import Tensor, nn
 
 from compress.quantize.fake import FakeWeight
 from compress.quantize.rounding import QuantizedWeight
+from compress.store.training_state import (
+    SavedRun,
+    Tensors,
+    add_prefix,
+    optimizer_state,
+    remove_prefix,
+    restore_optimizer,
+)
 
 WARMUP = 10
 """Steps over which Adam's rates rise, or a tenth of all if that is fewer."""
@@ -65,7 +74,10 @@ class Course:
 
 @dataclass
 class TuneLog:
-    """What happened. Losses are means over the lessons kept aside; `best_step` 0: the start was best and was kept."""
+    """What happened. Losses are means over the lessons kept aside; `best_step` 0: the start was best and was kept.
+
+    `end_loss` is that of the best step so far while there are steps to come.
+    """
 
     start_loss: float
     end_loss: float
@@ -147,23 +159,26 @@ def learn(
     course: Course,
     progress: Progress = lambda some, _: some,
     reduce: Reduce = lambda tensor: tensor,
+    saved: SavedRun | None = None,
 ) -> TuneLog:
     """Take the course's steps, one lesson each, and leave the student as it was best on the lessons kept aside.
 
     Without lessons kept aside it is judged on those it learns from. Each pass over the lessons has an order of its own,
     drawn from the seed; torch's and numpy's own generators are left alone. `reduce` sums a tensor over processes that
-    learn together: the same number of steps, each with its part of the lesson.
+    learn together: the same number of steps, each with its part of the lesson. `saved`: where the run is saved, and
+    what a killed one left, from which it goes on and ends with the same bytes; None: nothing is saved.
     """
-    judged = kept_aside or lessons
-    log = TuneLog(start := _judge(student, judged, reduce), start)
-    best = _Best(student, start)
-    clock = time.monotonic()
+    judged, saved = kept_aside or lessons, saved or SavedRun(None)
     if course.steps == 0 or not student.parameters():
-        return log
-    optimizer = _make_optimizer(student, course)
+        return TuneLog(start := _judge(student, judged, reduce), start)
+    optimizer, best = _make_optimizer(student, course), _Best(student)
+    log = _resume(student, best, optimizer, saved)
+    if log is None:
+        log = TuneLog(start := _judge(student, judged, reduce), start)
     check_at = {max(1, round(course.steps * (i + 1) / course.checks)) for i in range(course.checks)}
-    order = _draw_numbers(len(lessons), course.seed)
-    for step in progress(range(course.steps), "learning"):
+    order = _draw_numbers(len(lessons), course.seed, len(log.losses))
+    clock = time.monotonic() - log.seconds
+    for step in progress(range(len(log.losses), course.steps), "learning"):
         done = _measure_done(step, clock, course, reduce)
         if done >= 1:
             break
@@ -175,32 +190,35 @@ def learn(
         optimizer.step()
         student.confine()
         log.losses.append(loss.item())
+        log.steps, log.seconds = step + 1, time.monotonic() - clock
         if step + 1 in check_at:
-            best.offer(_judge(student, judged, reduce), step + 1)
-    if len(log.losses) not in check_at:
-        best.offer(_judge(student, judged, reduce), len(log.losses))
+            best.offer(_judge(student, judged, reduce), log)
+        if saved.is_due():
+            saved.save(partial(_collect_state, student, best, optimizer), asdict(log))
+    if log.steps not in check_at:
+        best.offer(_judge(student, judged, reduce), log)
     best.restore()
-    log.end_loss, log.best_step, log.steps = best.loss, best.step, len(log.losses)
     log.seconds = time.monotonic() - clock
     return log
 
 
 class _Best:
-    """What the student was like when it was best."""
+    """What the student was like when it was best: as it is now, until something better is offered."""
 
-    def __init__(self, student: Student, loss: float) -> None:
-        self.student, self.loss, self.step = student, loss, 0
-        self._kept = [p.detach().clone() for p in student.parameters()]
+    def __init__(self, student: Student) -> None:
+        self.student = student
+        self.kept = [p.detach().clone() for p in student.parameters()]
 
-    def offer(self, loss: float, step: int) -> None:
-        if loss < self.loss:
-            self.loss, self.step = loss, step
-            for kept, parameter in zip(self._kept, self.student.parameters(), strict=True):
+    def offer(self, loss: float, log: TuneLog) -> None:
+        """Keep the student as it is after the log's last step if it is better than the best so far, and log that."""
+        if loss < log.end_loss:
+            log.end_loss, log.best_step = loss, log.steps
+            for kept, parameter in zip(self.kept, self.student.parameters(), strict=True):
                 kept.copy_(parameter.detach())
 
     @torch.no_grad()
     def restore(self) -> None:
-        for kept, parameter in zip(self._kept, self.student.parameters(), strict=True):
+        for kept, parameter in zip(self.kept, self.student.parameters(), strict=True):
             parameter.copy_(kept)
             parameter.grad = None
 
@@ -223,6 +241,12 @@ class _Adam:
         self.inner.step()
         self.inner.zero_grad()
 
+    def state(self) -> Tensors:
+        return optimizer_state(self.inner)
+
+    def restore(self, state: Tensors) -> None:
+        restore_optimizer(self.inner, state)
+
 
 class _Sign:
     """Steps of one size against the sign of the gradient, that size falling linearly."""
@@ -241,10 +265,39 @@ class _Sign:
                     parameter.sub_(parameter.grad.sign_(), alpha=group["lr"] * self.factor)
                 parameter.grad = None
 
+    def state(self) -> Tensors:
+        """Return nothing: a step follows from its number and its gradient."""
+        return {}
+
+    def restore(self, state: Tensors) -> None:
+        pass
+
 
 def _make_optimizer(student: Student, course: Course) -> _Adam | _Sign:
     groups = student.groups(course)
     return _Adam(groups, course.steps) if course.method == "adam" else _Sign(groups)
+
+
+def _collect_state(student: Student, best: _Best, optimizer: _Adam | _Sign) -> Tensors:
+    """Return all that changes in a run, but for the log: tensors that are held anyway, not copies."""
+    now = {str(i): p.detach().contiguous() for i, p in enumerate(student.parameters())}
+    kept = {str(i): tensor.contiguous() for i, tensor in enumerate(best.kept)}
+    return add_prefix("now", now) | add_prefix("best", kept) | add_prefix("optimizer", optimizer.state())
+
+
+@torch.no_grad()
+def _resume(student: Student, best: _Best, optimizer: _Adam | _Sign, saved: SavedRun) -> TuneLog | None:
+    """Put back what a killed run saved and return its log; None where there is none."""
+    left = saved.take()
+    if left is None:
+        return None
+    tensors, record = left
+    now, kept = remove_prefix("now", tensors), remove_prefix("best", tensors)
+    for i, parameter in enumerate(student.parameters()):
+        parameter.copy_(now[str(i)])
+        best.kept[i].copy_(kept[str(i)])
+    optimizer.restore(remove_prefix("optimizer", tensors))
+    return TuneLog(**record)
 
 
 @torch.no_grad()
@@ -267,11 +320,14 @@ def _measure_done(step: int, clock: float, course: Course, reduce: Reduce) -> fl
     return max(done, float(spent[0] / spent[1]) / course.max_seconds)
 
 
-def _draw_numbers(n: int, seed: int) -> Iterator[int]:
-    """Yield numbers below `n` without end, each pass in an order of its own."""
+def _draw_numbers(n: int, seed: int, first: int = 0) -> Iterator[int]:
+    """Yield numbers below `n` without end, from the `first`-th on, each pass in an order of its own; none if n is 0."""
     generator = np.random.default_rng(seed)
-    while True:
-        yield from generator.permutation(n).tolist()
+    skipped = 0
+    while n:
+        order = generator.permutation(n).tolist()
+        yield from order[max(first - skipped, 0) :]
+        skipped += n
 
 
 def _weigh_loss(lesson: Lesson) -> Tensor:

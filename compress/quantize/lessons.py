@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.quantize.grid import power_of_two
+from compress.quantize.outputs import first_output
 
 MASK = "attention_mask"
 Feeds = Mapping[str, Tensor]
@@ -153,14 +154,6 @@ def arrange_batches(samples: Sequence[Feeds], batch_size: int) -> list[dict[str,
             batches.append(last := [])
         last.append(sample)
     return [_join_samples(batch) for batch in batches]
-
-
-def first_output(out: Any) -> Tensor:
-    """Return the first tensor of what a module gives."""
-    if isinstance(out, Tensor):
-        return out
-    values = out.values() if hasattr(out, "values") else out
-    return next(value for value in values if isinstance(value, Tensor))
 
 
 class _Divergence(torch.autograd.Function):

@@ -4,6 +4,11 @@ Rounding lets gradients through as if it were not there (straight-through), and 
 2019, arXiv:1902.08153, equation 3), for ranges with a zero point LSQ+ (Bhalgat et al. 2020, arXiv:2004.09576). A
 deviation: what is learned are factors of the scales, and of the ends of ranges, that training starts with. A rate then
 means the same for all of them, and an end at zero stays there, as it should after a Relu.
+
+Apart from `fake`, whose weights are learned in levels of a grid by groups: here the float weight is the graph's own
+parameter, which comes anew with each forward, and activations are rounded alike. Their scales' gradients are made
+smaller (LSQ, section 2.2), and the gradient is one function of its own, so that a tensor the size of the activations is
+kept once and not at each operation.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.quantize.fake import straight_round
+from compress.quantize.fake import pass_straight, straight_round
+from compress.quantize.grid import nearest_levels
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 from compress.quantize.state import Flavour, Range
 
@@ -35,7 +41,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int, damp: float) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
         ctx.low, ctx.high, ctx.damp = low, high, damp
-        return (x / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
+        return nearest_levels(x, scale, zero, low, high).sub_(zero).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,7 +172,7 @@ class LearnedScales(nn.Module):
         """Return the integers of `weight` [out, in, ...]; their `dequantize()` equals what `forward` gives, exactly."""
         scales = self.scales()
         shape = (-1, *[1] * (weight.dim() - 1))
-        values = (weight / scales.view(shape)).round().clamp(-TOP, TOP).to(torch.int8)
+        values = nearest_levels(weight, scales.view(shape), None, -TOP, TOP).to(torch.int8)
         return QuantizedWeight(values.cpu().numpy(), scales.cpu().numpy()[:, None].copy(), None, 8, -1)
 
 
@@ -174,17 +180,4 @@ def fake_bias(bias: Tensor, input_scale: Tensor, weight_scales: Tensor) -> Tenso
     """Round `bias` [out] to int32 steps of input scale x weight scale, as integer kernels add it."""
     step = input_scale.detach() * weight_scales.detach()
     levels = (bias.detach().double() / step.double()).round_().clamp_(-(2**31) + 1, 2**31 - 1)
-    given: Tensor = _Instead.apply(bias, levels.float() * step)
-    return given
-
-
-class _Instead(torch.autograd.Function):
-    """The second tensor, with the first one's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    return pass_straight(bias, levels.float() * step)

@@ -19,7 +19,7 @@ from compress.quantize.autoround import autoround_block
 from compress.quantize.learn import Course, TuneLog
 from compress.quantize.rounding import QuantizedWeight
 from compress.work.block_layers import matrix, nearest, remark, step_layers
-from compress.work.learning import block_lessons
+from compress.work.learning import block_lessons, open_saved_run
 
 
 def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext) -> PassResult:
@@ -63,6 +63,7 @@ def _learn(
         floats=floats,
         progress=context.progress,
         reduce=sum_over_processes,
+        saved=open_saved_run(context, f"block-{step.index:05d}", f"autoround: {step.name or 'the model'}"),
     )
     _record(knobs, step, start, weights, schemes, log)
 

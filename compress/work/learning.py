@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.materialise import fill, holders, plain
-from compress.blocks.sharing import share
+from compress.blocks.sharing import main_process, share, wait
 from compress.blocks.step import BlockStep
 from compress.blocks.streamed import StreamedModel
-from compress.context import Feeds
+from compress.context import Feeds, PassContext
 from compress.quantize.learn import is_transposed
 from compress.quantize.lessons import BlockLesson, Together, arrange_batches, together
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import Places, vectors
+from compress.store.durable import blame
+from compress.store.training_state import SavedRun
 
 ROWS = 2048
 """Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
@@ -31,6 +33,30 @@ def block_lessons(step: BlockStep, held_out: float) -> tuple[list[Together], lis
     ]
     n, part = len(lessons) - round(held_out * len(lessons)), 1 / share().size
     return together(lessons[:n], ROWS, part), together(lessons[n:], ROWS, part)
+
+
+def open_saved_run(context: PassContext, name: str, what: str) -> SavedRun:
+    """Return where the learning called `name` is saved, with what a killed run left of it; what is left of others goes.
+
+    They are over: learning is saved with 16 bytes for each weight, so that a model's blocks would fill a disk. `what`:
+    says in the log which pass learns what.
+    """
+    if context.work is None:
+        return SavedRun(None)
+    folder = context.work / "learning"  # apart from the pass's finished steps, which go into the cache
+    file = folder / f"{name}.safetensors"
+    if main_process():
+        with blame(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in set(folder.iterdir()) - {file}:
+                other.unlink()
+    saved = SavedRun(file, main_process())
+    wait()  # until all have read, nobody writes
+    if saved.damaged:
+        context.log(f"{what}: what an earlier run left is damaged; learning starts afresh")
+    if saved.left is not None:
+        context.log(f"{what}: goes on from step {saved.left[1]['steps']}")
+    return saved
 
 
 def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dict[str, Tensor]]:

@@ -66,28 +66,6 @@ def _group_by_block(edits: Edits, blocks: list[str]) -> dict[str, list[str]]:
     return places
 
 
-def rotate_module(
-    module: nn.Module,
-    structure: Structure,
-    residual: bool = True,
-    heads: bool = True,
-    randomize: bool = True,
-    seed: int = 0,
-) -> list[Note]:
-    """Rotate a module that holds its weights, in place; it computes what it did, but for float rounding.
-
-    A head that shares the embedding's weight gets one of its own. Gives notes on sizes without a Hadamard matrix.
-    """
-    held = {plain(name): p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
-    modules = modules_of(module)
-    edits, notes = edits_of(structure, modules, held.__getitem__, residual, heads, randomize, seed)
-    for name, todo in edits.items():
-        owner, _, leaf = name.rpartition(".")
-        new = edit_parameter(name, held[name], todo, modules)
-        modules[owner]._parameters[leaf] = nn.Parameter(new, requires_grad=False)
-    return notes
-
-
 def edits_of(
     structure: Structure, modules: Modules, read: Read, residual: bool, heads: bool, randomize: bool, seed: int
 ) -> tuple[Edits, list[Note]]:

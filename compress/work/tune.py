@@ -32,6 +32,7 @@ from compress.work.learning import (
     full_names,
     integers,
     modules,
+    open_saved_run,
     samples,
     split,
     vectors_of,
@@ -115,13 +116,15 @@ def _learn_blocks(
         student = student_of(step.block, step.layers, start, floats, places)
         lessons, kept = block_lessons(step, knobs.held_out)
         course = _make_course(knobs, knobs.block_steps, context.seed + step.index, seconds)
-        log = learn(student, lessons, kept, course, context.progress, sum_over_processes)
+        where = step.name or "the model"
+        saved = open_saved_run(context, f"block-{step.index:05d}", f"tune: {where}")
+        log = learn(student, lessons, kept, course, context.progress, sum_over_processes, saved)
         weights, values = student.freeze()
         for layer, weight in weights.items():
             step.put(layer, weight, model.schemes[layer])
         for name, value in values.items():
             step.replace(name, value)
-        step.say(notes=[_make_note(step.name or "the model", log)], measured={step.name: _numbers(log)})
+        step.say(notes=[_make_note(where, log)], measured={step.name: _numbers(log)})
     result = stream.result()
     learned.notes += result.notes
     learned.measured |= {name: dict(numbers) for name, numbers in result.measured.items()}
@@ -165,6 +168,7 @@ def _learn_whole(
         reduce=sum_over_processes,
         rank=share().rank,
         size=share().size,
+        saved=open_saved_run(context, "whole", f"tune: {END}"),
     )
     learned.weights |= weights
     learned.floats |= floats

@@ -254,14 +254,6 @@ def _format_error(parser: Any, index: int) -> str:
     return str(parser.get_error(index).desc())
 
 
-def device_memory_bytes(engine: Any) -> int:
-    """Return the scratch memory of one execution context, in bytes.
-
-    Named anew in TensorRT 10.1, the old name gone in 11.
-    """
-    return int(engine.device_memory_size_v2 if hasattr(engine, "device_memory_size_v2") else engine.device_memory_size)
-
-
 def _list_members(trt: Any, enum: str) -> tuple[str, ...]:
     return tuple(getattr(getattr(trt, enum, None), "__members__", ()))
 

@@ -23,10 +23,11 @@ from torch import nn
 
 from compress.distill import train as loop
 from compress.distill.batch import Batch, Mixed, part
-from compress.distill.state import module_state, read_state, write_state
 from compress.distill.train import FILE, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
+from compress.store import training_state
+from compress.store.training_state import module_state, read_state, write_state
 
 HERE = Path(__file__).parent
 SCRIPT = textwrap.dedent("""
@@ -240,7 +241,7 @@ def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pyt
         return now[0]
 
     monkeypatch.setattr(loop.time, "monotonic", tick)
-    monkeypatch.setattr(loop, "write_state", slow)
+    monkeypatch.setattr(training_state, "write_state", slow)
     taught(replace(COURSE, steps=400, save_seconds=1.0), tmp_path)
     assert 3 < len(saves) < 20
     assert min(np.diff(saves[:-1])) > 60  # twenty times what one takes

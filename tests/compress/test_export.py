@@ -16,7 +16,7 @@ from compress.errors import ExportError
 from compress.export import onnx as room
 from compress.export.bundle import precision
 from compress.export.card import model_card
-from compress.export.onnx import finish_graph, float_graph, read_graph, save_graph, write_graph
+from compress.export.onnx import finish, float_graph, read_graph, save_graph, write_graph
 from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, clone
@@ -97,7 +97,7 @@ def test_nothing_of_this_machine_is_written() -> None:
         node.metadata_props["pkg.torch.onnx.stack_trace"] = __file__
     plain = float_graph(graph)
     assert str(Path.cwd()).encode() not in ir.to_proto(plain).SerializeToString()
-    finished = finish_graph(GraphState(clone(graph)), TARGETS["onnxruntime-cpu"])
+    finished, _ = finish(GraphState(clone(graph)), TARGETS["onnxruntime-cpu"])
     assert str(Path.cwd()).encode() not in ir.to_proto(finished).SerializeToString()
     assert graph.metadata_props, "the graph itself is left as it was"
 
@@ -107,7 +107,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     weight = round_to_nearest(find_layers(graph)[0].matrix(), 4, 32, True)
     state = GraphState(graph, weight_only=["fc"], weights={"fc": weight})
     for name in "ab":
-        save_graph(finish_graph(state, TARGETS["onnxruntime-cpu"]), tmp_path / f"{name}.onnx")
+        save_graph(finish(state, TARGETS["onnxruntime-cpu"])[0], tmp_path / f"{name}.onnx")
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
     assert onnx.load(tmp_path / "a.onnx").opset_import[0].version >= 21, "4-bit weights need it"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from compress.facts import LayerFacts, ModelFacts
-from compress.passes import Distill, Int8, SmoothQuant
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
+from compress.passes import AutoRound, Distill, Int8, Pass, Rtn, SmoothQuant, Tune
 from compress.planning import forecast as room
 from compress.planning.forecast import (
     BFLOAT16,
@@ -67,6 +67,18 @@ def test_more_work_takes_more() -> None:
     assert expect(batch=64).memory_bytes == base.memory_bytes + 2 * 32 * MIB
     larger = expect(facts=replace(FACTS, other_bytes=100 * MIB))
     assert larger.memory_bytes == base.memory_bytes + 400 * MIB and larger.disk_bytes > base.disk_bytes
+
+
+def test_learning_saves_its_state_on_the_disk() -> None:
+    def disk(*passes: Pass) -> int:
+        return expect(RECIPE.model_copy(update={"passes": passes})).disk_bytes
+
+    whole, scales = (disk(Tune(blockwise=how)) - disk(Rtn()) for how in (False, True))
+    assert whole == scales == 4 * 4 * MIB  # without structure all is one block
+    blocks = tuple(BlockFacts(f"blocks.{i}", ()) for i in range(4))
+    facts = replace(FACTS, structure=Structure(blocks))
+    assert room._estimate_saved_bytes(RECIPE.model_copy(update={"passes": (AutoRound(),)}), facts) == 4 * MIB
+    assert room._estimate_saved_bytes(RECIPE, facts) == 0
 
 
 def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() -> None:

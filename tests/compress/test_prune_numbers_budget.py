@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import PassError
-from compress.prune.budget import Options, choose_widths, list_widths, ratio_widths
+from compress.prune.budget import Options, choose_widths, list_widths
 from compress.prune.costs import Cost, Size, Term, macs_cost, parameters_cost
 from compress.prune.coupling import find_coupling
 from compress.prune.latency import (
@@ -121,15 +121,6 @@ def test_allowed_widths_are_multiples_and_the_whole() -> None:
     assert list_widths("d", 6, 8, 1).tolist() == [6]
     with pytest.raises(PassError, match="d: min_units is 21, but the dimension has 20 units"):
         list_widths("d", 20, 8, 21)
-
-
-def test_a_ratio_takes_the_nearest_width_and_may_not_empty_a_layer() -> None:
-    options = [Options(list_widths("d", n, 8, 1), np.zeros(1)) for n in (16, 20, 64)]
-    assert ratio_widths(options, (16, 20, 64), 0.5) == (8, 8, 32)
-    assert ratio_widths(options, (16, 20, 64), 0.0) == (16, 20, 64)
-    assert ratio_widths(options, (16, 20, 64), 0.25) == (16, 16, 48)
-    with pytest.raises(PassError, match="leaves nothing"):
-        ratio_widths(options, (16, 20, 64), 1.0)
 
 
 def test_costs_are_those_of_the_model_that_surgery_leaves() -> None:

@@ -27,7 +27,7 @@ from compress.distill.watch import Seen
 from compress.errors import ExportError, PassError
 from compress.export.decoder import export_decoder
 from compress.export.integers import with_rounded_layers
-from compress.export.onnx import finish_graph
+from compress.export.onnx import finish
 from compress.facts import LayerFacts
 from compress.formats.schemes import PRESETS, WeightScheme
 from compress.graph.layers import find_layers
@@ -341,7 +341,8 @@ def test_the_graph_holds_the_integers_and_gives_what_training_gave(trained: Load
     for name, one in trained.rounded.items():
         assert np.array_equal(layers[name], one.weight.dequantize())  # the float graph has what was simulated
     _find_all(trained.rounded, write_state(state, "u8s8"))
-    session = open_session(finish_graph(state, TARGET), optimize=False)  # a fused kernel rounds its inputs to 8 bits
+    finished, _ = finish(state, TARGET)
+    session = open_session(finished, optimize=False)  # a fused kernel rounds its inputs to 8 bits
     feeds = token_set(1).feeds(np.arange(1))
     got = session.run(["logits"], _decoder_feeds(session, feeds))[0]
     expected = logits(trained, 1).numpy()[:, : got.shape[1]]

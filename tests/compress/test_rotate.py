@@ -12,7 +12,9 @@ from streaming import context, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
 from compress.blocks.experts import unstack_experts
+from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.stream import Stream
+from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
 from compress.formats.schemes import PRESETS
@@ -21,7 +23,6 @@ from compress.passes.rotate import Rotate
 from compress.quantize.hadamard import orthogonal, paley
 from compress.structure.find import find_structure
 from compress.work import apply_pass
-from compress.work.rotate import rotate_module
 
 CPU = TARGETS["onnxruntime-cpu"]
 PLAIN = ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
@@ -63,13 +64,22 @@ def test_rotations_are_the_same_for_the_same_seed() -> None:
     assert paley(10) is None
 
 
+def turn(module: nn.Module, structure: Structure, knobs: Rotate) -> tuple[nn.Module, list[str]]:
+    """(a module with the turned weights, what was noted) of a module whose weights lie in memory."""
+    inputs = {name: name for name in ("input_ids", "attention_mask", "pixel_values")}
+    template, store = copy_without_weights(module), memory_store(module)
+    model = StreamedModel(lambda: copy_without_weights(template), store, structure, inputs, type(module).__name__)
+    result = apply_pass(knobs, model, context())
+    return result.model.materialise(), [note.text for note in result.notes]
+
+
 def rotated(name: str, **knobs: bool) -> tuple[nn.Module, nn.Module, Structure]:
     """(as it was, turned, its structure); both checked to give the same."""
-    module, turned = architectures.build(name), architectures.build(name)
-    for one in (module, turned):
-        unstack_experts(one)
-    structure = find_structure(turned, architectures.feeds(name))
-    assert rotate_module(turned, structure, seed=7, **knobs) == []
+    module = architectures.build(name).float()  # as files give weights to a stream
+    unstack_experts(module)
+    structure = find_structure(module, architectures.feeds(name))
+    turned, notes = turn(module, structure, Rotate(**{"residual": structure.residual is not None, **knobs}))
+    assert notes == []
     before, after = architectures.run(module, name), architectures.run(turned, name)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)  # norms compute in float32
     return module, turned, structure
@@ -95,14 +105,14 @@ def test_heads_turn_where_the_stream_cannot(name: str) -> None:
 def test_only_the_stream_or_only_the_heads() -> None:
     module, turned, _ = rotated("llama", heads=False)
     value = "model.layers.0.self_attn.v_proj.weight"
-    q = orthogonal(32, 7)
+    q = orthogonal(32, context().seed)
     scale = module.get_parameter("model.layers.0.input_layernorm.weight")
-    torch.testing.assert_close(turned.get_parameter(value), module.get_parameter(value) * scale @ q.matrix())
+    torch.testing.assert_close(turned.get_parameter(value), module.get_parameter(value) * scale @ q.matrix().float())
     table = "model.embed_tokens.weight"
-    torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table) @ q.matrix())
+    torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table) @ q.matrix().float())
     module, turned, _ = rotated("llama", residual=False)
     torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table))
-    r = orthogonal(8, 8).matrix()
+    r = orthogonal(8, context().seed + 1).matrix().float()
     torch.testing.assert_close(turned.get_parameter(value), torch.block_diag(r, r).t() @ module.get_parameter(value))
 
 
@@ -119,13 +129,13 @@ def test_outliers_of_the_stream_are_spread() -> None:
     module = architectures.build("llama")
     table = module.get_parameter("model.embed_tokens.weight")
     table[:, 3] *= 50
-    rotate_module(module, find_structure(module, architectures.feeds("llama")))
-    turned = module.get_parameter("model.embed_tokens.weight")
-    assert turned.abs().max() / turned.std() < 0.5 * table.abs().max() / table.std()
+    turned, _ = turn(module, find_structure(module, architectures.feeds("llama")), Rotate())
+    new = turned.get_parameter("model.embed_tokens.weight")
+    assert new.abs().max() / new.std() < 0.5 * table.abs().max() / table.std()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_stream_turns_as_a_module_does(tied: bool, tmp_path: Path) -> None:
+def test_a_model_in_files_is_turned(tied: bool, tmp_path: Path) -> None:
     net = llama(tied=tied)
     model = streamed(net, tmp_path / "model")
     feeds = together(texts())
@@ -135,23 +145,17 @@ def test_a_stream_turns_as_a_module_does(tied: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         after = result.model.materialise()(**feeds)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
-    expected = model.materialise()
-    rotate_module(expected, model.structure)
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(result.model.store.read(name.removeprefix("wrapped.")), parameter), name
     assert not result.model.tied
     assert {d.layer for d in result.decisions} >= {"lm_head", "model.embed_tokens", "model.layers.2.mlp.down_proj"}
 
 
 def test_widths_without_a_hadamard_matrix_are_told() -> None:
-    torch.manual_seed(0)
-    net = llama()
-    structure = streamed(net).structure
+    module = architectures.build("llama")
+    structure = find_structure(module, architectures.feeds("llama"))
     assert structure.residual is not None
-    odd = replace(structure.residual, width=6)
-    empty = replace(odd, embeddings=(), writers=(), readers=(), norms=())
-    notes = rotate_module(net, replace(structure, residual=empty), heads=False)
-    assert [note.text for note in notes] == [
+    empty = replace(structure.residual, width=6, embeddings=(), writers=(), readers=(), norms=())
+    _, notes = turn(module, replace(structure, residual=empty), Rotate(heads=False))
+    assert notes == [
         "rotate: no Hadamard matrix of size 6 is at hand; the rotation of the residual stream has a random factor"
     ]
 

@@ -22,7 +22,6 @@ import compress
 import compress.work.sparsify_iteratively as steps_room
 from compress.context import PassContext, PassResult
 from compress.distill.rewind import Rewind
-from compress.distill.state import module_state
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
 from compress.formats.targets import TARGETS
@@ -30,6 +29,7 @@ from compress.models.load import LoadedModel
 from compress.passes import SparsifyIteratively
 from compress.passes.loss_terms import LabelsTerm, LogitsTerm
 from compress.prune.lottery import round_shares, set_to_zero, smallest
+from compress.store.training_state import module_state
 from compress.work import apply_pass
 from runtime.bundle.tensors import TensorSpec
 

@@ -16,8 +16,8 @@ from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
 from compress.blocks.blockfiles import Changes, read_step, step_file, write_step
-from compress.distill.state import read_state, write_state
 from compress.store.cache import StepCache
+from compress.store.training_state import read_state, write_state
 from runtime.bundle.format import is_hashed, verify
 
 Flip = tuple[str, int, int]

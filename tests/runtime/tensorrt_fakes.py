@@ -29,8 +29,6 @@ ANSWERS: dict[str, Any] = {
     "get_engine_information": '{"Layers": []}',
     "num_inputs": 0,
     "num_errors": 0,
-    "device_memory_size": 7,
-    "device_memory_size_v2": 7,
 }
 """What a method or property of that name gives; others give a stand-in of the class that they would make."""
 MAKES = {
@@ -43,7 +41,7 @@ MAKES = {
     "create_execution_context": "IExecutionContext",
     "create_engine_inspector": "EngineInspector",
 }
-PROPERTIES = {"num_inputs", "num_errors", "device_memory_size", "device_memory_size_v2"}
+PROPERTIES = {"num_inputs", "num_errors"}
 
 
 class Library:

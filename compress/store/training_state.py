@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,44 @@ from runtime.bundle.files import put_in_place
 
 Tensors = dict[str, Tensor]
 RECORD = "record"
+SAVE_SECONDS = 10.0
+"""Of work that a killed run may lose, where nothing else is said."""
+SLOW_SAVE, SAVING_SHARE = 1.0, 20
+"""Seconds from which a save is slow; of such a one a run then takes so many times as long before the next."""
+
+
+class SavedRun:
+    """The file that a training run is saved in now and then, and what an earlier run of it left there.
+
+    `file` None: nothing is saved. `writes`: whether this process does; of several that train together one, and none
+    before all have made this object, which reads. `damaged`: a file is there, but not as it was written.
+    """
+
+    def __init__(self, file: Path | None, writes: bool = True, seconds: float | None = None) -> None:
+        self.file, self.writes = file, writes
+        self.seconds = self.pause = SAVE_SECONDS if seconds is None else seconds
+        self.left = None if file is None else read_state(file)
+        self.damaged = self.left is None and file is not None and file.exists()
+        self.saved = time.monotonic()
+
+    def take(self) -> tuple[Tensors, dict[str, Any]] | None:
+        """Return what an earlier run left, (tensors, record), and hold it no longer."""
+        left, self.left = self.left, None
+        return left
+
+    def is_due(self) -> bool:
+        """Return whether so much time has passed that the run should be saved."""
+        return time.monotonic() - self.saved >= self.pause
+
+    def save(self, tensors: Callable[[], Tensors], record: Mapping[str, Any]) -> None:
+        """Write the run as it is now, in the process that does so. OutputError: it cannot be written."""
+        started = self.saved = time.monotonic()
+        if self.file is None or not self.writes:
+            return
+        write_state(self.file, tensors(), record)
+        self.saved = time.monotonic()
+        took = self.saved - started
+        self.pause = max(self.seconds, SAVING_SHARE * took if took > SLOW_SAVE else 0.0)
 
 
 def module_state(module: nn.Module) -> Tensors:
@@ -44,12 +83,12 @@ def restore_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Tensors:
-    """Copy the optimizer's tensors, named "<parameter's number>.<key>", to the CPU."""
+    """Return the optimizer's tensors, named "<parameter's number>.<key>", on the CPU; its own where they lie there."""
     tensors = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{number}.{key}"] = _plain_copy(value)
+                tensors[f"{number}.{key}"] = value.detach().cpu().contiguous()
     return tensors
 
 

@@ -1,0 +1,141 @@
+"""Learned rounding that was broken off or killed goes on where it was saved, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from streaming import context, llama, streamed, texts
+from test_tune import in_two_bits
+
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassResult
+from compress.passes import Pass
+from compress.passes.autoround import AutoRound
+from compress.passes.tune import Tune
+from compress.store import training_state
+from compress.work import apply_pass
+
+STEPS = 9
+WHOLE = Tune(steps=STEPS, blockwise=False, rounding_rate=0.05)
+BLOCKS = Tune(steps=STEPS, block_steps=STEPS, blockwise=True)
+ROUNDED = AutoRound(steps=STEPS, scheme="W2A16", group_size=16)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def learned(knobs: Pass, work: Path | None = None, stop: tuple[int, int] | None = None) -> tuple[PassResult, list[str]]:
+    """(the result, the log's lines). `stop`: (a learning's number, its step's) before which it breaks off."""
+    lines: list[str] = []
+    count = iter(range(100))
+
+    def progress(items: Sequence[Any], label: str) -> Iterator[Any]:
+        number = next(count) if label == "learning" else None
+        for item in items:
+            if (number, item) == stop:
+                raise Interrupted
+            yield item
+
+    model = streamed(llama(layers=2))
+    model = model if knobs is ROUNDED else in_two_bits(model)
+    return apply_pass(knobs, model, replace(context(texts(9), work, lines.append), progress=progress)), lines
+
+
+def assert_same(model: StreamedModel, expected: StreamedModel) -> None:
+    assert model.quantized_layers() == expected.quantized_layers()
+    for layer in expected.quantized_layers():
+        found, wanted = model.store.quantized(layer), expected.store.quantized(layer)
+        assert found is not None and wanted is not None
+        assert np.array_equal(found.values, wanted.values) and np.array_equal(found.scales, wanted.scales)
+    for name in expected.store.names():
+        assert torch.equal(model.store.read(name), expected.store.read(name)), name
+
+
+def losses(result: PassResult) -> dict[str, dict[str, float]]:
+    return {
+        name: {key: value for key, value in numbers.items() if "loss" in key or "step" in key}
+        for name, numbers in result.measured.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("knobs", "learning"), [(WHOLE, 0), (BLOCKS, 0), (BLOCKS, 1), (BLOCKS, 2), (ROUNDED, 0), (ROUNDED, 1)]
+)
+def test_learning_that_is_broken_off_ends_with_the_same_bytes(
+    knobs: Pass, learning: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
+    expected, lines = learned(knobs)
+    assert not any("goes on from" in line for line in lines)
+    for step in (0, 1, 5, STEPS - 1):
+        work = tmp_path / str(step)
+        with pytest.raises(Interrupted):
+            learned(knobs, work, (learning, step))
+        again, lines = learned(knobs, work)
+        told = [line.partition("goes on from ")[2] for line in lines if "goes on from" in line]
+        assert told == ([f"step {step}"] if step else [])
+        assert_same(again.model, expected.model)
+        assert losses(again) == losses(expected)
+        assert len(list((work / "learning").iterdir())) == 1  # what is over was removed
+
+
+def test_what_is_damaged_is_learned_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
+    with pytest.raises(Interrupted):
+        learned(WHOLE, tmp_path, (0, 5))
+    (file,) = (tmp_path / "learning").iterdir()
+    file.write_bytes(file.read_bytes()[:-4])
+    again, lines = learned(WHOLE, tmp_path)
+    assert "tune: end to end: what an earlier run left is damaged; learning starts afresh" in lines
+    assert_same(again.model, learned(WHOLE)[0].model)
+
+
+def test_short_learning_is_not_saved(tmp_path: Path) -> None:
+    learned(WHOLE, tmp_path)
+    assert not list((tmp_path / "learning").iterdir())
+
+
+SCRIPT = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    import torch
+    torch.set_num_threads(1)
+    from test_learning_resume import BLOCKS, STEPS, WHOLE, Interrupted, assert_same, learned, training_state
+    from compress.blocks.sharing import gather_from_processes, share
+    training_state.SAVE_SECONDS = 0.0
+    for name, knobs, learning in (("whole", WHOLE, 0), ("blocks", BLOCKS, 1)):
+        work, (expected, _) = Path(sys.argv[2]) / name, learned(knobs)
+        try:
+            learned(knobs, work, (learning, 5))
+        except Interrupted:
+            again, lines = learned(knobs, work)
+        assert sum(line.endswith("goes on from step 5") for line in lines) == 1, lines
+        assert_same(again.model, expected.model)
+        assert gather_from_processes(share().rank) == [0, 1]
+""")
+
+
+def test_two_processes_go_on_together(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent.parent)}
+    done = subprocess.run(
+        [*command, str(here), str(tmp_path / "work")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
