@@ -19,6 +19,7 @@ class AutoRound(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 30.0
+    keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["autoround"] = "autoround"
     steps: Annotated[int, Field(ge=0)] = 200

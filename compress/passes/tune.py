@@ -42,6 +42,7 @@ class Tune(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 40.0
+    keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["tune"] = "tune"
     steps: Annotated[int, Field(ge=0)] = 200
@@ -98,8 +99,8 @@ class Tune(WeightPass):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
-    def n_bytes(self, n_weights: int) -> int:
-        """Estimate the bytes that learning holds at once, for a model with so many weights."""
+    def estimate_extra_bytes(self, facts: ModelFacts) -> int:
+        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
         how = self.how(n_weights, n_weights)
         learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
         return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.passes import Distill, Pass
+from compress.passes import Pass
 from compress.planning.inputs import Inputs
 from compress.recipe.schema import Recipe
 from compress.store.cache import step_key
@@ -77,7 +77,7 @@ def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]
 
 def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
     """Return the digest of the model that the pass puts in the given one's place, in a list; empty if it puts none."""
-    student = pass_.student if isinstance(pass_, Distill) else None
+    student = pass_.find_student()
     return [] if student is None or not student.separate else [inputs.students.get(student.key, "")]
 
 

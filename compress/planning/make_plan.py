@@ -11,7 +11,7 @@ from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_proble
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
-from compress.passes import KvCache, Pass, PruneChannels
+from compress.passes import Pass
 from compress.planning.cache_keys import StepKeys, step_keys
 from compress.planning.cut import explain_unsaid_sizes
 from compress.planning.engine_rules import engine_notes
@@ -113,7 +113,7 @@ def _check_checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[lis
     recipe, export = inputs.recipe, inputs.recipe.export[index]
     if not isinstance(export, CheckpointExport) or inputs.facts.source == "onnx":
         return [], []
-    kv_cache = next((pass_.scheme for pass_ in recipe.passes if isinstance(pass_, KvCache)), None)
+    kv_cache = next((scheme for pass_ in recipe.passes if (scheme := pass_.find_cache_scheme())), None)
     engine = recipe.target_of(export)
     about = (inputs.facts, schemes, export, engine, kv_cache)
     notes = checkpoint_notes(*about)
@@ -135,7 +135,7 @@ def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:
     """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
     recipe, units = inputs.recipe, dict[str, int]()
     for pass_, facts in zip(recipe.passes, before, strict=True):
-        units |= pass_.plan_units(facts) if isinstance(pass_, PruneChannels) else {}
+        units |= pass_.plan_units(facts)
     checkpoint = any(isinstance(export, CheckpointExport) for export in recipe.export)
     why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if checkpoint and units else ""
     if not why:

@@ -9,9 +9,9 @@ import pytest
 
 from compress.facts import LayerFacts, ModelFacts
 from compress.passes import Distill, Int8, SmoothQuant
+from compress.passes.training import BFLOAT16
 from compress.planning import forecast as room
 from compress.planning.forecast import (
-    BFLOAT16,
     EFFICIENCY,
     LIBRARIES_BYTES,
     ONNX_BYTES,
