@@ -46,6 +46,8 @@ class Pass(Record):
     """True if `check` asks for `ModelFacts.removable`."""
     lowest_opset: ClassVar[int] = 17
     """Of a graph that can hold what the pass leaves."""
+    work: ClassVar[str] = ""
+    """Of a pass from outside: "package.module:function", imported when it works; ours are in `compress.work.WORK`."""
     kind: str
 
     def stage_on(self, facts: ModelFacts) -> Stage:

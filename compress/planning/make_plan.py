@@ -18,6 +18,7 @@ from compress.planning.engine_rules import engine_notes
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
 from compress.planning.measurements import step_note
+from compress.planning.outside import check_work
 from compress.planning.plan import Plan, PlannedStep
 from compress.planning.validation import objections
 from compress.recipe.exports import CheckpointExport
@@ -40,6 +41,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
+    check_work(recipe)
     store = StepCache(cache or default_root())
     store.refuse_file()
     with blame(recipe.root, SourceError):

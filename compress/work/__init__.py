@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from compress.context import PassContext, PassResult
-from compress.passes import Pass
+from compress.passes import KINDS, Pass
+from runtime.plugins import PASS_GROUP, find_plugin
 
 Work = Callable[[Any, Any, PassContext], PassResult]
 WORK: dict[str, str] = {
@@ -42,8 +43,9 @@ BEGINNINGS: dict[str, str] = {"distill": "compress.work.distill:begin_distill"}
 
 
 def find_work(kind: str) -> Work:
-    """Return the function that does the work of passes of a kind."""
-    work: Work = _import_function(WORK[kind])
+    """Return the function that does the work of passes of a kind. PluginError where one from outside has none."""
+    plugin = None if kind in WORK else find_plugin(PASS_GROUP, kind)
+    work: Work = _import_function(WORK[kind]) if plugin is None else plugin.import_object(KINDS[kind].work)
     return work
 
 
