@@ -31,3 +31,7 @@ class MissingDependency(RuntimeFailure):
     def __init__(self, package: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package '{package}', which is not installed: pip install {package}")
         self.package = package
+
+
+class PluginError(RuntimeFailure):
+    """What an installed distribution adds cannot be used; the message names it, what is wrong and the way out."""

@@ -16,11 +16,18 @@ from rich.table import Table
 from compress.errors import CompressError
 from runtime.bundle.engine import ENGINES, EngineOrder
 from runtime.measure.environment import cpu_info
+from runtime.plugins import BACKEND_GROUP, GROUPS, METRIC_GROUP, PASS_GROUP, Plugin, find_plugins
 from runtime.processes.isolated import trouble
 
 OWN_NAME = "compress"
 SKIPPED_EXTRAS = {"dev"}
 CODE = (".py", ".so", ".pyd")
+LOOK_UP = {
+    PASS_GROUP: "from compress.passes import KINDS as table; from compress.work import find_work; find_work({name!r})",
+    METRIC_GROUP: "from runtime.metrics import METRICS as table",
+    BACKEND_GROUP: "from compress.formats.targets import TARGETS as table",
+}
+"""Group of plug-ins -> the code that finds the table, and for passes their work."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Finding:
-    """How it stands with one requirement or backend. `mend` is a command, "" where nothing is to be done."""
+    """How it stands with one requirement, backend or plug-in. `mend` is a command, "" where nothing is to be done."""
 
     part: str
     name: str
@@ -62,7 +69,7 @@ def diagnose(console: Console) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Import each requirement, backend and compiler of engines in a process of its own, for a broken one may crash.
+    """Import each requirement, plug-in, backend and compiler of engines in a process of its own, for it may crash.
 
     Returns {"python", "cpu", "cpu_flags", "findings"}.
     """
@@ -70,6 +77,7 @@ def examine() -> dict[str, Any]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         found = [
             *pool.map(_examine_package, _list_requirements()),
+            *pool.map(_examine_plugin, [plugin for group in GROUPS for plugin in find_plugins(group)]),
             *pool.map(_examine_backend, _list_backends()),
             *pool.map(_examine_compiler, ENGINES),
         ]
@@ -144,7 +152,15 @@ def _parse_version(version: str) -> tuple[int, ...]:
 def _list_backends() -> list[str]:
     from runtime.backends import BACKENDS
 
-    return list(BACKENDS)
+    # not `list(BACKENDS)`, which ends where two plug-ins have one name: that is for `_examine_plugin` to say
+    return list(dict.fromkeys([*BACKENDS.own, *(plugin.name for plugin in find_plugins(BACKEND_GROUP))]))
+
+
+def _examine_plugin(plugin: Plugin) -> Finding:
+    code = f"{LOOK_UP[plugin.group].format(name=plugin.name)}; list(table); table[{plugin.name!r}]"
+    why = trouble(code)
+    name, version = f"{plugin.group}: {plugin.name}", f"{plugin.distribution} {plugin.version}"
+    return Finding("plug-in", name, "broken" if why else "ok", version, why)
 
 
 def _examine_backend(name: str) -> Finding:

@@ -131,6 +131,9 @@ def _find_reasons(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
     for name, version in {"python": now["versions"]["python"], **library_versions()}.items():
         if then["versions"].get(name) != version:
             yield f"{name}: {then['versions'].get(name)} then, {version} now"
+    for name, record in now["plugins"].items():
+        if then.get("plugins", {}).get(name) != record:
+            yield f"{name}: {record['distribution']} {record['version']} now, another one or other code then"
     for name, record in now["data"].items():
         if then["data"].get(name, {}).get("digest") != record["digest"]:
             yield f"data.{name}: other samples"

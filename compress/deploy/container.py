@@ -46,6 +46,11 @@ def write_context(bundle: Path, out: Path, backend: str = "") -> Path:
     """
     manifest = verify(bundle)
     backend = backend or (manifest.target if manifest.target in BACKENDS else "onnxruntime-cpu")
+    if backend not in BACKENDS:
+        raise ExportError(
+            f"docker: {backend} is a plug-in's backend, and what an image needs for it is not known; use --backend "
+            "onnxruntime-cpu, and change the Dockerfile"
+        )
     artifact = _choose_artifact(manifest, backend)
     out.mkdir(parents=True)
     shutil.copytree(bundle, out / "bundle")

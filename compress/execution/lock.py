@@ -12,6 +12,7 @@ from compress.context import PassResult
 from compress.data.samples import Samples
 from compress.planning.cache_keys import StepKeys
 from compress.planning.inputs import Inputs
+from compress.planning.outside import list_plugins
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe
 from compress.store.cache import code_version, library_versions
@@ -32,6 +33,7 @@ def make_lock(
     return {
         "compress": {"version": __version__, "code": code_version()},
         "versions": {"python": platform.python_version(), **library_versions()},
+        "plugins": list_plugins(recipe),
         "seed": recipe.seed,
         "model": {
             "source": portable.texts["model", "source"],

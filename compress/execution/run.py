@@ -27,7 +27,6 @@ from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.models.source import locate
-from compress.passes import Distill
 from compress.planning.inputs import TEXTS, Batches, generation_of, load_set
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import measures_steps, step_names
@@ -192,8 +191,8 @@ def _prepare_load_back(ground: Ground) -> LoadBack:
     feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
     spec = recipe.model
     for config in recipe.passes:
-        if isinstance(config, Distill) and config.student is not None:
-            spec = student_spec(spec, config.student)
+        if (student := config.find_student()) is not None:
+            spec = student_spec(spec, student)
     return LoadBack(spec, recipe.root, feeds, allowed, ground.journal.log)
 
 

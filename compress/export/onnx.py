@@ -83,7 +83,7 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     if state.half is not None:
         ShapeInferencePass()(model)
         to_half(model, state.half, state.half_kept)
-    if target.name == "onnxruntime-cpu":
+    if target.cpu_operators:
         if n_cached_layers(model):
             model, notes = _prepare_decoder_for_cpu(model, state)
         keep_norms_apart(model)

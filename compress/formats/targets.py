@@ -6,8 +6,10 @@ of them that a README claim rests on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from runtime.plugins import BACKEND_GROUP, Table, check_entry
 
 TargetName = Literal[
     "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers"
@@ -50,6 +52,8 @@ class Target:
     """The kind of export that it loads."""
     negative_scales: bool = True
     """A weight's scale may be negative."""
+    cpu_operators: bool = False
+    """It has ONNX Runtime's operators for CPUs, into which its graphs are rewritten."""
 
     def fact(self, name: Format) -> FormatFact:
         return self.formats[name]
@@ -121,7 +125,7 @@ _ROUNDED_CACHE = FormatFact(
     "slow", "rounds keys and values by the stored scales and keeps them in float: a little slower"
 )
 
-TARGETS: dict[str, Target] = {
+_OWN: dict[str, Target] = {
     "onnxruntime-cpu": Target(
         "onnxruntime-cpu",
         "u8s8",
@@ -156,6 +160,7 @@ TARGETS: dict[str, Target] = {
         },
         group_sizes=(16, 32, 64, 128, 256),
         group_sizes_8bit=(16, 32, 64, 128, 256),
+        cpu_operators=True,
     ),
     "openvino": Target(
         "openvino",
@@ -238,3 +243,17 @@ TARGETS: dict[str, Target] = {
         reads="checkpoint",
     ),
 }
+
+
+def accept_target(entry: object, name: str) -> Target:
+    """Return the target of a backend from outside: as that for which it is planned. ValueError where it names none."""
+    from runtime.backends.base import Backend
+
+    planned_as = check_entry(entry, name, Backend).planned_as
+    if planned_as not in _OWN:
+        raise ValueError(f"planned_as is '{planned_as}', and must be a target: one of {', '.join(_OWN)}")
+    return replace(_OWN[planned_as], name=name)
+
+
+TARGETS: Table[Target] = Table(BACKEND_GROUP, _OWN, accept_target)
+"""Name -> target; a backend that an installed distribution adds is one, too."""

@@ -1,4 +1,9 @@
-"""The vocabulary of a recipe's `passes:`. A pass is one file here and one line in `PASSES`. Imports no torch."""
+"""The vocabulary of a recipe's `passes:`. A pass is one file here and one line in `PASSES`. Imports no torch.
+
+`KINDS` has those by kind, and those of installed plug-ins, which are imported when they are looked up.
+"""
+
+from typing import get_args
 
 from compress.passes.autocast import Autocast
 from compress.passes.autoround import AutoRound
@@ -22,6 +27,7 @@ from compress.passes.sparsify import Sparsify
 from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.passes.tune import Tune
 from compress.specs import Record
+from runtime.plugins import PASS_GROUP, Table
 
 PASSES: tuple[type[Pass], ...] = (
     Autocast,
@@ -46,7 +52,25 @@ PASSES: tuple[type[Pass], ...] = (
     Tune,
 )
 
+
+def accept_pass(entry: object, name: str) -> type[Pass]:
+    """Return what an entry point names; ValueError if it is no record of a pass of that kind, which can be planned."""
+    if not (isinstance(entry, type) and issubclass(entry, Pass)):
+        raise ValueError("it is no class that derives from compress.passes.Pass")
+    field = entry.model_fields["kind"]
+    if get_args(field.annotation) != (name,) or field.default != name:
+        raise ValueError(f"it needs the field kind: Literal['{name}'] = '{name}', as its entry point is called")
+    if entry.check is Pass.check:
+        raise ValueError("it has no check(facts, target) of its own, which plans what it does")
+    if not entry.work:
+        raise ValueError("it does not say what does its work: work: ClassVar[str] = 'package.module:function'")
+    return entry
+
+
+KINDS: Table[type[Pass]] = Table(PASS_GROUP, {p.model_fields["kind"].default: p for p in PASSES}, accept_pass)
+
 __all__ = [
+    "KINDS",
     "PASSES",
     "AutoRound",
     "Autocast",

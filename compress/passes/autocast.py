@@ -41,3 +41,11 @@ class Autocast(Pass):
 
     def explain_refusal(self, target: Target) -> str | None:
         return refusal(target, self.dtype, self.kind)
+
+    def explain_unjudged(self, target: str, why: str) -> str | None:
+        if self.dtype != "bfloat16":
+            return None
+        return (
+            f"autocast: {target} does not work here ({why}), and ONNX Runtime computes no bfloat16 on CPUs, so that "
+            "the result could not be judged; use dtype: float16, or apply it where that works"
+        )

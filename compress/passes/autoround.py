@@ -8,8 +8,8 @@ from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import Stage
-from compress.passes.tune import is_selected, plan_from_integers
+from compress.passes.base import Stage, TrainingCost
+from compress.passes.tune import is_selected, learning_cost, plan_from_integers
 from compress.passes.weight_only import WeightPass
 from compress.passes.weight_rules import float_problems, with_problems
 
@@ -19,6 +19,7 @@ class AutoRound(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 30.0
+    keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["autoround"] = "autoround"
     steps: Annotated[int, Field(ge=0)] = 200
@@ -39,6 +40,9 @@ class AutoRound(WeightPass):
 
     def explain_refusal(self, target: Target) -> str | None:
         return None if self.start == "given" else super().explain_refusal(target)
+
+    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
+        return learning_cost(facts, whole=False)
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if facts.structure is None:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from compress.facts import ModelFacts, Note, PassPlan
+from compress.formats.schemes import KvScheme
 from compress.formats.targets import Target
+from compress.passes.distill_student import Student
 from compress.specs import Record
 
 Stage = Literal["model", "blocks", "graph"]
+
+
+STATE_COPIES = 4
+"""In the saved state of a training run, or of learned rounding: the weights, two moments, the best."""
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What training is estimated to take: time, memory at its peak, disk for the state that a killed run resumes."""
+
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
 
 
 class Pass(Record):
@@ -27,10 +44,14 @@ class Pass(Record):
     """True if the work asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
     uses_coupling: ClassVar[bool] = False
     """True if `check` asks for `ModelFacts.prunable`."""
+    keeps_float_blocks: ClassVar[bool] = False
+    """True if the work over blocks also keeps what the float model's blocks give: for the forecast."""
     uses_blocks: ClassVar[bool] = False
     """True if `check` asks for `ModelFacts.removable`."""
     lowest_opset: ClassVar[int] = 17
     """Of a graph that can hold what the pass leaves."""
+    work: ClassVar[str] = ""
+    """Of a pass from outside: "package.module:function", imported when it works; ours are in `compress.work.WORK`."""
     kind: str
 
     def stage_on(self, facts: ModelFacts) -> Stage:
@@ -51,6 +72,26 @@ class Pass(Record):
         """
         raise NotImplementedError
 
+    def find_student(self) -> Student | None:
+        """Return the model that learns in the place of the given one; None where the given one goes on."""
+        return None
+
+    def find_cache_scheme(self) -> KvScheme | None:
+        """Return how an engine is to store keys and values after the pass; None where it says nothing of them."""
+        return None
+
+    def plan_units(self, facts: ModelFacts) -> dict[str, int]:
+        """Return how many units of each coupled group that is cut are to stay; under a budget, about."""
+        return {}
+
+    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
+        """Estimate what training on `n_samples` costs, one of which takes `forward_seconds` through the model."""
+        return TrainingCost()
+
+    def estimate_extra_bytes(self, facts: ModelFacts) -> int:
+        """Estimate the bytes that the work holds beside the blocks that are streamed to it."""
+        return 0
+
     def train_problems(self, task: str, n_samples: int, has_labels: bool) -> list[str]:
         """Return what is wrong with the training set, for a pass that needs one."""
         return []
@@ -61,4 +102,12 @@ class Pass(Record):
 
     def explain_refusal(self, target: Target) -> str | None:
         """Return why a further target cannot hold what this pass leaves, or None."""
+        return None
+
+    def explain_capabilities(self, capabilities: Sequence[str]) -> str | None:
+        """Return why GPUs of such compute capabilities cannot compute what this pass leaves, or None."""
+        return None
+
+    def explain_unjudged(self, target: str, why: str) -> str | None:
+        """Return why a graph of this pass cannot be judged where its target does not work (`why`), or None."""
         return None

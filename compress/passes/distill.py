@@ -40,6 +40,9 @@ class Distill(LearningPass):
     def uses_blocks(self) -> bool:  # type: ignore[override]
         return self.student is not None and not self.student.separate
 
+    def find_student(self) -> Student | None:
+        return self.student
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems = self.training_problems(facts)
         facts, more, who = student_facts(self.student, facts)

@@ -22,6 +22,9 @@ class KvCache(Pass):
     scheme: KvScheme = "fp8"
     """int8, or fp8 (E4M3), which vLLM takes."""
 
+    def find_cache_scheme(self) -> KvScheme | None:
+        return self.scheme
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         structure = facts.structure
         modules = attentions(structure.readings) if structure is not None else {}

@@ -9,13 +9,17 @@ from pydantic import Field, model_validator
 
 from compress.distill.course import LOOKS, Course
 from compress.facts import ModelFacts
-from compress.passes.base import Pass, Stage
+from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
 from compress.specs import Record
 from runtime.tasks import find_task
 
 EPOCHS = 10.0
 FORWARDS = 4.0
 """Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
+BFLOAT16 = 0.65
+"""Part of float32's time that a training step takes in bfloat16, where the processor has it."""
+TRAINED_COPIES = 9
+"""Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
 
 
 class Augmentation(Record):
@@ -110,6 +114,16 @@ class TrainingPass(Pass):
         course = self.course(n_samples, 0)
         looks = course.steps / course.evaluate_every * self.held_out * n_samples
         return FORWARDS * course.steps * course.samples + 2 * looks
+
+    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
+        seconds = self.train_runs(n_samples) * forward_seconds * (BFLOAT16 if self.precision == "bfloat16" else 1)
+        # what backward needs is half a forward pass's peak of each layer
+        activations = self.batch_size * facts.peak_activation_bytes * len(facts.layers) // 2
+        return TrainingCost(
+            seconds=seconds if self.max_seconds is None else min(seconds, self.max_seconds),
+            memory_bytes=TRAINED_COPIES * facts.n_bytes + activations,
+            disk_bytes=STATE_COPIES * facts.n_bytes,
+        )
 
     def training_problems(self, facts: ModelFacts) -> list[str]:
         """Return what is wrong with the settings for such a model."""

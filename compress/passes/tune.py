@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, matches
 from compress.formats.targets import Target
-from compress.passes.base import Stage
+from compress.passes.base import STATE_COPIES, Stage, TrainingCost
 from compress.passes.weight_only import WeightPass
 from compress.specs import find_changes
 from runtime.processes.memory import available_bytes
@@ -33,6 +33,12 @@ SAID: dict[How, str] = {
 }
 
 
+def learning_cost(facts: ModelFacts, whole: bool) -> TrainingCost:
+    """Estimate the disk that learned rounding saves its state on, of the whole model or of a block; time is counted."""
+    n_blocks = 1 if whole or facts.structure is None else max(len(facts.structure.blocks), 1)
+    return TrainingCost(disk_bytes=STATE_COPIES * facts.n_bytes // n_blocks)
+
+
 class Tune(WeightPass):
     """Learn rounding, scales, norms and biases of a quantized model, so that it gives what the float one gives.
 
@@ -42,6 +48,7 @@ class Tune(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 40.0
+    keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["tune"] = "tune"
     steps: Annotated[int, Field(ge=0)] = 200
@@ -98,8 +105,12 @@ class Tune(WeightPass):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
-    def n_bytes(self, n_weights: int) -> int:
-        """Estimate the bytes that learning holds at once, for a model with so many weights."""
+    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
+        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
+        return learning_cost(facts, whole=self.how(n_weights, n_weights) == "whole")
+
+    def estimate_extra_bytes(self, facts: ModelFacts) -> int:
+        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
         how = self.how(n_weights, n_weights)
         learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
         return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.passes import Distill, Pass
+from compress.passes import Pass
 from compress.planning.inputs import Inputs
+from compress.planning.outside import list_plugins
 from compress.recipe.schema import Recipe
 from compress.store.cache import step_key
 from runtime.bundle.files import sha256_of
@@ -42,8 +43,10 @@ def step_keys(inputs: Inputs) -> StepKeys:
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
     export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
-    float_graph = step_key("export", inputs.digest, export)
-    keys, previous = [], inputs.digest
+    plugins = list_plugins(recipe)
+    source = step_key("plugins", inputs.digest, plugins) if plugins else inputs.digest
+    float_graph = step_key("export", source, export)
+    keys, previous = [], source
     staged = [(pass_, pass_.stage_on(inputs.facts)) for pass_ in recipe.passes]
     for pass_, stage in ((pass_, stage) for pass_, stage in staged if stage != "graph"):
         uses = [*_list_dependencies(pass_, recipe, data), *_digest_student(pass_, inputs)]
@@ -57,7 +60,7 @@ def step_keys(inputs: Inputs) -> StepKeys:
     judged = recipe.validate_
     how = [recipe.target, judged.batch_size, judged.benchmark.threads]
     baseline = step_key("baseline", float_graph, data.get("evaluation"), how)
-    torch_outputs = step_key("torch outputs", inputs.digest, keys, data.get("evaluation"), _describe_preprocess(inputs))
+    torch_outputs = step_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
     left = [*exports, *keys[len(exports) :]]
     outputs = [step_key("step outputs", key, baseline) for key in left]
     return StepKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
@@ -77,7 +80,7 @@ def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]
 
 def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
     """Return the digest of the model that the pass puts in the given one's place, in a list; empty if it puts none."""
-    student = pass_.student if isinstance(pass_, Distill) else None
+    student = pass_.find_student()
     return [] if student is None or not student.separate else [inputs.students.get(student.key, "")]
 
 

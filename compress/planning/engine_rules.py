@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from compress.engine.compile import list_capabilities, why_not_here
 from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
 from compress.facts import Note
-from compress.passes import Fp8
 from compress.planning.inputs import Inputs, generation_of
 from compress.recipe.exports import Engine
 from compress.recipe.schema import Recipe
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.tensors import TensorSpec
 
-FLOAT8_FROM = 8.9
-"""Compute capability."""
 DECODER = (TensorSpec("", "int64", ("batch", "sequence")), TensorSpec("", "float32", ("batch", "past", "total")))
 """The free sizes of a decoder's graph, which has its cache as inputs."""
 
@@ -43,14 +40,11 @@ def graph_inputs(inputs: Inputs) -> Sequence[TensorSpec]:
 
 
 def _capability_problems(export: Engine, recipe: Recipe) -> list[str]:
-    """Report GPUs that have no float8, or that the installed compiler does not know; without one only the first."""
+    """Report GPUs that cannot compute what a pass leaves, or that the installed compiler, if any, does not know."""
     wanted = getattr(export, "compute_capabilities", ())
-    old = [capability for capability in wanted if float(capability) < FLOAT8_FROM]
-    if old and any(isinstance(pass_, Fp8) for pass_ in recipe.passes):
-        return [
-            f"compute_capabilities: {', '.join(old)} cannot compute in float8, which begins with {FLOAT8_FROM}; leave "
-            "them out, or use kind: int8"
-        ]
+    refusals = [refusal for pass_ in recipe.passes if (refusal := pass_.explain_capabilities(wanted))]
+    if refusals:
+        return [f"compute_capabilities: {refusals[0]}"]
     known = list_capabilities(export.kind)
     unknown = [capability for capability in wanted if known and capability not in known]
     if not unknown:

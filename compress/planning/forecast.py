@@ -12,8 +12,6 @@ import numpy as np
 
 from compress.blocks.stream_memory import Shapes, StreamUse, head_memory, stream_memory
 from compress.facts import LayerDecision, ModelFacts
-from compress.passes import Pass, Tune
-from compress.passes.training import TrainingPass
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
@@ -32,20 +30,12 @@ EXPORT_BYTES_PER_S = 20e6
 """Weights that are exported, written and checked in a second."""
 EVALUATION_RUNS = 3
 """Forward passes over the evaluation set: the baseline's, the candidate's, one for the gates."""
-BFLOAT16 = 0.65
-"""Part of float32's time that a training step takes in bfloat16, where the processor has it."""
 THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
 """Timed calls of the large batch, and the most that they are given."""
-FLOAT_TOO = ("autoround", "tune")
-"""Passes that also keep what the float model's blocks give."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
-TRAINED_COPIES = 9
-"""Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
-STATE_COPIES = 4
-"""In the saved state of a training run, or of learned rounding: the weights, two moments, the best."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +109,17 @@ def forecast(
     seconds += sum(pass_.calibration_runs for pass_ in recipe.passes) * calibration * forward
     between = n_between(recipe, before)  # as slow as the float model at most
     seconds += (EVALUATION_RUNS + between) * evaluation * forward + between * before.n_bytes / EXPORT_BYTES_PER_S
-    trained = [pass_ for pass_ in recipe.passes if isinstance(pass_, TrainingPass)]
-    seconds += sum(_estimate_training_seconds(pass_, samples.get("train", 0), forward * filled) for pass_ in trained)
+    n_train = samples.get("train", 0)
+    trained = [pass_.estimate_training(before, n_train, forward * filled) for pass_ in recipe.passes]
+    seconds += sum(cost.seconds for cost in trained)
     speed = recipe.validate_.benchmark
     single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
     seconds += (2 + between) * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
     seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
     streams = _estimate_streams(recipe, before, tokens or calibration * _count_rows(before), decisions)
     memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
-    memory = max([memory, *(LIBRARIES_BYTES + _estimate_training_bytes(pass_, before) for pass_ in trained)])
-    disk += _estimate_saved_bytes(recipe, before)
+    memory = max([memory, *(LIBRARIES_BYTES + cost.memory_bytes for cost in trained)])
+    disk += max((cost.disk_bytes for cost in trained), default=0)
     if before.structure is not None and not recipe.has_onnx:
         memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _collect_shapes(before)))
     if recipe.has_onnx:
@@ -138,30 +129,6 @@ def forecast(
         disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2 + between) * before.n_bytes
     bundle = len(recipe.export) * after.n_bytes + recipe.has_onnx * before.n_bytes
     return Forecast(seconds, memory, disk, min(bundle, disk))
-
-
-def _estimate_training_seconds(pass_: TrainingPass, n_samples: int, forward: float) -> float:
-    """Estimate how long training takes. `forward`: seconds of one sample through the model."""
-    wanted = pass_.train_runs(n_samples) * forward * (BFLOAT16 if pass_.precision == "bfloat16" else 1)
-    return wanted if pass_.max_seconds is None else min(wanted, pass_.max_seconds)
-
-
-def _estimate_training_bytes(pass_: TrainingPass, facts: ModelFacts) -> int:
-    """Estimate what training holds: weights with what belongs to them, and half a forward pass's peak per layer."""
-    return TRAINED_COPIES * facts.n_bytes + pass_.batch_size * facts.peak_activation_bytes * len(facts.layers) // 2
-
-
-def _estimate_saved_bytes(recipe: Recipe, facts: ModelFacts) -> int:
-    """Return the size of the largest state that a pass saves while it learns: the whole model's, or one block's."""
-    n_blocks = 1 if facts.structure is None else max(len(facts.structure.blocks), 1)
-    n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
-    parts = [0.0]
-    for pass_ in recipe.passes:
-        if isinstance(pass_, TrainingPass) or (isinstance(pass_, Tune) and pass_.how(n_weights, n_weights) == "whole"):
-            parts.append(1.0)
-        elif pass_.kind in FLOAT_TOO:
-            parts.append(1 / n_blocks)
-    return int(STATE_COPIES * facts.n_bytes * max(parts))
 
 
 def _estimate_streams(
@@ -174,14 +141,14 @@ def _estimate_streams(
         if structure is not None and pass_.stage_on(facts) == "blocks":
             use = StreamUse(
                 lockstep=getattr(pass_, "sequential", True),
-                float_too=pass_.kind in FLOAT_TOO,
+                float_too=pass_.keeps_float_blocks,
                 compute=getattr(pass_, "compute", "float32"),
                 rounded={d.layer for d in decisions[number] if d.action != "kept"} if decisions else None,
             )
             rows = n_rows if pass_.needs_calibration else 0
             peaks.append(
                 stream_memory(structure, _collect_shapes(facts), rows, _find_width(facts), use)
-                + _estimate_tuning(pass_, facts)
+                + pass_.estimate_extra_bytes(facts)
             )
     return peaks
 
@@ -190,14 +157,6 @@ def _collect_shapes(facts: ModelFacts) -> Shapes:
     """Return the shapes of the layers' weights, under all their names."""
     by_layer = {f"{layer.name}.weight": layer.shape for layer in facts.layers}
     return by_layer | {layer.weight: layer.shape for layer in facts.layers}
-
-
-def _estimate_tuning(pass_: Pass, facts: ModelFacts) -> int:
-    """Return the bytes that `tune` takes beside a stream where it learns the whole model at once."""
-    if not isinstance(pass_, Tune):
-        return 0
-    n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
-    return pass_.n_bytes(n_weights)
 
 
 def _find_width(facts: ModelFacts) -> int:

@@ -11,13 +11,14 @@ from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_proble
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
-from compress.passes import KvCache, Pass, PruneChannels
+from compress.passes import Pass
 from compress.planning.cache_keys import StepKeys, step_keys
 from compress.planning.cut import explain_unsaid_sizes
 from compress.planning.engine_rules import engine_notes
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
 from compress.planning.measurements import step_note
+from compress.planning.outside import check_work
 from compress.planning.plan import Plan, PlannedStep
 from compress.planning.validation import objections
 from compress.recipe.exports import CheckpointExport
@@ -40,6 +41,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
+    check_work(recipe)
     store = StepCache(cache or default_root())
     store.refuse_file()
     with blame(recipe.root, SourceError):
@@ -113,7 +115,7 @@ def _check_checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[lis
     recipe, export = inputs.recipe, inputs.recipe.export[index]
     if not isinstance(export, CheckpointExport) or inputs.facts.source == "onnx":
         return [], []
-    kv_cache = next((pass_.scheme for pass_ in recipe.passes if isinstance(pass_, KvCache)), None)
+    kv_cache = next((scheme for pass_ in recipe.passes if (scheme := pass_.find_cache_scheme())), None)
     engine = recipe.target_of(export)
     about = (inputs.facts, schemes, export, engine, kv_cache)
     notes = checkpoint_notes(*about)
@@ -135,7 +137,7 @@ def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:
     """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
     recipe, units = inputs.recipe, dict[str, int]()
     for pass_, facts in zip(recipe.passes, before, strict=True):
-        units |= pass_.plan_units(facts) if isinstance(pass_, PruneChannels) else {}
+        units |= pass_.plan_units(facts)
     checkpoint = any(isinstance(export, CheckpointExport) for export in recipe.export)
     why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if checkpoint and units else ""
     if not why:

@@ -15,7 +15,6 @@ from compress.models import huggingface
 from compress.models.facts import model_facts
 from compress.models.load import LoadedModel, load_model
 from compress.models.source import Source, locate, model_digest
-from compress.passes import Distill
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
@@ -34,7 +33,7 @@ def look_at_students(recipe: Recipe, feeds: SampleShapes, coupling: bool, blocks
     """Look at all students of a recipe; no weight is read. `feeds`, `coupling`, `blocks`: as for `model_facts`."""
     students, spec, root = Students(), recipe.model, recipe.root
     for number, pass_ in enumerate(recipe.passes):
-        student = pass_.student if isinstance(pass_, Distill) else None
+        student = pass_.find_student()
         if student is None or not student.separate:
             continue
         its_spec = student_spec(spec, student)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compress.facts import LOWEST_OPSET, ModelFacts
 from compress.formats.targets import TARGETS
-from compress.passes import Autocast, Distill, Pass
+from compress.passes import Pass
 from compress.planning.engine_rules import engine_problems
 from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
@@ -89,10 +89,10 @@ def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
 def student_problems(passes: Sequence[Pass]) -> list[str]:
     """Report passes before a student that is built anew, which has nothing of what they did."""
     return [
-        f"passes.{index}: distill: its student is another model, and what {passes[0].kind} did before would be lost; "
-        f"put {passes[0].kind} after it"
+        f"passes.{index}: {pass_.kind}: its student is another model, and what {passes[0].kind} did before would be "
+        f"lost; put {passes[0].kind} after it"
         for index, pass_ in enumerate(passes)
-        if isinstance(pass_, Distill) and pass_.student is not None and pass_.student.separate and index
+        if index and (student := pass_.find_student()) is not None and student.separate
     ]
 
 
@@ -176,17 +176,14 @@ def benchmark_problems(inputs: Inputs) -> list[str]:
 
 
 def judging_problems(recipe: Recipe) -> list[str]:
-    """Report a bfloat16 graph that nothing on this machine runs, which could not be judged."""
-    halved = [i for i, pass_ in enumerate(recipe.passes) if isinstance(pass_, Autocast) and pass_.dtype == "bfloat16"]
-    if not halved or not recipe.has_onnx:
+    """Report a graph that nothing on this machine runs, which could not be judged."""
+    if not any(pass_.explain_unjudged(recipe.target, "") for pass_ in recipe.passes) or not recipe.has_onnx:
         return []
     why = BACKENDS[recipe.target].available() if recipe.target in BACKENDS else "it is not a backend"
     if why is None:
         return []
-    return [
-        f"passes.{halved[0]}: autocast: {recipe.target} does not work here ({why}), and ONNX Runtime computes no "
-        "bfloat16 on CPUs, so that the result could not be judged; use dtype: float16, or apply it where that works"
-    ]
+    problems = [(index, pass_.explain_unjudged(recipe.target, why)) for index, pass_ in enumerate(recipe.passes)]
+    return [f"passes.{index}: {problem}" for index, problem in problems if problem][:1]
 
 
 def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from compress.facts import LOWEST_OPSET
-from compress.formats.targets import TargetName
+from compress.formats.targets import TARGETS, TargetName
 from compress.specs import Record
 from runtime.nvidia.tensorrt_api import Compatibility
+
+# Not in compress.formats: its import would read the plug-ins, whose own modules may be the ones that import it.
+if TYPE_CHECKING:
+    AnyTarget = TargetName
+else:
+    AnyTarget = Literal[tuple(TARGETS)]
 
 CHECKPOINT_TARGET: TargetName = "transformers"
 """What a checkpoint is for where the recipe does not say."""
@@ -26,7 +32,7 @@ class OnnxExport(GraphExport):
     """An ONNX graph in the flavour that `target` is fast on (default: the recipe's target)."""
 
     kind: Literal["onnx"] = "onnx"
-    target: TargetName | None = None
+    target: AnyTarget | None = None
     """The runtime that the file is for; default: the recipe's target."""
 
 
@@ -34,7 +40,7 @@ class CheckpointExport(Record):
     """A Hugging Face folder of safetensors, its quantized layers packed as inference engines read them."""
 
     kind: Literal["checkpoint"] = "checkpoint"
-    target: TargetName | None = None
+    target: AnyTarget | None = None
     """The engine that it is for; default: transformers."""
     format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
     """How quantized layers are stored; gptq holds weight-only integers of 2, 3, 4 and 8 bits, one scheme in a model."""

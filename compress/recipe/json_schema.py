@@ -57,9 +57,9 @@ def _relax_merged(schema: Schema) -> None:
 
 
 def _list_metrics(schema: Schema) -> None:
-    from runtime.metrics import KNOWN_METRICS
+    from runtime.metrics import known_metrics
 
-    names = {"type": "string", "enum": list(KNOWN_METRICS)}
+    names = {"type": "string", "enum": list(known_metrics())}
     schema["$defs"]["Gate"]["properties"]["metric"].update(names)
     schema["$defs"]["Judgement"]["properties"]["metrics"]["items"] = names
 

@@ -81,12 +81,13 @@ def _validate_tree(root: Node, findings: Findings) -> Recipe | None:
 
 def _check_metrics(root: Node, findings: Findings) -> None:
     """Report every named metric that does not exist."""
-    from runtime.metrics import KNOWN_METRICS
+    from runtime.metrics import known_metrics
 
+    known = known_metrics()
     for path, node in _walk(root, ()):
         named = path[:2] == ("validate", "metrics") or (path[:2] == ("validate", "gates") and path[3:] == ("metric",))
-        if named and isinstance(node.value, str) and node.value not in KNOWN_METRICS and not findings.covers(path):
-            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, KNOWN_METRICS)}")
+        if named and isinstance(node.value, str) and node.value not in known and not findings.covers(path):
+            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, known)}")
 
 
 def _check_patterns(root: Node, findings: Findings) -> None:

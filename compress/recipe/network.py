@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from compress.passes import Distill
 from compress.recipe.schema import Recipe
 from runtime.processes.telemetry import turn_off_telemetry
 
@@ -14,7 +13,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 def needs_hub(recipe: Recipe) -> bool:
     """Return whether the model or a data set comes from the Hugging Face hub."""
     sources = [recipe.model.source, *(part.source for spec in recipe.data.declared.values() for part in spec.parts)]
-    students = [pass_.student for pass_ in recipe.passes if isinstance(pass_, Distill)]
+    students = [pass_.find_student() for pass_ in recipe.passes]
     sources += [student.source for student in students if student is not None and student.source is not None]
     return any(source.startswith("hf:") for source in sources)
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from compress.formats.targets import TargetName
-from compress.passes import PASSES, Pass
-from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport, Export, GraphExport, OnnxExport
+from compress.passes import KINDS, Pass
+from compress.recipe.exports import CHECKPOINT_TARGET, AnyTarget, CheckpointExport, Export, GraphExport, OnnxExport
 from compress.specs import DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Judgement
 
 if TYPE_CHECKING:
     AnyPass = Pass
 else:
-    AnyPass = Annotated[reduce(or_, PASSES), Field(discriminator="kind")]
+    AnyPass = Annotated[reduce(or_, KINDS.values()), Field(discriminator="kind")]
 AnyExport = Annotated[Export, Field(discriminator="kind")]
 
 
@@ -82,7 +82,7 @@ class Recipe(Record):
     """Default: what the model's own files say (tokenizer, image processor); tensors as they are otherwise."""
     data: DataSpecs = DataSpecs()
     """The sets of samples."""
-    target: TargetName = "onnxruntime-cpu"
+    target: AnyTarget = "onnxruntime-cpu"
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()
     """What is done to the model, in this order."""
@@ -125,7 +125,7 @@ class Recipe(Record):
     @property
     def code_sources(self) -> tuple[str, ...]:
         """Return the sources of models whose own Python runs, already to plan the recipe."""
-        students = [student for p in self.passes if (student := getattr(p, "student", None)) is not None]
+        students = [student for p in self.passes if (student := p.find_student()) is not None]
         own = [self.model.source] if self.model.trust_remote_code else []
         named = [source for source in (self.model.source, *(student.source for student in students)) if source]
         return tuple(dict.fromkeys([*own, *(source for source in named if source.startswith("python:"))]))

@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from compress.context import PassContext, PassResult
-from compress.passes import Distill, Pass
+from compress.passes import KINDS, Pass
+from runtime.plugins import PASS_GROUP, find_plugin
 
 Work = Callable[[Any, Any, PassContext], PassResult]
 WORK: dict[str, str] = {
@@ -37,12 +38,14 @@ WORK: dict[str, str] = {
     "tune": "compress.work.tune:apply_tune",
 }
 """Kind of pass -> its function, imported when it is first asked for: most need torch."""
+BEGINNINGS: dict[str, str] = {"distill": "compress.work.distill:begin_distill"}
+"""Kind of pass over the whole torch model -> what makes the model that it works on, where that is not the given one."""
 
 
 def find_work(kind: str) -> Work:
-    """Return the function that does the work of passes of a kind."""
-    module, _, name = WORK[kind].partition(":")
-    work: Work = getattr(import_module(module), name)
+    """Return the function that does the work of passes of a kind. PluginError where one from outside has none."""
+    plugin = None if kind in WORK else find_plugin(PASS_GROUP, kind)
+    work: Work = _import_function(WORK[kind]) if plugin is None else plugin.import_object(KINDS[kind].work)
     return work
 
 
@@ -56,8 +59,9 @@ def begin_pass(config: Pass, model: Any, context: PassContext) -> Any:
 
     Called again where the result is taken from the cache, so it gives the same model each time. Raises PassError.
     """
-    if isinstance(config, Distill) and config.student is not None:
-        from compress.work.distill import begin_distill
+    return _import_function(BEGINNINGS[config.kind])(config, model, context) if config.kind in BEGINNINGS else model
 
-        return begin_distill(config, config.student, model, context)
-    return model
+
+def _import_function(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

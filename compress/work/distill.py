@@ -15,7 +15,6 @@ from compress.distill.watch import module_names
 from compress.facts import LayerDecision, Note
 from compress.models.load import LoadedModel
 from compress.passes.distill import Distill
-from compress.passes.distill_student import Student
 from compress.work.distill_student import student_model
 from compress.work.losses import batches_of, objective, teacher_module, training_set
 from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
@@ -39,11 +38,13 @@ def apply_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> 
     return _make_result(loaded, log, goal.notes)
 
 
-def begin_distill(knobs: Distill, student: Student, loaded: LoadedModel, context: PassContext) -> LoadedModel:
-    """Return the student, which learns in the place of `loaded`. PassError."""
+def begin_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> LoadedModel:
+    """Return the student, which learns in the place of `loaded`; `loaded` itself where there is none. PassError."""
+    if knobs.student is None:
+        return loaded
     sample = batches_of(knobs, training_set(NAME, context), loaded)(np.arange(1), None).feeds
     seed = context.seed if knobs.seed is None else knobs.seed
-    return student_model(student, loaded, sample, seed, context)
+    return student_model(knobs.student, loaded, sample, seed, context)
 
 
 def _prepare_training(knobs: Distill, loaded: LoadedModel, context: PassContext) -> tuple[TrainSet, nn.Module]:

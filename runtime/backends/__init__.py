@@ -1,10 +1,13 @@
-"""The runtimes that can run a bundle, listed once."""
+"""The runtimes that can run a bundle, listed once; installed plug-ins add to them."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from runtime.backends import onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
 from runtime.backends.base import Backend, DeviceTimed, Feeds, Resident, Session
 from runtime.errors import UsageError
+from runtime.plugins import BACKEND_GROUP, Table, check_entry
 
 __all__ = ["BACKENDS", "Backend", "DeviceTimed", "Feeds", "Resident", "Session", "find_backend"]
 
@@ -15,7 +18,9 @@ _LISTED = (
     tensorrt.TENSORRT,
     tensorrt.TENSORRT_RTX,
 )
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _LISTED}
+BACKENDS: Table[Backend] = Table(
+    BACKEND_GROUP, {backend.name: backend for backend in _LISTED}, partial(check_entry, kind=Backend)
+)
 
 
 def find_backend(name: str) -> Backend:

@@ -87,6 +87,8 @@ class Backend:
     """Imports what the backend needs, so that a model's memory can be told from its library's. MissingDependency."""
     decoders: bool = False
     """Whether it generates text: keys and values stay in its sessions between calls."""
+    planned_as: str = ""
+    """Of a plug-in: the target as for which a recipe that names this backend is planned and its graph written."""
 
 
 def check_call(backend: str, threads: int, options: Mapping[str, Any], known: tuple[str, ...] = ()) -> None:

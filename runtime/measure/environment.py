@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from runtime.plugins import loaded_versions
+
 CPU_FLAGS = (
     *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimddp", "i8mm", "bf16", "sve"),
@@ -17,7 +19,7 @@ PACKAGES = ("numpy", "onnxruntime", "openvino", "tokenizers", "pillow")
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Describe the machine and the libraries, as JSON: cpu, flags, cores, threads, load, os, python, versions."""
+    """Describe the machine and the libraries, plug-ins too: cpu, flags, cores, threads, load, os, python, versions."""
     model, flags = cpu_info()
     return {
         "cpu": model,
@@ -27,7 +29,7 @@ def environment(threads: int) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "os": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _find_version(name))},
+        "versions": {name: version for name in PACKAGES if (version := _find_version(name))} | loaded_versions(),
     }
 
 

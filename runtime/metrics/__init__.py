@@ -1,4 +1,4 @@
-"""Every metric by name. `METRICS` are computed from outputs, `MEASURED` by running; `KNOWN_METRICS` is both.
+"""Every metric by name. `METRICS` are computed from outputs, `MEASURED` by running; `known_metrics` names both.
 
 Imports numpy only, so that a recipe loader can ask for the names.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_D
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
+from runtime.plugins import METRIC_GROUP, Table, check_entry
 from runtime.tasks import TASKS, find_task
 
-METRICS: dict[str, Metric] = {
+_OWN = {
     metric.name: metric
     for metric in (
         *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
@@ -30,11 +32,10 @@ METRICS: dict[str, Metric] = {
         *(metric for task in TASKS.values() for metric in task.metrics()),
     )
 }
-KNOWN_METRICS: tuple[str, ...] = (*METRICS, *MEASURED)
+METRICS: Table[Metric] = Table(METRIC_GROUP, _OWN, partial(check_entry, kind=Metric), taken=MEASURED)
 
 __all__ = [
     "ITL_PERCENTILES",
-    "KNOWN_METRICS",
     "LATENCY_PERCENTILES",
     "MEASURED",
     "METRICS",
@@ -46,15 +47,22 @@ __all__ = [
     "check_finite",
     "check_name",
     "fitting",
+    "known_metrics",
     "why_not",
 ]
 
 
+def known_metrics() -> tuple[str, ...]:
+    """Return the names of all metrics, those of installed plug-ins too, without importing them."""
+    return (*METRICS, *MEASURED)
+
+
 def check_name(name: str) -> None:
     """Raise UsageError with a near name where `name` is not a metric."""
-    if name not in KNOWN_METRICS:
-        near = get_close_matches(name, KNOWN_METRICS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(KNOWN_METRICS)}"
+    known = known_metrics()
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
         raise UsageError(f"unknown metric '{name}'{hint}")
 
 

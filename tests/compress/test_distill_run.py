@@ -22,7 +22,6 @@ from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.passes.distill import Distill
 from compress.passes.training import TrainingPass
-from compress.planning.forecast import _estimate_training_bytes
 from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe
@@ -122,6 +121,6 @@ def test_the_forecast_counts_training(tmp_path: Path) -> None:
     capped = ground(tmp_path, Distill(steps=100_000, max_seconds=30.0)).plan
     assert long.forecast.seconds > short.forecast.seconds
     assert capped.forecast.seconds < short.forecast.seconds + 40
-    few, many = (_estimate_training_bytes(Distill(batch_size=n), short.before) for n in (1, 101))
+    few, many = (Distill(batch_size=n).estimate_training(short.before, 0, 0.0).memory_bytes for n in (1, 101))
     facts = short.before
     assert many - few == 100 * facts.peak_activation_bytes * len(facts.layers) // 2

@@ -9,9 +9,9 @@ import pytest
 
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
 from compress.passes import AutoRound, Distill, Int8, Pass, Rtn, SmoothQuant, Tune
+from compress.passes.training import BFLOAT16
 from compress.planning import forecast as room
 from compress.planning.forecast import (
-    BFLOAT16,
     EFFICIENCY,
     LIBRARIES_BYTES,
     ONNX_BYTES,
@@ -77,8 +77,8 @@ def test_learning_saves_its_state_on_the_disk() -> None:
     assert whole == scales == 4 * 4 * MIB  # without structure all is one block
     blocks = tuple(BlockFacts(f"blocks.{i}", ()) for i in range(4))
     facts = replace(FACTS, structure=Structure(blocks))
-    assert room._estimate_saved_bytes(RECIPE.model_copy(update={"passes": (AutoRound(),)}), facts) == 4 * MIB
-    assert room._estimate_saved_bytes(RECIPE, facts) == 0
+    assert AutoRound().estimate_training(facts, 0, 0.0).disk_bytes == 4 * MIB
+    assert Rtn().estimate_training(facts, 0, 0.0).disk_bytes == 0
 
 
 def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() -> None:

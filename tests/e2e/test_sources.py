@@ -58,7 +58,7 @@ def test_bfloat16_is_judged_where_it_runs(net: Net, tmp_path: Path, monkeypatch:
     report = apply(recipe, tmp_path / "b", tmp_path / "cache", net[0])
     assert report.verdict == "pass" and report.backend == "openvino"
     assert set(kinds(report).values()) == {"bfloat16"} and report.ratios["size"] > 1.5
-    monkeypatch.setitem(BACKENDS, "openvino", replace(BACKENDS["openvino"], available=lambda: "it is broken"))
+    monkeypatch.setitem(BACKENDS.own, "openvino", replace(BACKENDS["openvino"], available=lambda: "it is broken"))
     with pytest.raises(
         PlanError, match=r"openvino does not work here \(it is broken\), .* could not be judged; use dtype"
     ):

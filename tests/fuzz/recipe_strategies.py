@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compress.recipe.variables import escape
 from compress.recipe.vocabulary import recipe_schema
-from runtime.metrics import KNOWN_METRICS
+from runtime.metrics import known_metrics
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TRAPS = (
@@ -29,7 +29,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-METRIC = st.sampled_from(sorted(KNOWN_METRICS))
+METRIC = st.sampled_from(sorted(known_metrics()))
 METRICS = {"metric": METRIC, "metrics": st.lists(METRIC, max_size=2)}
 """The schema says text; only names of metrics come further."""
 

@@ -264,7 +264,7 @@ def test_a_target_that_cannot_run_here_is_measured_elsewhere_and_says_so() -> No
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where TensorRT 10 works on a GPU of compute capability 8.6."""
-    monkeypatch.setitem(BACKENDS, "tensorrt", replace(BACKENDS["tensorrt"], available=lambda: None))
+    monkeypatch.setitem(BACKENDS.own, "tensorrt", replace(BACKENDS["tensorrt"], available=lambda: None))
     monkeypatch.setattr(tensorrt, "gpu_here", lambda: Gpu("a GPU", "8.6", "580"))
     monkeypatch.setattr(tensorrt, "platform_here", lambda: "linux-x86_64")
     monkeypatch.setattr(tensorrt.api, "load", lambda runtime: SimpleNamespace(__version__="10.16"))
