@@ -20,7 +20,5 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sample_projects import write_projects
 
     folder = tmp_path_factory.mktemp("projects")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent / "e2e")
-        write_projects(folder)
+    write_projects(folder)
     return folder
