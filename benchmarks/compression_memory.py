@@ -1,4 +1,4 @@
-"""Claims about the memory of `gptq`, in a recipe that this script writes (as recipes/tinystories-w4-gptq.yaml is).
+"""Claims about the memory of `gptq`, in a recipe of its own, like recipes/claims/tinystories-w4-gptq.yaml.
 
 Peak resident memory of the whole process that compresses a random Llama (hidden 1024, feed-forward 2816, 16 heads,
 32,000 tokens; 4 bits in groups of 128; 32 samples of 512 tokens) to a checkpoint: with 24 layers at most 1.1 times that

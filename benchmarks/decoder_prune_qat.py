@@ -1,5 +1,6 @@
-"""Claims of recipes/tinystories-prune-distill-w4.yaml and tinystories-w2-qat.yaml: a Llama pruned and taught, and one
-trained in two bits.
+"""Claims of recipes/claims/tinystories-prune-distill-w4.yaml and tinystories-w2-qat.yaml.
+
+A Llama is pruned and distilled, and another is trained in two bits.
 
 tinystories656k, nats per token on stories 200 to 399 (float 3.352), trained on the other stories, the float model its
 teacher: with a quarter of the neurons and heads gone at most 3.45 after distillation, before the four bits that follow;
@@ -13,7 +14,9 @@ from common import ROOT, Call, Claim, Measured, Row, at_most, metric, run_recipe
 from encoder_prune_distill import steps
 from measuring import find_row
 
-CHAIN, TRAINED = (ROOT / "recipes" / name for name in ("tinystories-prune-distill-w4.yaml", "tinystories-w2-qat.yaml"))
+CHAIN, TRAINED = (
+    ROOT / "recipes/claims" / name for name in ("tinystories-prune-distill-w4.yaml", "tinystories-w2-qat.yaml")
+)
 NEEDS = ("models/tinystories656k-hf", "data/tinystories/stories.jsonl")
 QUICK = ("passes.1.epochs=0.2",), ("passes.0.steps=20",)
 

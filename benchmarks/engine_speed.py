@@ -1,4 +1,4 @@
-"""Claims of recipes/cifar10-resnet56-tensorrt-rtx.yaml on this machine's GPU: int8 beside the float engine.
+"""Claims of recipes/claims/cifar10-resnet56-tensorrt-rtx.yaml on this machine's GPU: int8 beside the float engine.
 
 For each of TensorRT and TensorRT for RTX that works here: the int8 engine gives what its graph gives in ONNX Runtime
 (`compress parity`), loses at most 0.005 top-1, and by the GPU's own clock is not slower than the float32 engine. Rows
@@ -17,7 +17,7 @@ from runtime.backends import BACKENDS
 from runtime.bundle.engine import ENGINES
 from runtime.nvidia.gpu import gpu_here
 
-RECIPE = ROOT / "recipes" / "cifar10-resnet56-tensorrt-rtx.yaml"
+RECIPE = ROOT / "recipes/claims" / "cifar10-resnet56-tensorrt-rtx.yaml"
 NEEDS = ("models/cifar10-resnet56/model.safetensors", "data/cifar10/train.npz", "data/cifar10/test.npz")
 
 

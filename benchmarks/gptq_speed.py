@@ -1,4 +1,4 @@
-"""Claims about the time of `gptq`, in a recipe that this script writes (as recipes/tinystories-w4-gptq.yaml is).
+"""Claims about the time of `gptq`, in a recipe of its own, like recipes/claims/tinystories-w4-gptq.yaml.
 
 A random Llama of 4 layers (hidden 1024, feed-forward 2816, 16 heads, 32,000 tokens), 4 bits in groups of 128, 32
 samples of 512 tokens, float32, two threads: ours takes at most half of llm-compressor's time, both in turns in one run

@@ -1,4 +1,4 @@
-"""Claims of recipes/cifar10-resnet56-int8.yaml: ResNet-56 in int8 on 5,000 CIFAR-10 test images and one CPU thread.
+"""Claims of recipes/claims/cifar10-resnet56-int8.yaml: ResNet-56 in int8, 5,000 CIFAR-10 test images, one CPU thread.
 
 Against ONNX Runtime on the float model: top-1 drops by at most 0.002, at least 99.3 % of the answers stay, the file is
 at least 3.2 times smaller, the median call at least 2.4 (batch 1) and 2.5 (batch 64) times faster. Beside it, not as
@@ -38,7 +38,7 @@ from measuring import (
 
 from runtime.backends import find_backend
 
-RECIPE = ROOT / "recipes" / "cifar10-resnet56-int8.yaml"
+RECIPE = ROOT / "recipes/claims" / "cifar10-resnet56-int8.yaml"
 NEEDS = ("models/cifar10-resnet56/model.safetensors", "data/cifar10/train.npz", "data/cifar10/test.npz")
 METRICS = ("top1", "agreement")
 TIMINGS = {"latency_p50_ratio_batch1": Timing(1, 300), "latency_p50_ratio_batch64": Timing(64, 60)}

@@ -1,4 +1,4 @@
-"""Claims about the model/ folder of the bundle of recipes/minilm-int8.yaml: others load it as it is.
+"""Claims about the model/ folder of the bundle of recipes/claims/minilm-int8.yaml: others load it as it is.
 
 Through optimum-onnx (ORTModelForFeatureExtraction, in its own environment) and through transformers' AutoTokenizer with
 a plain ONNX Runtime session it gives the embeddings that `runtime.open_bundle(...).predict([...])` gives: no number
@@ -16,7 +16,7 @@ from common import ROOT, Call, Measured, Peer, Row, RunError, at_most, make_bund
 import runtime
 from runtime.bundle.format import read_samples
 
-RECIPE = ROOT / "recipes" / "minilm-int8.yaml"
+RECIPE = ROOT / "recipes/claims" / "minilm-int8.yaml"
 NEEDS = ("data/stsb/sts-train.csv", "data/stsb/sts-dev.csv")
 PEERS = (
     Peer("transformers", "embed.py", ("onnxruntime",)),

@@ -1,4 +1,4 @@
-"""Claims about the checkpoint of recipes/tinystories-w4-gptq.yaml, at several schemes: transformers loads it as it is.
+"""Claims about the checkpoint of recipes/claims/tinystories-w4-gptq.yaml, at several schemes: transformers loads it.
 
 AutoModelForCausalLM on the bundle's folder gives the logits of a float model whose weights were unpacked here from the
 same files, by the format's description alone: no logit of 20 stories differs by more than 1e-4. And its nats per token
@@ -25,7 +25,7 @@ from language import EVALUATED, encode_stories, load_causal, nats_per_token, rea
 from subjects import ONLY_WHAT_IS_SCORED, checkpoint_of
 from torch import nn
 
-RECIPE = ROOT / "recipes" / "tinystories-w4-gptq.yaml"
+RECIPE = ROOT / "recipes/claims" / "tinystories-w4-gptq.yaml"
 MODEL = "models/tinystories656k-hf"
 NEEDS = (f"{MODEL}/config.json", "data/tinystories/stories.jsonl")
 SCHEMES = {"W4A16": False, "W2A16": False, "W8A16": False, "W4A16_ASYM": True}

@@ -1,10 +1,10 @@
 """Claim about `compress apply`: ended at any instant and called again, it ends with the same bytes and leaves nothing.
 
 Three recipes: recipes/quickstart.yaml (int8 of a CNN), a random Llama of 4 layers through `gptq` to a checkpoint (as in
-recipes/tinystories-w4-gptq.yaml), and the CNN pruned, trained and rounded. Each goes once without a break; then runs
-are ended at random instants (three of four by SIGKILL, the fourth by SIGTERM) and called again: 100 in all. No hashed
-file of a bundle differs, no finished step is done again, of the blocks that were finished at most one is, no temporary
-file is left, and nothing stands beside the bundle.
+recipes/claims/tinystories-w4-gptq.yaml), and the CNN pruned, trained and rounded. Each goes once without a break; then
+runs are ended at random instants (three of four by SIGKILL, the fourth by SIGTERM) and called again: 100 in all. No
+hashed file of a bundle differs, no finished pass is done again, of the blocks that were finished at most one is, no
+temporary file is left, and nothing stands beside the bundle.
 """
 
 from __future__ import annotations

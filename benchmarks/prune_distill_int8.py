@@ -1,4 +1,4 @@
-"""Claims of recipes/cifar10-resnet56-prune-distill.yaml and -prune-distill-int8.yaml: ResNet-56 taught, and in int8.
+"""Claims of recipes/claims/cifar10-resnet56-prune-distill.yaml, -prune-distill-int8.yaml: ResNet-56 distilled, in int8.
 
 Against ONNX Runtime on the float model, one CPU thread, 5,000 CIFAR-10 test images. Blocks removed and the rest taught,
 in float: the median call at batch 1 at least 1.6 times as fast, top-1 lower by at most 0.01. Channels removed, too, and
@@ -12,8 +12,8 @@ from __future__ import annotations
 from common import ROOT, Call, Measured, at_least, at_most, drop, make_bundle, run_recipe, run_script, size_ratio
 from measuring import ONNXRUNTIME, Entry, Timing, compare, find_row, open_judged
 
-RECIPE = ROOT / "recipes" / "cifar10-resnet56-prune-distill-int8.yaml"
-TAUGHT = ROOT / "recipes" / "cifar10-resnet56-prune-distill.yaml"
+RECIPE = ROOT / "recipes/claims" / "cifar10-resnet56-prune-distill-int8.yaml"
+TAUGHT = ROOT / "recipes/claims" / "cifar10-resnet56-prune-distill.yaml"
 NEEDS = ("models/cifar10-resnet56/model.safetensors", "data/cifar10/train.npz", "data/cifar10/test.npz")
 TIMINGS = {"latency_p50_ratio_batch1": Timing(1, 300), "latency_p50_ratio_batch64": Timing(64, 60)}
 

@@ -1,4 +1,4 @@
-"""Claims of recipes/cifar10-resnet56-prune.yaml: ResNet-56 with a part removed and nothing trained, one CPU thread.
+"""Claims of recipes/claims/cifar10-resnet56-prune.yaml: ResNet-56 with a part removed, nothing trained, one CPU thread.
 
 On 5,000 CIFAR-10 test images top-1 stays at 0.905 or more where the median call at batch 1 is at least 1.6 times as
 fast as the float model's, in ONNX Runtime. Beside it, not as claims: Torch-Pruning, one shot at half the
@@ -24,7 +24,7 @@ from common import (
 )
 from measuring import ONNXRUNTIME, Entry, Judged, Timing, compare, find_row, open_judged
 
-RECIPE = ROOT / "recipes" / "cifar10-resnet56-prune.yaml"
+RECIPE = ROOT / "recipes/claims" / "cifar10-resnet56-prune.yaml"
 WEIGHTS = "models/cifar10-resnet56/model.safetensors"
 NEEDS = (WEIGHTS, "data/cifar10/train.npz", "data/cifar10/test.npz")
 TIMINGS = {"latency_p50_ratio_batch1": Timing(1, 300)}

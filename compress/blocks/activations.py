@@ -88,7 +88,7 @@ def _concat_feeds(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatc
     return MicroBatch(feeds, rows, int(rows.sum()) if rows is not None else _count_rows(many))
 
 
-class Held:
+class HeldTensor:
     """A tensor in memory, or in a file that goes with it."""
 
     def __init__(self, tensor: Tensor, path: Path | None = None) -> None:
@@ -109,15 +109,15 @@ class Held:
 
 
 class Holder:
-    """Makes `Held` tensors. `folder`: where their files go; None: they stay in memory."""
+    """Makes tensors that are held. `folder`: where their files go; None: they stay in memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._count = 0
 
-    def hold(self, tensor: Tensor) -> Held:
+    def hold(self, tensor: Tensor) -> HeldTensor:
         self._count += 1
-        return Held(tensor, None if self._folder is None else self._folder / f"activation-{self._count}.pt")
+        return HeldTensor(tensor, None if self._folder is None else self._folder / f"activation-{self._count}.pt")
 
 
 class Interned:

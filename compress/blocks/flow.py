@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.activations import Held, Holder, Interned, MicroBatch
+from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch
 from compress.blocks.skeleton import Form, Template, forms_of, passage
-from compress.blocks.step import Call
+from compress.blocks.step import BlockCall
 
 
-class Flow:
-    """Of one process's micro-batches. `hidden` and `floats`: what the next block reads on each path.
+class BatchFlow:
+    """The activations of one process's micro-batches. `hidden` and `floats`: what the next block reads on each path.
 
     `floats` is `hidden` itself as long as both paths are one.
     """
@@ -24,8 +24,8 @@ class Flow:
         self.holder = holder
         self.forms: tuple[Form, ...] = ()
         self.templates: list[tuple[Template, ...]] = []
-        self.hidden: list[Held] = []
-        self.floats: list[Held] | None = None
+        self.hidden: list[HeldTensor] = []
+        self.floats: list[HeldTensor] | None = None
 
     def enter(
         self,
@@ -52,10 +52,10 @@ class Flow:
             ]
         self.floats = [self.holder.hold(entered.hidden) for entered in passages]
 
-    def calls(self, block: int) -> list[Call]:
+    def calls(self, block: int) -> list[BlockCall]:
         """Return the calls of the k-th block on the compressed path, one for each micro-batch."""
         return [
-            Call(self._bind_arguments(i, self.templates[i][block]), batch.rows, batch.n_rows)
+            BlockCall(self._bind_arguments(i, self.templates[i][block]), batch.rows, batch.n_rows)
             for i, batch in enumerate(self.batches)
         ]
 
@@ -68,7 +68,7 @@ class Flow:
         for i, out in enumerate(outputs):
             self.hidden[i] = self.holder.hold(out)
 
-    def float_forward(self, block: int, forward: Callable[..., Any]) -> list[Held]:
+    def float_forward(self, block: int, forward: Callable[..., Any]) -> list[HeldTensor]:
         """Run the k-th block with float weights on the float path and return what the next block reads there."""
         given = list(self.hidden) if self.floats is None else self.floats
         with torch.no_grad():
@@ -79,9 +79,9 @@ class Flow:
         return given
 
 
-def feeds_calls(batches: Sequence[MicroBatch]) -> list[Call]:
+def feeds_calls(batches: Sequence[MicroBatch]) -> list[BlockCall]:
     """Return the calls of the whole model, one for each micro-batch."""
-    return [Call(_bind_feeds(batch.feeds), batch.rows, batch.n_rows) for batch in batches]
+    return [BlockCall(_bind_feeds(batch.feeds), batch.rows, batch.n_rows) for batch in batches]
 
 
 def _bind_feeds(feeds: Mapping[str, Tensor]) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:

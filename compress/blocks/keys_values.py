@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compress.blocks.skeleton import Reached
+from compress.blocks.skeleton import StopForward
 from compress.errors import PassError
 
 Exchange = Callable[[Literal["key", "value"], Tensor], Tensor]
@@ -35,7 +35,7 @@ def exchange_keys_and_values(attention: nn.Module, name: str, exchange: Exchange
         try:
             with mode:
                 out = inner(*args, **kwargs)
-        except Reached:
+        except StopForward:
             mode.check(name)
             raise
         mode.check(name)

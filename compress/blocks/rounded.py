@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compress.blocks.blockfiles import Changes, read_finished_steps, write_step
 from compress.blocks.materialise import plain
-from compress.blocks.store import Held, WeightStore
+from compress.blocks.store import HeldLayer, WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d
 from compress.formats.schemes import Scheme
@@ -48,6 +48,6 @@ def read_rounded(folder: Path) -> dict[str, Rounded]:
 def with_rounded(model: StreamedModel, layers: RoundedLayers) -> StreamedModel:
     """Return the model as if a pass over its blocks had put these integers."""
     modules = {plain(name): part for name, part in model.build().named_modules()}
-    held = {name: Held(layer.weight, is_hf_conv1d(modules[name])) for name, layer in layers.items()}
+    held = {name: HeldLayer(layer.weight, is_hf_conv1d(modules[name])) for name, layer in layers.items()}
     schemes = {name: layer.scheme for name, layer in layers.items()}
     return replace(model, store=model.store.holding(held), schemes={**model.schemes, **schemes})

@@ -172,13 +172,13 @@ def rebuild_config(config: Any, changes: Mapping[str, Any]) -> Any:
     return type(config).from_dict(record)
 
 
-Held = list[tuple[nn.Module, str]]
+TensorHolders = list[tuple[nn.Module, str]]
 
 
-def tensor_holders(module: nn.Module) -> dict[str, Held]:
+def tensor_holders(module: nn.Module) -> dict[str, TensorHolders]:
     """Return the modules that hold each parameter and stored buffer, and its name in each, by its plain name."""
     names: dict[int, str] = {}
-    held: dict[str, Held] = {}
+    held: dict[str, TensorHolders] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
@@ -196,7 +196,7 @@ def tensor_at(part: nn.Module, key: str) -> Tensor:
     return tensor
 
 
-def put_tensor(held: Held, values: Tensor) -> None:
+def put_tensor(held: TensorHolders, values: Tensor) -> None:
     """Put one tensor in the place of all that hold it; a contiguous Parameter where the first holder has one."""
     made = (
         nn.Parameter(values.detach().contiguous(), requires_grad=False)

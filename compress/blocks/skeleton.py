@@ -19,7 +19,7 @@ Called = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 NO_STREAM = "it cannot be worked on in a stream"
 
 
-class Reached(BaseException):
+class StopForward(BaseException):
     """Ends a forward pass that has shown what it was run for. No Exception, so that no model catches it."""
 
     def __init__(self, hidden: Tensor | None = None) -> None:
@@ -108,13 +108,13 @@ def forms_of(
         form = known[type(blocks[number])]
         forms.append(form)
         if len(forms) == len(blocks):
-            raise Reached
+            raise StopForward
         return form.give_hidden(first_hidden(args, kwargs, names[number]))
 
     with standing_in(blocks, call):
         try:
             run()
-        except Reached:
+        except StopForward:
             return tuple(forms)
     raise PassError(f"{names[len(forms)]}: the model's forward does not run it; {NO_STREAM}")
 
@@ -140,7 +140,7 @@ def passage(
             slots.append(_find_slot(given, args, kwargs, names[number], names[number - 1]))
         calls.append((args, kwargs))
         if len(calls) == len(blocks):
-            raise Reached
+            raise StopForward
         hidden = first_hidden(args, kwargs, names[0]) if given is None else given
         given = hidden.view_as(hidden)  # an object of its own, to be known again
         return forms[number].give_hidden(given)
@@ -148,7 +148,7 @@ def passage(
     with standing_in(blocks, call):
         try:
             run()
-        except Reached:
+        except StopForward:
             pass
         else:
             raise PassError(
@@ -165,7 +165,7 @@ def until_reached(run: Callable[[], Any]) -> Tensor:
     """Return the hidden state with which `run` was ended. AssertionError if it came to its own end."""
     try:
         run()
-    except Reached as reached:
+    except StopForward as reached:
         if reached.hidden is not None:
             return reached.hidden
     raise AssertionError("no block was reached")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compress.blocks import heap
 from compress.blocks.blockfiles import Changes
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
-from compress.blocks.skeleton import Reached
+from compress.blocks.skeleton import StopForward
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
@@ -25,7 +25,7 @@ Visit = Callable[[Reading, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """One micro-batch's call of the step's module. `rows`: [B, T], False where padding is; None: there is none."""
 
     arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -56,7 +56,7 @@ class Part:
     readings: tuple[Reading, ...]
     holders: Mapping[str, list[tuple[nn.Module, str]]]
     run: Callable[[int], Tensor]
-    calls: Sequence[Call]
+    calls: Sequence[BlockCall]
     store: WeightStore
     float_outputs: Callable[[int], Tensor] | None = None
     runs_on: bool = True
@@ -96,7 +96,7 @@ class BlockStep:
         return self.part.readings
 
     @property
-    def calls(self) -> Sequence[Call]:
+    def calls(self) -> Sequence[BlockCall]:
         """Return the calls of this process's micro-batches."""
         return self.part.calls
 
@@ -251,9 +251,9 @@ class BlockStep:
             with torch.autocast("cpu", enabled=False):
                 visit(taps[number][0], self._drop_padding(x, i))
             if number == last:
-                raise Reached
+                raise StopForward
 
-        with torch.no_grad(), tap_inputs(taps, visit_input), contextlib.suppress(Reached):
+        with torch.no_grad(), tap_inputs(taps, visit_input), contextlib.suppress(StopForward):
             self.forward(i)
 
     def _make_taps(self, readings: Sequence[Reading]) -> list[Tap]:

@@ -57,7 +57,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldLayer:
     """A quantized layer in memory. `transposed`: as of `Packed`."""
 
     weight: QuantizedWeight
@@ -72,7 +72,7 @@ class Decoded:
     read: Callable[[], Tensor]
 
 
-Entry = Stored | Sliced | Packed | Held | Decoded | Tensor
+Entry = Stored | Sliced | Packed | HeldLayer | Decoded | Tensor
 
 
 class WeightStore:
@@ -115,7 +115,10 @@ class WeightStore:
             return _read_shape(entry.path, entry.key)
         if isinstance(entry, Sliced):
             return tuple(take_part(torch.empty(_read_shape(entry.path, entry.key), device="meta"), entry.part).shape)
-        shape = entry.weight.values.shape if isinstance(entry, Held) else _read_shape(entry.path, entry.layer + VALUES)
+        if isinstance(entry, HeldLayer):
+            shape = entry.weight.values.shape
+        else:
+            shape = _read_shape(entry.path, entry.layer + VALUES)
         return shape[::-1] if entry.transposed else shape
 
     def read(self, name: str) -> Tensor:
@@ -140,7 +143,7 @@ class WeightStore:
         """Return the integers of a quantized layer (a module's path); None where it is not quantized."""
         name = f"{layer}.weight"
         entry = self._find_entry(name, self._entries) if name in self else None
-        return _unpack_weight(entry) if isinstance(entry, Packed | Held) else None
+        return _unpack_weight(entry) if isinstance(entry, Packed | HeldLayer) else None
 
     def same_floats(self, other: WeightStore) -> bool:
         """Return whether no float value differs from that store's: what was done since is rounding alone."""
@@ -158,7 +161,7 @@ class WeightStore:
 
     def is_quantized(self, layer: str) -> bool:
         name = f"{layer}.weight"
-        return name in self and isinstance(self._find_entry(name, self._entries), Packed | Held)
+        return name in self and isinstance(self._find_entry(name, self._entries), Packed | HeldLayer)
 
     def over(self, files: Sequence[Path], keep: Any = None) -> WeightStore:
         """Return this store with the tensors of files that a stream wrote in place of those here; later files win."""
@@ -172,7 +175,7 @@ class WeightStore:
                     floats.setdefault(name, floats[self._tied[name]])
         return WeightStore(entries, self._tied, floats, (*self._keep, *([] if keep is None else [keep])))
 
-    def holding(self, layers: Mapping[str, Held]) -> WeightStore:
+    def holding(self, layers: Mapping[str, HeldLayer]) -> WeightStore:
         """Return this store with these layers quantized; `read_float` goes on giving what it gave of them."""
         quantized = {f"{layer}.weight": held for layer, held in layers.items()}
         return WeightStore(self._entries | quantized, self._tied, self._floats, self._keep)
@@ -185,7 +188,7 @@ class WeightStore:
 
     def _read_entry(self, name: str, among: Mapping[str, Entry]) -> Tensor:
         entry = self._find_entry(name, among)
-        if isinstance(entry, Packed | Held):
+        if isinstance(entry, Packed | HeldLayer):
             weight = torch.from_numpy(_unpack_weight(entry).dequantize())
             return weight.t().contiguous() if entry.transposed else weight
         if isinstance(entry, Stored):
@@ -227,8 +230,8 @@ def pack_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     return tensors
 
 
-def _unpack_weight(entry: Packed | Held) -> QuantizedWeight:
-    if isinstance(entry, Held):
+def _unpack_weight(entry: Packed | HeldLayer) -> QuantizedWeight:
+    if isinstance(entry, HeldLayer):
         return entry.weight
     held = _read_tensor(entry.path, entry.layer + VALUES)
     if held.dtype == torch.float8_e4m3fn:

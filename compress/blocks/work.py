@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks import heap
-from compress.blocks.activations import Held, Holder, MicroBatch
-from compress.blocks.flow import Flow, feeds_calls
+from compress.blocks.activations import HeldTensor, Holder, MicroBatch
+from compress.blocks.flow import BatchFlow, feeds_calls
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
 from compress.blocks.parts import as_float, is_real, is_table, layers_of, no_data, own_names
-from compress.blocks.skeleton import Reached, first_hidden, standing_in, until_reached, without_cache
-from compress.blocks.step import BlockStep, Call, Part
+from compress.blocks.skeleton import StopForward, first_hidden, standing_in, until_reached, without_cache
+from compress.blocks.step import BlockCall, BlockStep, Part
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
@@ -65,8 +65,8 @@ class Work:
             if is_table(part):
                 part.register_forward_hook(as_float)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
-        self.flow = None if batches is None else Flow(batches, holder)
-        self._floats: list[Held] | None = None
+        self.flow = None if batches is None else BatchFlow(batches, holder)
+        self._floats: list[HeldTensor] | None = None
 
     def open(self, entry: Planned) -> BlockStep:
         """Return the step with its weights and the calls that reach it."""
@@ -151,7 +151,7 @@ class Work:
         batches = self.flow.batches
 
         def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            raise Reached(first_hidden(args, kwargs, self.names[number]))
+            raise StopForward(first_hidden(args, kwargs, self.names[number]))
 
         def run(i: int) -> Tensor:
             with standing_in(self.blocks, call):
@@ -159,7 +159,7 @@ class Work:
 
         return run
 
-    def _make_after_run(self, module: nn.Module, hidden: Sequence[Held]) -> Callable[[int], Tensor]:
+    def _make_after_run(self, module: nn.Module, hidden: Sequence[HeldTensor]) -> Callable[[int], Tensor]:
         """Return a function that gives the model's output in a forward whose last block gives `hidden`."""
         assert self.flow is not None
         flow = self.flow
@@ -220,7 +220,7 @@ class Work:
         entry: Planned,
         block: nn.Module,
         layers: dict[str, nn.Module],
-        calls: Sequence[Call],
+        calls: Sequence[BlockCall],
         run: Callable[[int], Tensor],
     ) -> Part:
         floats = self._floats

@@ -24,7 +24,7 @@ from compress.models.load import LoadedModel
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
-from compress.store.cache import Step, StepCache, hand_over
+from compress.store.cache import CachedResult, StepCache, hand_over
 from compress.work import apply_pass
 from runtime.bundle.samples import read_npz, write_npz
 
@@ -85,7 +85,7 @@ def _store_steps(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, 
     return record
 
 
-def _find_shared(cache: StepCache, key: str) -> Step | None:
+def _find_shared(cache: StepCache, key: str) -> CachedResult | None:
     """Return the finished step, if the first process sees one."""
     step = cache.get(key) if share().rank == 0 else None
     if not from_main(step is not None):

@@ -31,7 +31,7 @@ from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.planning.inputs import Batches, Inputs
 from compress.quantize.state import GraphState, restore_state
-from compress.store.cache import Step, StepCache
+from compress.store.cache import CachedResult, StepCache
 from compress.work import apply_pass, begin_pass
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import from_json, to_json
@@ -208,7 +208,7 @@ def result_to_record(result: PassResult) -> dict[str, Any]:
     }
 
 
-def result_from_record(step: Step, model: Any) -> PassResult:
+def result_from_record(step: CachedResult, model: Any) -> PassResult:
     """Restore a result from the step's record, which `result_to_record` made, and from its model."""
     return PassResult(
         model,
@@ -226,7 +226,7 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
         raise OutputError(f"{path}: cannot be written: {error}; finished steps are kept, run again") from error
 
 
-def _read_result(step: Step) -> PassResult:
+def _read_result(step: CachedResult) -> PassResult:
     with step.reading() as folder:
         record = json.loads((folder / STATE).read_text())
         state = restore_state(ir.load(folder / GRAPH), record, load_file(folder / ARRAYS))

@@ -20,7 +20,7 @@ from compress.execution.blocks import open_streamed, torch_outputs_step
 from compress.execution.cached import FloatModel, baseline_step
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import Chain
-from compress.execution.passes import Ground, Passed, block_passes_alone, export, load, not_kept, run_passes
+from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.export.bundle import Contents, Graphs, assemble, note_rows
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
@@ -65,10 +65,10 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
         with blame(out):
             journal = Journal(staging / LOG, quiet)
         with _keep_log_on_failure(journal, out), journal.failures():
-            ground = _prepare(recipe, StepCache(root, journal.log), journal)
-            _check_room(ground.plan, out, root)
+            run = _prepare(recipe, StepCache(root, journal.log), journal)
+            _check_room(run.plan, out, root)
             with temporary_folder() as between:
-                steps, notes = _build(ground, staging, between)
+                steps, notes = _build(run, staging, between)
                 with blame(out):
                     report = _judge(staging, journal, steps, notes)
             publish(staging, out)
@@ -109,13 +109,13 @@ def _run_as_worker(recipe: Recipe, cache: StepCache) -> None:
             block_passes_alone(_prepare(recipe, cache, journal))
 
 
-def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> Ground:
+def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> RunContext:
     """Make the plan and load the data."""
     plan = make_plan(recipe, cache.root)
     for note in plan.notes:
         journal.log(note.text)
     with journal.step("loading data"):
-        return Ground(plan, cache, journal, _load_sets(plan, journal))
+        return RunContext(plan, cache, journal, _load_sets(plan, journal))
 
 
 def _judge(bundle: Path, journal: Journal, steps: Sequence[StepModel], notes: Sequence[Note]) -> Report:
@@ -125,31 +125,31 @@ def _judge(bundle: Path, journal: Journal, steps: Sequence[StepModel], notes: Se
     return report
 
 
-def _build(ground: Ground, staging: Path, between: Path) -> tuple[Sequence[StepModel], list[Note]]:
+def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[StepModel], list[Note]]:
     """Run the steps and write the bundle into `staging`, and into `between` the models between the passes.
 
     Returns those models, and the notes of this machine alone, which the report has and the bundle's hashed files have
     not.
     """
-    plan, journal = ground.plan, ground.journal
+    plan, journal = run.plan, run.journal
     inputs, recipe = plan.inputs, plan.recipe
-    evaluation = ground.sets["evaluation"]
+    evaluation = run.sets["evaluation"]
     exported, baseline, candidate = None, None, None
     score: BuildScore | None = None
     scoring: list[Note] = []
     if recipe.has_onnx:
         with journal.step("exporting to float ONNX"):
-            exported = export(ground, plan.keys.float_graph, lambda: load(plan))
+            exported = export(run, plan.keys.float_graph, lambda: load(plan))
         with journal.step("baseline outputs"):
-            baseline = baseline_step(ground.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
+            baseline = baseline_step(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
     chain = None
     if exported is not None and measures_steps(recipe, plan.before):
-        chain = Chain(plan, ground.cache, journal, between, evaluation.columns, exported)
-    passed = run_passes(ground, exported, baseline or {}, chain.add if chain else not_kept)
+        chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
+    passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
     if baseline is None:
         with journal.step("scoring the model in torch"):
-            baseline, candidate = _score_in_torch(ground, passed)
-        score, scoring = _describe_score(ground, passed)
+            baseline, candidate = _score_in_torch(run, passed)
+        score, scoring = _describe_score(run, passed)
     portable, parity = make_portable(recipe), exported.parity if exported else None
     with journal.step("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
@@ -157,7 +157,7 @@ def _build(ground: Ground, staging: Path, between: Path) -> tuple[Sequence[StepM
             Contents(
                 recipe=recipe,
                 recipe_yaml=recipe_to_yaml(recipe, portable),
-                lock=make_lock(inputs, plan.keys, ground.sets, parity, passed.results, portable),
+                lock=make_lock(inputs, plan.keys, run.sets, parity, passed.results, portable),
                 host=describe_host(recipe, portable),
                 preprocess=inputs.preprocess,
                 folder=inputs.folder,
@@ -171,8 +171,8 @@ def _build(ground: Ground, staging: Path, between: Path) -> tuple[Sequence[StepM
                 score=score,
                 class_names=exported.class_names if exported else (),
                 generation=generation_of(plan.inputs),
-                cache=ground.cache.root,
-                load_back=_prepare_load_back(ground) if passed.streamed is not None else None,
+                cache=run.cache.root,
+                load_back=_prepare_load_back(run) if passed.streamed is not None else None,
                 source_bytes=None if exported else _source_bytes(plan),
             ),
         )
@@ -181,10 +181,10 @@ def _build(ground: Ground, staging: Path, between: Path) -> tuple[Sequence[StepM
     return chain.steps if chain else (), [note for note in notes if isinstance(note, HostNote)]
 
 
-def _prepare_load_back(ground: Ground) -> LoadBack:
+def _prepare_load_back(run: RunContext) -> LoadBack:
     """Return what the checkpoints are loaded back with: a few samples of the evaluation set."""
-    plan, recipe = ground.plan, ground.plan.recipe
-    batches = Batches(ground.sets["evaluation"], plan.inputs, plan.before.inputs)
+    plan, recipe = run.plan, run.plan.recipe
+    batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
     allowed = available_bytes()
     if recipe.limits.memory_gib is not None:
         allowed = min(allowed, int(recipe.limits.memory_gib * 2**30))
@@ -193,7 +193,7 @@ def _prepare_load_back(ground: Ground) -> LoadBack:
     for config in recipe.passes:
         if (student := config.find_student()) is not None:
             spec = student_spec(spec, student)
-    return LoadBack(spec, recipe.root, feeds, allowed, ground.journal.log)
+    return LoadBack(spec, recipe.root, feeds, allowed, run.journal.log)
 
 
 def _collect_graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
@@ -207,25 +207,25 @@ def _source_bytes(plan: Plan) -> int:
     return sum(path.stat().st_size for path in weights)
 
 
-def _score_in_torch(ground: Ground, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _score_in_torch(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return baseline's and candidate's outputs where no graph is written that the runtime could run."""
-    plan = ground.plan
+    plan = run.plan
     assert passed.source is not None and passed.streamed is not None
     changed = any(config.stage_on(plan.before) == "model" for config in plan.recipe.passes)
     before = open_streamed(plan.inputs, None) if changed else passed.source
     context = PassContext(
-        batches=Batches(ground.sets["evaluation"], plan.inputs, plan.before.inputs),
+        batches=Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs),
         target=TARGETS[plan.recipe.target],
         seed=plan.recipe.seed,
-        log=ground.journal.log,
-        progress=ground.journal.progress,
+        log=run.journal.log,
+        progress=run.journal.progress,
     )
-    return torch_outputs_step(ground.cache, plan.keys.torch_outputs, before, passed.streamed, context)
+    return torch_outputs_step(run.cache, plan.keys.torch_outputs, before, passed.streamed, context)
 
 
-def _describe_score(ground: Ground, passed: Passed) -> tuple[BuildScore, list[Note]]:
+def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[Note]]:
     """Return how the checkpoint was scored, and the notes that the report has of it."""
-    streamed, engine = passed.streamed, ground.plan.recipe.target
+    streamed, engine = passed.streamed, run.plan.recipe.target
     assert streamed is not None
     gaps = tuple(scoring_gaps(streamed.structure, streamed.kv_cache, engine))
     return BuildScore(f"torch {version('torch')}", gaps), rounding_notes(streamed, engine)

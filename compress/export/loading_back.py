@@ -25,7 +25,7 @@ from compress.export.checkpoint_rules import transformers_lacks
 from compress.export.compressed_tensors import PACKED, layer_format
 from compress.facts import HostNote, Note
 from compress.models.checkpoint_names import file_names
-from compress.models.fresh_reader import ANSWER, JOB, OUTPUTS, Answer, Job, Reader
+from compress.models.fresh_reader import ANSWER, JOB, OUTPUTS, LoadReply, LoadRequest, Reader
 from compress.models.source import SHAPES
 from compress.recipe.exports import CheckpointExport
 from compress.specs import ModelSpec
@@ -95,10 +95,10 @@ def check_loads_back(
         for i, feeds in enumerate(given):
             write_npz(work / f"feeds-{i}.npz", feeds)
         spec, root = how.spec.model_dump_json(), str(how.root.resolve())
-        job = Job(str(folder.resolve()), spec, root, reader, whole, len(given), torch.get_num_threads())
+        job = LoadRequest(str(folder.resolve()), spec, root, reader, whole, len(given), torch.get_num_threads())
         (work / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
         ask(work, BASE_SECONDS + SECONDS_A_GIB * n_bytes / 2**30)
-        answer = Answer(**json.loads((work / ANSWER).read_text(encoding="utf-8")))
+        answer = LoadReply(**json.loads((work / ANSWER).read_text(encoding="utf-8")))
         if answer.problem:
             raise ExportError(f"{folder.name}: {answer.reader} does not load what was written: {answer.problem}")
         notes = []

@@ -20,7 +20,7 @@ from compress.models.weights import safetensors_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Parts = Mapping[str, ExpertPart]
-Held = dict[str, tuple[Path, tuple[int, ...]]]
+TensorPlaces = dict[str, tuple[Path, tuple[int, ...]]]
 """Name of a tensor -> its file, and its shape."""
 
 
@@ -66,7 +66,7 @@ def open_store(
 
 
 def _match_written_names(
-    module: nn.Module, names: Sequence[str], own: Collection[str], held: Held, parts: Parts
+    module: nn.Module, names: Sequence[str], own: Collection[str], held: TensorPlaces, parts: Parts
 ) -> dict[str, str]:
     """Return module name -> file name, for those of `names` that files hold under the name that transformers writes."""
     if not names:
@@ -76,7 +76,7 @@ def _match_written_names(
     return {name: key for name, key in keys.items() if key in held}
 
 
-def _make_entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) -> Entry | None:
+def _make_entry(name: str, keys: Mapping[str, str], held: TensorPlaces, parts: Parts) -> Entry | None:
     if name in keys:
         return Stored(held[keys[name]][0], keys[name])
     part = parts.get(name)
@@ -85,7 +85,7 @@ def _make_entry(name: str, keys: Mapping[str, str], held: Held, parts: Parts) ->
     return Sliced(held[keys[part.stacked]][0], keys[part.stacked], part)
 
 
-def _check_shapes(entries: Mapping[str, Entry], held: Held, wanted: Mapping[str, Tensor]) -> None:
+def _check_shapes(entries: Mapping[str, Entry], held: TensorPlaces, wanted: Mapping[str, Tensor]) -> None:
     """Raise SourceError that names every tensor of another shape than the module's."""
     problems = []
     for name, entry in entries.items():
@@ -100,7 +100,7 @@ def _check_shapes(entries: Mapping[str, Entry], held: Held, wanted: Mapping[str,
         raise SourceError(problems)
 
 
-def _list_tensors(weights: Sequence[Path]) -> Held:
+def _list_tensors(weights: Sequence[Path]) -> TensorPlaces:
     """Return file and shape of each tensor in the files. Where there is an index (checked by `locate`), it decides."""
     if any(path.suffix != ".safetensors" for path in weights):
         raise NotAsNamed(f"{weights[0].name} is no safetensors file")
@@ -115,7 +115,7 @@ def _list_tensors(weights: Sequence[Path]) -> Held:
     return {name: (path, shapes[path][name]) for name, path in files.items()}
 
 
-def _match_names(held: Held, wanted: Collection[str], prefix: str) -> dict[str, str]:
+def _match_names(held: TensorPlaces, wanted: Collection[str], prefix: str) -> dict[str, str]:
     """Return module name -> file name, with the prefix taken off or put on where that fits more of them."""
     dotted = f"{prefix}."
     ways = [{name: name for name in held}]

@@ -23,7 +23,7 @@ Reader = Literal["transformers", "compress"]
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadRequest:
     """What is asked of the process. `folder`: the checkpoint; `spec`: the recipe's model, as JSON; `root`: its place.
 
     `whole`: load all weights and run the samples of feeds-<i>.npz; else names and shapes alone are compared.
@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LoadReply:
     """`reader`: what read it, with its version. `problem`: why it cannot be read; "" where it can."""
 
     reader: str
@@ -48,7 +48,7 @@ class Answer:
 
 def answer(work: Path) -> None:
     """Do the job in the folder `work` and write the answer, and outputs in order of the samples, beside it."""
-    job = Job(**json.loads((work / JOB).read_text(encoding="utf-8")))
+    job = LoadRequest(**json.loads((work / JOB).read_text(encoding="utf-8")))
     torch.set_num_threads(job.threads)
     name = _name_reader(job.reader)
     try:
@@ -57,12 +57,12 @@ def answer(work: Path) -> None:
             feeds = {key: torch.from_numpy(value) for key, value in read_npz(work / f"feeds-{i}.npz").items()}
             outputs = {key: tensor.float().numpy() for key, tensor in run(module, feeds).items()}
             write_npz(work / f"{i}-{OUTPUTS}", outputs)
-        reply = Answer(name)
+        reply = LoadReply(name)
     except (CompressError, *factory.USER_ERRORS, AssertionError, ArithmeticError, MemoryError) as error:
         # What a reader raises is the answer: its words are the reason that the user gets.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it gives no reason"]
         kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
-        reply = Answer(name, kind + "; ".join(lines[:4])[:1000])
+        reply = LoadReply(name, kind + "; ".join(lines[:4])[:1000])
     (work / ANSWER).write_text(json.dumps(asdict(reply)), encoding="utf-8")
 
 
@@ -74,7 +74,7 @@ def _name_reader(reader: Reader) -> str:
     return f"transformers {transformers.__version__}"
 
 
-def _load_checkpoint(job: Job) -> nn.Module:
+def _load_checkpoint(job: LoadRequest) -> nn.Module:
     spec, root, folder = ModelSpec.model_validate_json(job.spec), Path(job.root), Path(job.folder)
     if spec.source.startswith("python:"):
         return _load_into_factory(spec, root, folder, job.whole)

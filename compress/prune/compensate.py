@@ -24,7 +24,7 @@ from compress.prune.layers import (
 )
 from compress.prune.least_squares import Fit, fit
 from compress.prune.left_alone import explain_left_alone
-from compress.prune.points import Place, Point, find_points, place_of
+from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
 
@@ -129,7 +129,7 @@ def _kind(point: Point) -> tuple[str, bool]:
     return point.norm, point.addition is None
 
 
-def _refit(place: Place, rows: Callable[[], Iterable[_Rows]], students: Sequence[Forward]) -> Refitted:
+def _refit(place: PointModules, rows: Callable[[], Iterable[_Rows]], students: Sequence[Forward]) -> Refitted:
     """Fit one layer, write its weight and bias, and correct what the students' forwards hold."""
     layer, name = place.layer, place.point.layer
     check_width(name, layer)
@@ -147,7 +147,7 @@ def _refit(place: Place, rows: Callable[[], Iterable[_Rows]], students: Sequence
     return Refitted(name, fitted.before, fitted.after, fitted.ridge)
 
 
-def _fit_change(place: Place, rows: Callable[[], Iterable[_Rows]]) -> Fit:
+def _fit_change(place: PointModules, rows: Callable[[], Iterable[_Rows]]) -> Fit:
     """Return the least squares change; where a ReLU follows, solve again for the targets that it leaves free."""
     layer = place.layer
     free_bias = place.bias_holder() is not None
@@ -166,7 +166,7 @@ def _fit_change(place: Place, rows: Callable[[], Iterable[_Rows]]) -> Fit:
 
 
 def _iterate_rows(
-    place: Place,
+    place: PointModules,
     students: Sequence[Forward],
     teachers: Sequence[Forward],
     kept: np.ndarray | None,

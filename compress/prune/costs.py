@@ -20,7 +20,7 @@ from compress.prune.layers import weight_names
 
 
 @dataclass(frozen=True)
-class Size:
+class AxisSize:
     """An axis of `full` indices; of each unit that dimension d loses, `per_unit[d]` of them go."""
 
     full: int
@@ -35,7 +35,7 @@ class Size:
 class Term:
     """One part of the cost: `price` of the sizes of some axes."""
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[AxisSize, ...]
     price: Callable[[tuple[int, ...]], float]
 
     def at(self, lost: Sequence[int]) -> float:
@@ -78,12 +78,12 @@ class Cost:
         return [n - width for n, width in zip(self.n_units, widths, strict=True)]
 
 
-def sizes_of(parameter: str, shape: Sequence[int], dimensions: Sequence[Dimension]) -> tuple[Size, ...]:
+def sizes_of(parameter: str, shape: Sequence[int], dimensions: Sequence[Dimension]) -> tuple[AxisSize, ...]:
     """Return the size of each axis of a parameter, which is given by its plain name."""
     sizes = []
     for axis, full in enumerate(shape):
         members = {d: dimension.members.get((parameter, axis)) for d, dimension in enumerate(dimensions)}
-        sizes.append(Size(full, {d: int(m.shape[1]) for d, m in members.items() if m is not None}))
+        sizes.append(AxisSize(full, {d: int(m.shape[1]) for d, m in members.items() if m is not None}))
     return tuple(sizes)
 
 

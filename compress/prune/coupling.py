@@ -20,7 +20,7 @@ from compress.facts import Prunable
 from compress.prune.dimension import Axis, Dimension, DimensionKind
 from compress.prune.labels import Book
 from compress.prune.rules import walk
-from compress.structure.dataflow import Flow, record
+from compress.structure.dataflow import DataFlow, record
 
 Counts = dict[Axis, int]
 """Axis -> how many indices of it belong to one unit."""
@@ -48,7 +48,7 @@ def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool 
     return coupling_of(record(module, feeds, compute))
 
 
-def coupling_of(flow: Flow) -> Coupling:
+def coupling_of(flow: DataFlow) -> Coupling:
     """Return the dimensions that a recorded run shows, and why other outputs stay, as `find_coupling` does."""
     book = Book()
     axes = {
@@ -78,7 +78,7 @@ class _Layer:
     input: Axis | None
 
 
-def _find_layers(flow: Flow) -> dict[str, _Layer]:
+def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     """Return name -> layer, in the order in which they first run."""
     names = {id(parameter): plain(name) for name, parameter in flow.module.named_parameters()}
     layers: dict[str, _Layer] = {}

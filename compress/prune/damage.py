@@ -25,8 +25,8 @@ from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
 from compress.prune.importance import Loss, output_fisher
 from compress.prune.layers import features_of, layers_of, n_groups, read_weight, weight_names, write_weight
-from compress.prune.obs import Elimination, Reading, compensate_weight
-from compress.prune.points import Place, Point, place_of
+from compress.prune.obs import Elimination, ReadingLayer, compensate_weight
+from compress.prune.points import Point, PointModules, place_of
 from compress.prune.statistics import Batch, Sums
 from compress.quantize.outputs import first_output
 
@@ -38,7 +38,7 @@ FISHER_BATCHES = 4
 class Reader:
     """A layer that reads a dimension: where its output arrives, the features that each unit is, what it reads."""
 
-    place: Place
+    place: PointModules
     features: np.ndarray
     sums: Sums
 
@@ -50,15 +50,15 @@ class Reader:
         blocks = self.sums.without_means()[0] if self.place.bias_holder() is not None else self.sums.plain()[0]
         return torch.block_diag(*blocks)
 
-    def reading(self, weights: Tensor | None = None) -> Reading:
+    def reading(self, weights: Tensor | None = None) -> ReadingLayer:
         """Return the layer's matrix, its outputs times `weights` [out] (None: as they are), with its Gram matrix."""
         matrix = torch.block_diag(*read_weight(self.place.layer).double())
-        return Reading(matrix if weights is None else weights[:, None] * matrix, self.gram(), self.features)
+        return ReadingLayer(matrix if weights is None else weights[:, None] * matrix, self.gram(), self.features)
 
-    def raw_reading(self) -> Reading:
+    def raw_reading(self) -> ReadingLayer:
         """Return the layer's matrix with second moments about zero, whatever the bias."""
         matrix = torch.block_diag(*read_weight(self.place.layer).double())
-        return Reading(matrix, torch.block_diag(*self.sums.plain()[0]), self.features)
+        return ReadingLayer(matrix, torch.block_diag(*self.sums.plain()[0]), self.features)
 
 
 def readers_of(
@@ -81,7 +81,7 @@ def readers_of(
 
 
 def output_weights(
-    module: nn.Module, places: Sequence[Place], batches: Sequence[Batch], loss: Loss | None
+    module: nn.Module, places: Sequence[PointModules], batches: Sequence[Batch], loss: Loss | None
 ) -> dict[str, Tensor]:
     """Return by layer the root of what an error in each of its outputs is worth, float64 [out].
 

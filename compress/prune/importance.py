@@ -19,7 +19,7 @@ from compress.blocks.materialise import plain
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.dimension import Dimension
-from compress.prune.obs import Elimination, Reading
+from compress.prune.obs import Elimination, ReadingLayer
 from compress.prune.statistics import Batch
 from compress.quantize.outputs import first_output
 
@@ -83,14 +83,14 @@ def gradient_scores(
     return [total / max(n_samples, 1) for total in totals]
 
 
-def activation_norm(readings: Sequence[Reading]) -> np.ndarray:
+def activation_norm(readings: Sequence[ReadingLayer]) -> np.ndarray:
     """Return the root mean square of what the readers get from each unit, from second moments about zero."""
     total = sum(reading.gram.diagonal().numpy()[reading.features].sum(1) for reading in readings)
     norms: np.ndarray = np.sqrt(np.asarray(total))
     return norms
 
 
-def damage(readings: Sequence[Reading]) -> np.ndarray:
+def damage(readings: Sequence[ReadingLayer]) -> np.ndarray:
     """Return Optimal Brain Damage by unit: the readers' squared output error without it, nothing making up for it."""
     total = np.zeros(len(readings[0].features))
     for reading in readings:

@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from compress.blocks.trace import remove_hooks_on_exit
-from compress.prune.costs import Cost, Size, Term, sizes_of
+from compress.prune.costs import AxisSize, Cost, Term, sizes_of
 from compress.prune.coupling import in_axis
 from compress.prune.dimension import Dimension
 from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
@@ -57,7 +57,7 @@ class Wanted:
 
     layer: str
     shape: LayerShape
-    sizes: tuple[Size, Size]
+    sizes: tuple[AxisSize, AxisSize]
     outs: tuple[int, ...]
     ins: tuple[int, ...]
 
@@ -77,7 +77,7 @@ class LatencyTable:
         return float(np.interp(sizes[0], self.outs, by_out))
 
 
-def grid(size: Size, widths: Sequence[Sequence[int]], n_units: Sequence[int], both: bool) -> tuple[int, ...]:
+def grid(size: AxisSize, widths: Sequence[Sequence[int]], n_units: Sequence[int], both: bool) -> tuple[int, ...]:
     """Return the sizes of an axis to measure: all that the allowed `widths` of its dimensions give, or GRID of them.
 
     `both`: the layer's other axis varies too.
@@ -123,7 +123,7 @@ def find_wanted_layers(
     return wanted
 
 
-def _find_layer_shape(layer: Any, places: tuple[int, ...], into: Size) -> LayerShape:
+def _find_layer_shape(layer: Any, places: tuple[int, ...], into: AxisSize) -> LayerShape:
     groups = n_groups(layer)
     follows = groups > 1 and not into.per_unit
     per_group = layer.out_channels // groups if follows else 0

@@ -22,7 +22,7 @@ DAMPING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class ReadingLayer:
     """A layer that reads the units: `weight` [out, features], `gram` [features, features] = E[x x^T], or without means
     where a bias can follow; `features` int64 [n_units, k], those that each unit is."""
 
@@ -48,7 +48,7 @@ class Elimination:
         return np.setdiff1d(np.arange(n_units), self.order[: n_units - n_kept])
 
 
-def eliminate(readings: Sequence[Reading], n_left: int = 1, share: float = 0.01) -> Elimination:
+def eliminate(readings: Sequence[ReadingLayer], n_left: int = 1, share: float = 0.01) -> Elimination:
     """Remove units until `n_left` are left, each time those whose loss, summed over all readings, is least.
 
     `share` of the remaining units (rounded down, at least one) go at a time, which wide layers need: the inverse is
@@ -58,7 +58,7 @@ def eliminate(readings: Sequence[Reading], n_left: int = 1, share: float = 0.01)
     n_units = len(readings[0].features)
     if n_left < 1 or any(len(reading.features) != n_units for reading in readings):
         raise PassError(f"eliminate: {n_left} of {[len(r.features) for r in readings]} units cannot be left")
-    work = [_Work(reading) for reading in readings]
+    work = [_LayerElimination(reading) for reading in readings]
     remaining = np.arange(n_units)
     order: list[int] = []
     errors: list[float] = []
@@ -75,10 +75,10 @@ def eliminate(readings: Sequence[Reading], n_left: int = 1, share: float = 0.01)
     return Elimination(np.array(order, np.int64), np.array(errors, np.float64))
 
 
-class _Work:
-    """One reading under elimination: the weight and the inverse, both brought up to date after each removal."""
+class _LayerElimination:
+    """One layer whose inputs are eliminated: the weight and the inverse, both brought up to date after each removal."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ReadingLayer) -> None:
         self.features = torch.from_numpy(np.ascontiguousarray(reading.features))
         self.weight = reading.weight.double().clone()
         self.inverse = invert_damped(reading.gram)
@@ -135,7 +135,7 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
     return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
 
 
-def compensate_weight(reading: Reading, units: np.ndarray) -> Tensor:
+def compensate_weight(reading: ReadingLayer, units: np.ndarray) -> Tensor:
     """Return the weight [out, features], float64, with zeros for `units`, and the others making up for them."""
     features = np.arange(reading.weight.shape[1])
     kept = torch.from_numpy(np.setdiff1d(features, reading.features[units].reshape(-1)))

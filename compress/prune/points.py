@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.blocks.materialise import plain
 from compress.prune.layers import is_matrix_layer, read_weight
-from compress.structure.dataflow import Flow, Op, record, within
+from compress.structure.dataflow import DataFlow, Op, record, within
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PointModules:
     """A point with its modules."""
 
     point: Point
@@ -62,10 +62,10 @@ class Place:
             holder.add_(-by / self.scale() if self.norm is not None and self.norm.bias is None else by)
 
 
-def place_of(module: nn.Module, point: Point) -> Place:
+def place_of(module: nn.Module, point: Point) -> PointModules:
     """Return the point with its modules in a model."""
     parts = {plain(name): part for name, part in module.named_modules()}
-    return Place(point, parts[point.layer], parts[point.norm] if point.norm else None)
+    return PointModules(point, parts[point.layer], parts[point.norm] if point.norm else None)
 
 
 def find_points(module: nn.Module, feeds: Mapping[str, Tensor]) -> tuple[Point, ...]:
@@ -80,7 +80,7 @@ def find_points(module: nn.Module, feeds: Mapping[str, Tensor]) -> tuple[Point, 
     return tuple(sorted((point for point in points if point is not None), key=lambda point: point.index))
 
 
-def _find_point(flow: Flow, layer: str, additions: Mapping[int, int]) -> Point | None:
+def _find_point(flow: DataFlow, layer: str, additions: Mapping[int, int]) -> Point | None:
     call = flow.calls[layer][0]
     if len(call.outputs) != 1:
         return None
@@ -96,7 +96,7 @@ def _find_point(flow: Flow, layer: str, additions: Mapping[int, int]) -> Point |
     return Point(layer, norm, addition, index, reader is not None and reader.name == "relu")
 
 
-def _find_norm(flow: Flow, value: int) -> str:
+def _find_norm(flow: DataFlow, value: int) -> str:
     """Return the name of the batch norm that alone reads the value; "" if there is none."""
     for name, module in flow.modules.items():
         calls = flow.calls.get(name, ())
@@ -106,12 +106,12 @@ def _find_norm(flow: Flow, value: int) -> str:
     return ""
 
 
-def _find_only_reader(flow: Flow, value: int) -> Op | None:
+def _find_only_reader(flow: DataFlow, value: int) -> Op | None:
     readers: Sequence[Op] = flow.consumers.get(value, [])
     return readers[0] if len(readers) == 1 and value not in flow.outputs else None
 
 
-def _adds_alike(flow: Flow, op: Op) -> bool:
+def _adds_alike(flow: DataFlow, op: Op) -> bool:
     """Return whether an operator adds two different tensors of one shape, neither of them multiplied."""
     a, b = (*op.inputs, -1, -1)[:2]
     same = len(op.inputs) == 2 and a != b and flow.shapes[a] == flow.shapes[b] == flow.shapes[op.outputs[0]]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from compress.prune.labels import Axes, Book, Labels, align_labels, join_labels, reshape_labels
-from compress.structure.dataflow import Flow, Op, Ref
+from compress.structure.dataflow import DataFlow, Op, Ref
 
 Rule = Callable[["Walk", Op], None]
 
@@ -18,7 +18,7 @@ Rule = Callable[["Walk", Op], None]
 class Walk:
     """One pass over a recorded run. `axes`: value -> its labels. `sums`: labels at which two activations were added."""
 
-    def __init__(self, flow: Flow, book: Book) -> None:
+    def __init__(self, flow: DataFlow, book: Book) -> None:
         self.flow, self.book = flow, book
         self.axes: dict[int, Axes] = {}
         self.sums: list[Labels] = []
@@ -53,7 +53,7 @@ def describe_operator(op: Op) -> str:
     return f"{op.name}{f' in {op.module}' if op.module else ''}"
 
 
-def walk(flow: Flow, book: Book, parameters: Mapping[int, Axes]) -> Walk:
+def walk(flow: DataFlow, book: Book, parameters: Mapping[int, Axes]) -> Walk:
     """Carry the labels of `parameters` (value -> axes) through the run; what leaves the model is pinned."""
     state = Walk(flow, book)
     state.axes.update(parameters)

@@ -41,7 +41,7 @@ class Shrunk:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class ShrinkResult:
     """`error_without`, `error_with` compensation: squared error of the outputs over that of their mean (1: nothing of
     them is left); the second is the first where nothing was compensated. `layers`: what was fitted, in order; `left`:
     layer -> why it was not, where others were."""
@@ -63,7 +63,7 @@ def shrink(
     compensation: bool = True,
     seed: int = 0,
     progress: Progress = lambda items, text: items,
-) -> Record:
+) -> ShrinkResult:
     """Leave `widths[d]` units of each dimension, those that its curve removes last, in place; return the record.
 
     With `compensation` every layer is fitted anew to what it gave before. A copy of the whole model is held meanwhile.
@@ -89,14 +89,14 @@ def shrink(
     if not compensation or all(
         len(units) == dimension.n_units for units, dimension in zip(kept, dimensions, strict=True)
     ):
-        return Record(shrunk, (), without, without)
+        return ShrinkResult(shrunk, (), without, without)
     outputs = find_kept_outputs(teacher, dimensions, kept)
     layers = compensate(module, teacher, batches, outputs, seed=seed, progress=progress)
     called_once = {
         point.layer for point in find_points(module, {name: tensor[:2] for name, tensor in batches[0].items()})
     }
     left = explain_left_alone(module, called_once)
-    return Record(shrunk, tuple(layers), without, output_error(module, teacher, held), left)
+    return ShrinkResult(shrunk, tuple(layers), without, output_error(module, teacher, held), left)
 
 
 def remove_all(module: nn.Module, dimensions: Sequence[Dimension], kept: Sequence[np.ndarray], remove: Remove) -> None:

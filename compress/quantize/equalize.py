@@ -19,7 +19,7 @@ from compress.graph.layers import GraphLayer, constant, is_constant
 
 
 @dataclass(frozen=True)
-class Pair:
+class LayerPair:
     """Two layers with nothing but a ReLU between them, which nothing else reads. `tensor` is what the second reads."""
 
     first: GraphLayer
@@ -27,7 +27,7 @@ class Pair:
     tensor: str
 
 
-def find_pairs(layers: Sequence[GraphLayer]) -> list[Pair]:
+def find_pairs(layers: Sequence[GraphLayer]) -> list[LayerPair]:
     """Return every pair of ungrouped convolutions or matrix products that can be equalized, in graph order."""
     by_output = {layer.output: layer for layer in layers if layer.op != "Gather"}
     pairs = []
@@ -40,11 +40,11 @@ def find_pairs(layers: Sequence[GraphLayer]) -> list[Pair]:
         if (first.op == "Conv") != (second.op == "Conv"):  # their channels stand along different axes
             continue
         if _has_own_weight(first) and _has_own_weight(second) and first.matrix().shape[0] == second.matrix().shape[1]:
-            pairs.append(Pair(first, second, value.name))
+            pairs.append(LayerPair(first, second, value.name))
     return pairs
 
 
-def equalize_pair(model: ir.Model, pair: Pair, scales: np.ndarray) -> None:
+def equalize_pair(model: ir.Model, pair: LayerPair, scales: np.ndarray) -> None:
     """Divide the first layer's outputs by `scales` [channels] and multiply what the second does with them, in place."""
     first, second = pair.first, pair.second
     _rescale(model, first, 1.0 / scales, along_outputs=True)

@@ -35,7 +35,7 @@ JUDGED_ROWS = 128
 """Rows of a weight, evenly spaced, on which its output error is measured."""
 
 
-class Rounded(NamedTuple):
+class RoundedWeight(NamedTuple):
     """A weight, its relative output error, and that of rounding to the nearest on a grid fitted to the same inputs."""
 
     weight: QuantizedWeight
@@ -111,14 +111,14 @@ PUBLISHED = Rules(sweeps=0)
 """The loop alone."""
 
 
-def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()) -> Rounded:
+def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()) -> RoundedWeight:
     """Quantize one weight [out, in], as `gptq_round_together` does several."""
     return gptq_round_together([weight], hessian, scheme, rules)[0]
 
 
 def gptq_round_together(
     weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()
-) -> list[Rounded]:
+) -> list[RoundedWeight]:
     """Quantize weights [out, in] that read the same inputs, in one loop over those.
 
     The output error is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs, on up to JUDGED_ROWS outputs. Never worse
@@ -154,7 +154,7 @@ def _concat_zero_masks(weights: Sequence[Tensor]) -> Tensor | None:
 
 def _choose_better(
     weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme
-) -> Rounded:
+) -> RoundedWeight:
     """Return the record of the levels found, or of the nearest ones where their output error is less."""
     step = -(-len(weight) // JUDGED_ROWS)
     rows, sample = weight[::step], plain.sampled(step)
@@ -164,8 +164,8 @@ def _choose_better(
     )
     total = max(total, 1e-30)  # a unit's smallest part: only rows that read nothing have less
     if error <= other:
-        return Rounded(grid.pack(levels, scheme), error / total, other / total)
-    return Rounded(plain.pack(plain.levels(weight), scheme), other / total, other / total)
+        return RoundedWeight(grid.pack(levels, scheme), error / total, other / total)
+    return RoundedWeight(plain.pack(plain.levels(weight), scheme), other / total, other / total)
 
 
 def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:

@@ -135,7 +135,7 @@ def shrinkages(bits: int) -> list[float]:
     return torch.linspace(1.0, least, count).tolist()
 
 
-class _Best:
+class _BestGrid:
     """For each group the candidate of least weighted error so far."""
 
     def __init__(self, grouped: Tensor, weighting: Tensor | None, low: int, high: int) -> None:
@@ -177,7 +177,7 @@ def _fit_symmetric(
     half = 2 ** (bits - 1)
     peak = grouped.abs().amax(2)
     widest = torch.where(peak > 0, peak, 1.0) / (half - 1)
-    best = _Best(grouped, weighting, -half if signed else 1 - half, half - 1)
+    best = _BestGrid(grouped, weighting, -half if signed else 1 - half, half - 1)
     sides = _list_signs(grouped, bits) if signed and len(tried) > 1 else [torch.ones_like(peak)]
     for shrinkage in tried:
         scales = (widest * shrinkage).clamp_min(SMALLEST_SCALE)
@@ -201,7 +201,7 @@ def _fit_asymmetric(
     top = 2**bits - 1
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     high = torch.where(high > low, high, low + 1)
-    best = _Best(grouped, weighting, 0, top)
+    best = _BestGrid(grouped, weighting, 0, top)
     for below, above in _list_corners(tried):
         scales = ((high * above - low * below) / top).clamp_min(SMALLEST_SCALE)
         best.offer(scales, (-low * below / scales).round_().clamp_(0, top))

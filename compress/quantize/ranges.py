@@ -17,7 +17,7 @@ CARRIES = {"Add", "Mul", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "
 
 
 @dataclass
-class Seen:
+class TensorExtremes:
     """The extremes of one tensor: its largest magnitude but for what hides that it is added to (as good as -infinity),
     and the lowest value of all."""
 
@@ -54,10 +54,10 @@ def overflowing_nodes(model: ir.Model, dtype: str, headroom: float, batches: Ite
     return overflowing
 
 
-def _observe_floats(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value, Seen]:
+def _observe_floats(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value, TensorExtremes]:
     """Watch every float tensor of the graph over the batches, constants among them."""
     values = {v.name: v for node in model.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v.name}
-    seen = {value: Seen() for value in values.values()}
+    seen = {value: TensorExtremes() for value in values.values()}
     session = open_session(tap(model, list(values)))
     ran = False
     for outputs in run_batches(session, batches):
@@ -70,17 +70,17 @@ def _observe_floats(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value,
         raise ValueError("there is no calibration data")
     for value in (value for node in model.graph for value in node.inputs if value is not None):
         if value not in seen and is_constant(value) and value.dtype == ir.DataType.FLOAT:
-            seen[value] = Seen()
+            seen[value] = TensorExtremes()
             seen[value].add(constant(value))
     return seen
 
 
-def _only_hides(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
+def _only_hides(value: ir.Value, seen: Mapping[ir.Value, TensorExtremes]) -> bool:
     """Return whether what hides in `value` comes from constants and is read, in the end, by softmaxes alone."""
     return _comes_from_constants(value, seen) and _goes_to_softmax(value, seen)
 
 
-def _comes_from_constants(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
+def _comes_from_constants(value: ir.Value, seen: Mapping[ir.Value, TensorExtremes]) -> bool:
     if is_constant(value):
         return True
     node = value.producer()
@@ -90,7 +90,7 @@ def _comes_from_constants(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> boo
     return bool(before) and all(_comes_from_constants(source, seen) for source in before)
 
 
-def _goes_to_softmax(value: ir.Value, seen: Mapping[ir.Value, Seen]) -> bool:
+def _goes_to_softmax(value: ir.Value, seen: Mapping[ir.Value, TensorExtremes]) -> bool:
     if value.is_graph_output():
         return False
     for use in value.uses():

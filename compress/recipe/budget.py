@@ -21,7 +21,7 @@ class OverBudget(Exception):
 
 
 @dataclass(frozen=True)
-class Size:
+class ValueSize:
     """What a value takes wherever it is put."""
 
     values: int = 1
@@ -37,7 +37,7 @@ class Budget:
     characters: int = 0
     values: int = 0
 
-    def spend(self, size: Size) -> None:
+    def spend(self, size: ValueSize) -> None:
         """Count a value in. Raises OverBudget."""
         self.values += size.values
         self.characters += size.characters
@@ -51,7 +51,7 @@ class Budget:
         self.files += 1
         if self.files > MOST_FILES:
             raise OverBudget(f"more than {MOST_FILES} files to read, with those that included ones include")
-        self.spend(Size(0, n_characters))
+        self.spend(ValueSize(0, n_characters))
 
 
 def check_depth(depth: int) -> None:

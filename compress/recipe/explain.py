@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress.recipe import vocabulary
-from compress.recipe.places import MOST_PROBLEMS, Findings, Path, Problem, did_you_mean, suggest
+from compress.recipe.places import MOST_PROBLEMS, Path, Problem, RecipeFindings, did_you_mean, suggest
 from compress.recipe.tree import Node, plain
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
@@ -16,7 +16,7 @@ OWN_KEYS = ("include", "vars")
 """Top-level keys that are used up while reading."""
 
 
-def explain(error: ValidationError, root: Node, findings: Findings) -> None:
+def explain(error: ValidationError, root: Node, findings: RecipeFindings) -> None:
     """Add a problem for each thing that is wrong, but for paths that have one."""
     data = plain(root)
     # A default that follows from a key that is wrong is no error of its own.

@@ -10,14 +10,14 @@ from pathlib import Path as File
 
 from compress.errors import RecipeError
 from compress.recipe.budget import MOST_FILE_BYTES
-from compress.recipe.places import Findings, Place, did_you_mean, printable
+from compress.recipe.places import Position, RecipeFindings, did_you_mean, printable
 from compress.recipe.tree import Node, merge
 from compress.recipe.yaml_source import parse
 
 INCLUDE = "include"
 
 
-def read_with_includes(file: File, findings: Findings) -> Node:
+def read_with_includes(file: File, findings: RecipeFindings) -> Node:
     """Read a file and merge its mapping over those that it includes.
 
     Raises RecipeError if the file itself is no mapping at all.
@@ -60,7 +60,7 @@ def _suggest_sibling(file: File) -> str:
     return did_you_mean(file.name, (p.name for p in file.parent.glob("*.y*ml")))
 
 
-def _parse_mapping(text: str, source: str, findings: Findings) -> Node | None:
+def _parse_mapping(text: str, source: str, findings: RecipeFindings) -> Node | None:
     root = parse(text, source, findings)
     if root is None:
         return None
@@ -71,7 +71,7 @@ def _parse_mapping(text: str, source: str, findings: Findings) -> Node | None:
     return root
 
 
-def _merge_includes(root: Node, file: File, chain: tuple[File, ...], findings: Findings) -> Node:
+def _merge_includes(root: Node, file: File, chain: tuple[File, ...], findings: RecipeFindings) -> Node:
     """Merge `root`, read from `file`, over the files that it includes; `chain`: those that led here, itself last."""
     assert isinstance(root.value, dict)
     entries = {key: node for key, node in root.value.items() if key != INCLUDE}
@@ -80,7 +80,7 @@ def _merge_includes(root: Node, file: File, chain: tuple[File, ...], findings: F
     return reduce(merge, [*found, replace(root, value=entries)])
 
 
-def _list_included(root: Node, findings: Findings) -> list[Node]:
+def _list_included(root: Node, findings: RecipeFindings) -> list[Node]:
     """Return the nodes that name a file to include, and report those that cannot."""
     entry = root.child(INCLUDE)
     if entry is None:
@@ -97,7 +97,7 @@ def _is_path(node: Node) -> bool:
     return isinstance(node.value, str) and node.value != "" and "${" not in node.value and "\0" not in node.value
 
 
-def _read_included(node: Node, file: File, chain: tuple[File, ...], findings: Findings) -> Node | None:
+def _read_included(node: Node, file: File, chain: tuple[File, ...], findings: RecipeFindings) -> Node | None:
     target = File(os.path.normpath(file.parent / str(node.value)))
     if target.resolve() in chain:
         names = " -> ".join(p.name for p in (*chain, target))
@@ -117,6 +117,6 @@ def _read_included(node: Node, file: File, chain: tuple[File, ...], findings: Fi
     return _merge_includes(root, target, (*chain, target.resolve()), findings)
 
 
-def _report_failure(place: Place, rule: str, findings: Findings) -> None:
+def _report_failure(place: Position, rule: str, findings: RecipeFindings) -> None:
     findings.add(place, (INCLUDE,), rule)
     findings.incomplete = True

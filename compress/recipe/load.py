@@ -16,7 +16,7 @@ from compress.errors import RecipeError
 from compress.recipe.explain import explain
 from compress.recipe.includes import read_with_includes
 from compress.recipe.overrides import apply_overrides
-from compress.recipe.places import Findings, Path, StopReading, suggest
+from compress.recipe.places import Path, RecipeFindings, StopReading, suggest
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
 from compress.recipe.tree import Node, plain
@@ -30,7 +30,7 @@ def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
     the recipe's own files are read.
     """
     file = File(path)
-    findings = Findings()
+    findings = RecipeFindings()
     try:
         recipe = _read_recipe(file, overrides, findings)
     except StopReading:
@@ -40,7 +40,7 @@ def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _read_recipe(file: File, overrides: Sequence[str], findings: Findings) -> Recipe | None:
+def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings) -> Recipe | None:
     """Return the recipe, or None where `findings` has what is wrong."""
     written = read_with_includes(file, findings)
     root, values = substitute(apply_overrides(written, overrides, findings), findings)
@@ -67,7 +67,7 @@ def _record_wording(written: Node, root: Node, values: Mapping[str, str]) -> Wor
     return Wording(texts, variables)
 
 
-def _validate_tree(root: Node, findings: Findings) -> Recipe | None:
+def _validate_tree(root: Node, findings: RecipeFindings) -> Recipe | None:
     """Return the typed recipe; None where `findings` says why not.
 
     In JSON a list may be a tuple, and "4" is still not 4.
@@ -79,7 +79,7 @@ def _validate_tree(root: Node, findings: Findings) -> Recipe | None:
     return None
 
 
-def _check_metrics(root: Node, findings: Findings) -> None:
+def _check_metrics(root: Node, findings: RecipeFindings) -> None:
     """Report every named metric that does not exist."""
     from runtime.metrics import known_metrics
 
@@ -90,7 +90,7 @@ def _check_metrics(root: Node, findings: Findings) -> None:
             findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, known)}")
 
 
-def _check_patterns(root: Node, findings: Findings) -> None:
+def _check_patterns(root: Node, findings: RecipeFindings) -> None:
     """Report every `re:` pattern for layers that is no regular expression."""
     for path, node in _walk(root, ()):
         selects = path[:1] == ("passes",) and path[-2:-1] in (("targets",), ("ignore",))
@@ -101,7 +101,7 @@ def _check_patterns(root: Node, findings: Findings) -> None:
                 findings.add(node.place, path, f"'{node.value[3:]}' is not a regular expression: {error}")
 
 
-def _check_gates(recipe: Recipe, root: Node, findings: Findings) -> None:
+def _check_gates(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
     """Report gates that could be judged on no data: a metric of another task, a rule that does not fit the metric."""
     from runtime.errors import UsageError
     from runtime.judge.gates import check_gates

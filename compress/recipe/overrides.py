@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from compress.recipe import vocabulary
-from compress.recipe.budget import MOST_DEPTH, Size
-from compress.recipe.places import OVERRIDE, Findings, Path, Place, Problem, did_you_mean, join_path, suggest
+from compress.recipe.budget import MOST_DEPTH, ValueSize
+from compress.recipe.places import OVERRIDE, Path, Position, Problem, RecipeFindings, did_you_mean, join_path, suggest
 from compress.recipe.tree import Node, plain
 from compress.recipe.variables import VARS, is_reference, names_used
 from compress.recipe.yaml_source import parse
@@ -17,14 +17,14 @@ class BadPath(Exception):
     """A path that leads nowhere; the message says where it ends and what would have gone on."""
 
 
-def apply_overrides(root: Node, overrides: Sequence[str], findings: Findings) -> Node:
+def apply_overrides(root: Node, overrides: Sequence[str], findings: RecipeFindings) -> Node:
     """Return the tree with each `PATH=VALUE` set, left to right; VALUE is YAML.
 
     A bad one is a problem and changes nothing.
     """
     for text in overrides:
         key, equals, value = text.partition("=")
-        place = Place(OVERRIDE + key.strip(), 1, 1)
+        place = Position(OVERRIDE + key.strip(), 1, 1)
         try:
             if not equals:
                 raise BadPath("write PATH=VALUE, for example passes.0.bits=4")
@@ -33,7 +33,7 @@ def apply_overrides(root: Node, overrides: Sequence[str], findings: Findings) ->
             findings.report(Problem(place, (), str(error)))
             continue
         with findings.count(place, path) as budget:
-            budget.spend(Size(len(path), len(value)))
+            budget.spend(ValueSize(len(path), len(value)))
         if (node := parse(value, place.source, findings, path)) is not None:
             root = _set_value(root, path, node, place)
     return root
@@ -97,7 +97,7 @@ def _takes_any_key(alternatives: list[vocabulary.Schema]) -> bool:
     return any(schema == {} or schema.get("additionalProperties") not in (None, False) for schema in alternatives)
 
 
-def _set_value(node: Node | None, path: Path, value: Node, place: Place) -> Node:
+def _set_value(node: Node | None, path: Path, value: Node, place: Position) -> Node:
     """Return `node` with `value` at `path`; mappings that are not there yet are made."""
     if not path:
         return replace(value, key_place=place)

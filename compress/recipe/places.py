@@ -25,7 +25,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Position:
     """A position, 1-based, in `source`: a file as the user named it, or `--set a.b`."""
 
     source: str
@@ -44,7 +44,7 @@ class Place:
 class Problem:
     """One thing that is wrong; its text is the line that the user sees."""
 
-    place: Place
+    place: Position
     path: Path
     rule: str
 
@@ -60,7 +60,7 @@ class StopReading(Exception):
 
 
 @dataclass
-class Findings:
+class RecipeFindings:
     """What is wrong so far, and what is spent. A path with a problem is not complained about again further on."""
 
     problems: list[Problem] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Findings:
 
     budget: Budget = field(default_factory=Budget)
 
-    def add(self, place: Place, path: Path, rule: str) -> None:
+    def add(self, place: Position, path: Path, rule: str) -> None:
         """Add a problem that settles its path. Raises StopReading where there are many."""
         self.settled.add(path)
         self.report(Problem(place, path, rule))
@@ -82,7 +82,7 @@ class Findings:
             raise StopReading
 
     @contextmanager
-    def count(self, place: Place, path: Path) -> Iterator[Budget]:
+    def count(self, place: Position, path: Path) -> Iterator[Budget]:
         """Lend the budget while the context is open; going over it is a problem at `place`, which ends reading."""
         try:
             yield self.budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from compress.recipe.places import Path, Place
+from compress.recipe.places import Path, Position
 
 Scalar = str | int | float | bool | None
 
@@ -15,8 +15,8 @@ class Node:
     """A value, where it stands and where its key does. `written` is its text before a variable took that place."""
 
     value: Scalar | dict[str, Node] | list[Node]
-    place: Place
-    key_place: Place | None = None
+    place: Position
+    key_place: Position | None = None
     written: str | None = None
 
     def child(self, step: str | int) -> Node | None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from compress.recipe.budget import Size, check_depth
-from compress.recipe.places import Findings, Path, Place, did_you_mean, suggest
+from compress.recipe.budget import ValueSize, check_depth
+from compress.recipe.places import Path, Position, RecipeFindings, did_you_mean, suggest
 from compress.recipe.tree import Node, Scalar, plain
 from compress.recipe.yaml_source import parse_scalar
 
@@ -50,17 +50,17 @@ def names_used(node: Node) -> set[str]:
     return set().union(*(names_used(child) for _, child in node.children()))
 
 
-def measure(node: Node) -> Size:
+def measure(node: Node) -> ValueSize:
     """Measure how much a value takes, all that is in it counted."""
     sizes = [measure(child) for _, child in node.children()]
-    return Size(
+    return ValueSize(
         1 + sum(size.values for size in sizes),
         sum(size.characters for size in sizes) + (len(node.value) if isinstance(node.value, str) else 0),
         1 + max((size.depth for size in sizes), default=0),
     )
 
 
-def substitute(root: Node, findings: Findings) -> tuple[Node, dict[str, str]]:
+def substitute(root: Node, findings: RecipeFindings) -> tuple[Node, dict[str, str]]:
     """Replace every reference by what it stands for: the recipe without `vars`, and the variables that are texts."""
     assert isinstance(root.value, dict)
     rest = {key: node for key, node in root.value.items() if key != VARS}
@@ -73,11 +73,11 @@ def substitute(root: Node, findings: Findings) -> tuple[Node, dict[str, str]]:
 class _Variables:
     """The values of `vars`, resolved once each, on demand."""
 
-    def __init__(self, section: Node | None, findings: Findings) -> None:
+    def __init__(self, section: Node | None, findings: RecipeFindings) -> None:
         self.findings = findings
         self.raw: dict[str, Node] = {}
         self.done: dict[str, Node | None] = {}
-        self.sizes: dict[str, Size] = {}
+        self.sizes: dict[str, ValueSize] = {}
         self.open: list[str] = []
         self.depth = 0
         """Of what is being replaced, the variables that led there counted in."""
@@ -157,7 +157,7 @@ class _Variables:
             kind = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else "nothing (null)"
             raise Unresolved(f"{match[0]} is {kind}, which cannot stand inside a text")
         word = str(value).lower() if isinstance(value, bool) else str(value)
-        self.findings.budget.spend(Size(0, len(word)))
+        self.findings.budget.spend(ValueSize(0, len(word)))
         return word
 
     def _find_value(self, reference: str, *, whole: bool) -> Node:
@@ -185,7 +185,7 @@ class _Variables:
         return value
 
 
-_NOWHERE = Place("", 0, 0)
+_NOWHERE = Position("", 0, 0)
 
 
 def _read_environment(text: str, *, whole: bool, environ: Mapping[str, str] = os.environ) -> Scalar:

@@ -15,8 +15,8 @@ from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, Reus
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from compress.recipe.budget import MOST_DEPTH, MOST_VALUES, Size, check_depth
-from compress.recipe.places import Findings, Path, Place, Problem
+from compress.recipe.budget import MOST_DEPTH, MOST_VALUES, ValueSize, check_depth
+from compress.recipe.places import Path, Position, Problem, RecipeFindings
 from compress.recipe.tree import Node, Scalar
 
 TAG = "tag:yaml.org,2002:"
@@ -25,7 +25,7 @@ MOST_DIGITS = 400
 INTEGERS = range(-(2**63), 2**64)
 
 
-def parse(text: str, source: str, findings: Findings, path: Path = ()) -> Node | None:
+def parse(text: str, source: str, findings: RecipeFindings, path: Path = ()) -> Node | None:
     """Parse `text` into a tree, which stands at `path` of the recipe; an empty text is null.
 
     What is wrong goes into `findings`; the result is None if no tree could be made at all.
@@ -37,7 +37,7 @@ def parse(text: str, source: str, findings: Findings, path: Path = ()) -> Node |
             warnings.simplefilter("ignore", ReusedAnchorWarning)
             warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
             root = yaml.compose(io.StringIO(text))
-            return _Builder(yaml, source, findings).build(root, path) if root else Node(None, Place(source, 1, 1))
+            return _Builder(yaml, source, findings).build(root, path) if root else Node(None, Position(source, 1, 1))
     except YAMLError as error:
         findings.report(_explain_syntax(error, text, source))
     return None
@@ -46,7 +46,7 @@ def parse(text: str, source: str, findings: Findings, path: Path = ()) -> Node |
 class _Composer(Composer):
     """ruamel's, which ends where a text holds more than a recipe can, before all of it is in memory."""
 
-    def __init__(self, loader: Any = None, *, source: str, findings: Findings) -> None:
+    def __init__(self, loader: Any = None, *, source: str, findings: RecipeFindings) -> None:
         super().__init__(loader)
         self.source, self.findings, self.n_nodes, self.n_open = source, findings, 0, 0
 
@@ -55,8 +55,8 @@ class _Composer(Composer):
         self.n_open += 1
         if self.n_nodes > MOST_VALUES or self.n_open > MOST_DEPTH:
             mark = self.parser.peek_event().start_mark
-            with self.findings.count(Place(self.source, mark.line + 1, mark.column + 1), ()) as budget:
-                budget.spend(Size(self.n_nodes))
+            with self.findings.count(Position(self.source, mark.line + 1, mark.column + 1), ()) as budget:
+                budget.spend(ValueSize(self.n_nodes))
                 check_depth(self.n_open)
         node = super().compose_node(parent, index)
         self.n_open -= 1
@@ -76,13 +76,13 @@ def parse_scalar(text: str) -> Scalar:
 def _explain_syntax(error: YAMLError, text: str, source: str) -> Problem:
     if isinstance(error, ReaderError):
         before = text[: error.position]
-        place = Place(source, before.count("\n") + 1, len(before) - before.rfind("\n"))
+        place = Position(source, before.count("\n") + 1, len(before) - before.rfind("\n"))
         return Problem(place, (), f"not YAML: {error.reason}")
     if not isinstance(error, MarkedYAMLError):
-        return Problem(Place(source, 1, 1), (), f"not YAML: {error}")
+        return Problem(Position(source, 1, 1), (), f"not YAML: {error}")
     mark = error.problem_mark or error.context_mark
     rule = ", ".join(part for part in (error.context, error.problem) if part)
-    return Problem(Place(source, mark.line + 1, mark.column + 1), (), f"not YAML: {rule}")
+    return Problem(Position(source, mark.line + 1, mark.column + 1), (), f"not YAML: {rule}")
 
 
 class BadScalar(Exception):
@@ -120,14 +120,14 @@ def _convert_scalar(yaml: YAML, node: ScalarNode) -> Scalar:
 class _Builder:
     """One text's nodes to ours."""
 
-    def __init__(self, yaml: YAML, source: str, findings: Findings) -> None:
+    def __init__(self, yaml: YAML, source: str, findings: RecipeFindings) -> None:
         self.yaml, self.source, self.findings = yaml, source, findings
         self.open: set[int] = set()
 
     def build(self, node: Any, path: Path) -> Node:
         place = self._find_place(node)
         with self.findings.count(place, path) as budget:
-            budget.spend(Size())
+            budget.spend(ValueSize())
             check_depth(len(self.open))
         if id(node) in self.open:
             self.findings.add(place, path, "an alias inside the value that it stands for")
@@ -187,8 +187,8 @@ class _Builder:
         self.findings.add(self._find_place(key), (*path, str(text)), f"key {text} is not text; put it in quotes")
         return None
 
-    def _find_place(self, node: Any) -> Place:
-        return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
+    def _find_place(self, node: Any) -> Position:
+        return Position(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 _SCALAR_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "value")

@@ -37,8 +37,8 @@ NEW_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Step:
-    """A finished step: its folder and the JSON values its maker recorded."""
+class CachedResult:
+    """A finished result: its folder and the JSON values its maker recorded."""
 
     folder: Path
     record: dict[str, Any]
@@ -77,7 +77,7 @@ class StepCache:
     def _make_root(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def get(self, key: str) -> Step | None:
+    def get(self, key: str) -> CachedResult | None:
         """Return the finished step of that key, with every file checked; None if there is none that is whole."""
         folder = self.root / key
         with blame(self.root):
@@ -85,12 +85,12 @@ class StepCache:
                 return None
             record = _read_whole_record(folder)
             if record is not None:
-                return Step(folder, record)
+                return CachedResult(folder, record)
             self.log(f"cache: step {key[:12]} is damaged; it is discarded and done again")
             self._discard(folder)
             return None
 
-    def put(self, key: str, write: Callable[[Path], dict[str, Any]]) -> Step:
+    def put(self, key: str, write: Callable[[Path], dict[str, Any]]) -> CachedResult:
         """Let `write` fill a folder and give the record; the folder appears under `key` only when it is whole.
 
         Where another run finished the same step meanwhile, its result is taken.
@@ -106,7 +106,7 @@ class StepCache:
                 sync_tree(draft)
                 theirs = self._publish(draft, key)
         # as it is read back: the order of a record's keys decides the order of rows in a bundle
-        return theirs or Step(self.root / key, json.loads(text)["record"])
+        return theirs or CachedResult(self.root / key, json.loads(text)["record"])
 
     @contextmanager
     def partial(self, key: str, label: str) -> Iterator[Path]:
@@ -141,7 +141,7 @@ class StepCache:
                     count += 1
         return count
 
-    def _publish(self, draft: Path, key: str) -> Step | None:
+    def _publish(self, draft: Path, key: str) -> CachedResult | None:
         """Give the draft the step's name; if another run's whole result has it, return that one."""
         theirs = self.get(key)
         if theirs is not None:

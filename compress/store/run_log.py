@@ -24,8 +24,8 @@ BEAT_S = 60.0
 
 
 @dataclass(eq=False)
-class Place:
-    """Where a run is: a step, or an item of several in it."""
+class RunPosition:
+    """Where a run is: a stage, or an item of several in it."""
 
     name: str
     total: int = 0
@@ -39,14 +39,14 @@ class Place:
 class Journal:
     """`log` writes a line to the file (with seconds since the start) and, unless quiet, to the terminal.
 
-    While a step lasts, a line every `beat_s` seconds says where it is: in the file, and on what is no terminal. The
+    While a stage lasts, a line every `beat_s` seconds says where it is: in the file, and on what is no terminal. The
     file is a new one: FileExistsError where something has its name, a link included.
     """
 
     def __init__(self, file: Path, quiet: bool = False, console: Console | None = None, beat_s: float = BEAT_S) -> None:
         self.file = file
         self.beat_s = beat_s
-        self._places: list[Place] = []
+        self._places: list[RunPosition] = []
         self.quiet = quiet
         self.console = console or Console(stderr=True)
         self.start = time.monotonic()
@@ -81,12 +81,12 @@ class Journal:
                 line = line[os.write(self._handle, line) :]
 
     def progress(self, items: Sequence[T], text: str) -> Iterable[T]:
-        """Return the items; on a terminal with a bar, elsewhere counted for the lines that say where a step is."""
+        """Return the items; on a terminal with a bar, elsewhere counted for the lines that say where a stage is."""
         counted = self._count(items, text)
         return counted if self.quiet or not self.console.is_terminal else self._bar(counted, len(items), text)
 
     def _count(self, items: Sequence[T], text: str) -> Iterator[T]:
-        place = Place(text, len(items))
+        place = RunPosition(text, len(items))
         self._places.append(place)
         try:
             for item in items:
@@ -102,8 +102,8 @@ class Journal:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Log how long a step took, and while it lasts where it is."""
-        place, ended = Place(name), threading.Event()
+        """Log how long a stage took, and while it lasts where it is."""
+        place, ended = RunPosition(name), threading.Event()
         self._places.append(place)
         beating = threading.Thread(target=self._beat, args=(place, ended), daemon=True)
         beating.start()
@@ -115,14 +115,14 @@ class Journal:
             self._places.remove(place)
         self.log(f"{name}: {time.monotonic() - place.since:.1f} s")
 
-    def _beat(self, step: Place, ended: threading.Event) -> None:
-        """Say every `beat_s` seconds where a step is, unless another one within it does."""
+    def _beat(self, stage: RunPosition, ended: threading.Event) -> None:
+        """Say every `beat_s` seconds where a stage is, unless another one within it does."""
         while not ended.wait(self.beat_s):
             places = list(self._places)
-            inner = places[places.index(step) :]
-            if any(place is not step and not place.total for place in inner):
+            inner = places[places.index(stage) :]
+            if any(place is not stage and not place.total for place in inner):
                 continue
-            text = f"{', '.join(map(str, inner))}: {time.monotonic() - step.since:.0f} s so far"
+            text = f"{', '.join(map(str, inner))}: {time.monotonic() - stage.since:.0f} s so far"
             with suppress(OutputError):  # of a full disk the work itself will tell
                 self._write(text)
             if not self.console.is_terminal:

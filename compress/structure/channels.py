@@ -59,7 +59,7 @@ class Stop(Exception):
 
 
 @dataclass(frozen=True)
-class Step:
+class ScaledOp:
     """An operator to pass: its arguments, the layouts of the scaled ones among its inputs, and shapes by value."""
 
     op: Op
@@ -83,14 +83,14 @@ def last_dim(shape: tuple[int, ...]) -> Layout:
     return Layout((*(((n, 0),) for n in shape[:-1]), ((shape[-1], 1),)))
 
 
-def pass_through(step: Step) -> list[Layout | None]:
+def pass_through(operator: ScaledOp) -> list[Layout | None]:
     """Return the layouts of the operator's outputs (None: not scaled). Raises Stop."""
-    rule = RULES.get(step.op.name)
-    if rule is None and "scaled_dot_product" in step.op.name:
+    rule = RULES.get(operator.op.name)
+    if rule is None and "scaled_dot_product" in operator.op.name:
         rule = _attention
     if rule is None:
-        raise step.stop()
-    return rule(step)
+        raise operator.stop()
+    return rule(operator)
 
 
 def reshape_factor(layout: Layout, shape: Sequence[int]) -> Layout | None:
@@ -126,43 +126,43 @@ def _merge_atoms(atoms: list[Atom]) -> list[Atom]:
     return merged
 
 
-def _view(step: Step) -> list[Layout | None]:
-    layout = _require_only_layout(step, step.op.args[0])
-    if len(step.op.args) > 1 and isinstance(step.op.args[1], torch.dtype):
-        raise step.stop()
-    out = reshape_factor(layout, step.shapes[step.op.outputs[0]])
+def _view(operator: ScaledOp) -> list[Layout | None]:
+    layout = _require_only_layout(operator, operator.op.args[0])
+    if len(operator.op.args) > 1 and isinstance(operator.op.args[1], torch.dtype):
+        raise operator.stop()
+    out = reshape_factor(layout, operator.shapes[operator.op.outputs[0]])
     if out is None:
-        raise step.stop("cuts across channels")
+        raise operator.stop("cuts across channels")
     return [out]
 
 
-def _require_only_layout(step: Step, argument: Any) -> Layout:
+def _require_only_layout(operator: ScaledOp, argument: Any) -> Layout:
     """Return the layout of the first argument, which must be the only scaled one."""
-    layout = step.of(argument)
-    if layout is None or len(step.layouts) != 1:
-        raise step.stop("takes a scaled tensor as a second argument")
+    layout = operator.of(argument)
+    if layout is None or len(operator.layouts) != 1:
+        raise operator.stop("takes a scaled tensor as a second argument")
     return layout
 
 
-def _keep_layout(step: Step) -> list[Layout | None]:
-    if not step.op.kwargs.get("dtype", torch.float32).is_floating_point:
-        raise step.stop()
-    return [_require_only_layout(step, step.op.args[0])]
+def _keep_layout(operator: ScaledOp) -> list[Layout | None]:
+    if not operator.op.kwargs.get("dtype", torch.float32).is_floating_point:
+        raise operator.stop()
+    return [_require_only_layout(operator, operator.op.args[0])]
 
 
-def _pass_rectifier(step: Step) -> list[Layout | None]:
+def _pass_rectifier(operator: ScaledOp) -> list[Layout | None]:
     """Pass a factor through an operator that is positively homogeneous, not linear: f(s x) = s f(x) for s > 0."""
-    return [replace(_require_only_layout(step, step.op.args[0]), plain=False)]
+    return [replace(_require_only_layout(operator, operator.op.args[0]), plain=False)]
 
 
-def _permute(step: Step) -> list[Layout | None]:
-    layout = _require_only_layout(step, step.op.args[0])
+def _permute(operator: ScaledOp) -> list[Layout | None]:
+    layout = _require_only_layout(operator, operator.op.args[0])
     n = len(layout.dims)
     order = list(range(n))
-    if step.op.name == "permute":
-        order = [d % n for d in step.op.args[1]]
+    if operator.op.name == "permute":
+        order = [d % n for d in operator.op.args[1]]
     else:
-        a, b = (step.op.args[1:3] if step.op.name == "transpose" else (0, 1)) if n > 1 else (0, 0)
+        a, b = (operator.op.args[1:3] if operator.op.name == "transpose" else (0, 1)) if n > 1 else (0, 0)
         order[a % n], order[b % n] = order[b % n], order[a % n]
     return [replace(layout, dims=tuple(layout.dims[d] for d in order))]
 
@@ -173,11 +173,13 @@ def _broadcast_layout(layout: Layout, shape: Sequence[int]) -> Layout:
     return replace(layout, dims=tuple(sized))
 
 
-def _expand(step: Step) -> list[Layout | None]:
-    return [_broadcast_layout(_require_only_layout(step, step.op.args[0]), step.shapes[step.op.outputs[0]])]
+def _expand(operator: ScaledOp) -> list[Layout | None]:
+    return [
+        _broadcast_layout(_require_only_layout(operator, operator.op.args[0]), operator.shapes[operator.op.outputs[0]])
+    ]
 
 
-def _cut_dimension(step: Step, layout: Layout, dim: int, start: int, length: int) -> Layout | None:
+def _cut_dimension(operator: ScaledOp, layout: Layout, dim: int, start: int, length: int) -> Layout | None:
     """Return the layout of some indices of a dimension; None if that part is not scaled."""
     atoms = layout.dims[dim]
     size = math.prod(n for n, _ in atoms)
@@ -190,119 +192,121 @@ def _cut_dimension(step: Step, layout: Layout, dim: int, start: int, length: int
         dims = (*layout.dims[:dim], ((length, atoms[0][1]),), *layout.dims[dim + 1 :])
         out = replace(layout, dims=dims, offset=offset)
     else:
-        raise step.stop("cuts across channels")
+        raise operator.stop("cuts across channels")
     low, high = out.reach
-    return None if high < step.scaled[0] or low >= step.scaled[1] else out
+    return None if high < operator.scaled[0] or low >= operator.scaled[1] else out
 
 
-def _slice(step: Step) -> list[Layout | None]:
-    layout = _require_only_layout(step, step.op.args[0])
-    args = (*step.op.args[1:], *(None,) * 4)
+def _slice(operator: ScaledOp) -> list[Layout | None]:
+    layout = _require_only_layout(operator, operator.op.args[0])
+    args = (*operator.op.args[1:], *(None,) * 4)
     dim = (args[0] or 0) % len(layout.dims)
     size = math.prod(n for n, _ in layout.dims[dim])
     if args[3] not in (None, 1):
-        raise step.stop("takes every other channel")
+        raise operator.stop("takes every other channel")
     start, _, _ = slice(args[1], args[2]).indices(size)
-    return [_cut_dimension(step, layout, dim, start, step.shapes[step.op.outputs[0]][dim])]
+    return [_cut_dimension(operator, layout, dim, start, operator.shapes[operator.op.outputs[0]][dim])]
 
 
-def _split(step: Step) -> list[Layout | None]:
-    layout = _require_only_layout(step, step.op.args[0])
-    dim = (step.op.args[2] if len(step.op.args) > 2 else step.op.kwargs.get("dim", 0)) % len(layout.dims)
-    lengths = [step.shapes[value][dim] for value in step.op.outputs]
+def _split(operator: ScaledOp) -> list[Layout | None]:
+    layout = _require_only_layout(operator, operator.op.args[0])
+    dim = (operator.op.args[2] if len(operator.op.args) > 2 else operator.op.kwargs.get("dim", 0)) % len(layout.dims)
+    lengths = [operator.shapes[value][dim] for value in operator.op.outputs]
     starts = itertools.accumulate(lengths, initial=0)
-    return [_cut_dimension(step, layout, dim, start, length) for start, length in zip(starts, lengths, strict=False)]
+    return [
+        _cut_dimension(operator, layout, dim, start, length) for start, length in zip(starts, lengths, strict=False)
+    ]
 
 
-def _pick(step: Step) -> list[Layout | None]:
+def _pick(operator: ScaledOp) -> list[Layout | None]:
     """Remove a dimension, of which select and unbind take one index."""
-    layout = _require_only_layout(step, step.op.args[0])
-    dim = (step.op.args[1] if len(step.op.args) > 1 else 0) % len(layout.dims)
+    layout = _require_only_layout(operator, operator.op.args[0])
+    dim = (operator.op.args[1] if len(operator.op.args) > 1 else 0) % len(layout.dims)
     size = math.prod(n for n, _ in layout.dims[dim])
-    picked = [step.op.args[2] % size] if step.op.name == "select" else range(size)
-    parts = [_cut_dimension(step, layout, dim, index, 1) for index in picked]
+    picked = [operator.op.args[2] % size] if operator.op.name == "select" else range(size)
+    parts = [_cut_dimension(operator, layout, dim, index, 1) for index in picked]
     return [p and replace(p, dims=(*p.dims[:dim], *p.dims[dim + 1 :])) for p in parts]
 
 
-def _concatenate(step: Step) -> list[Layout | None]:
-    parts = [part for part in step.op.args[0] if math.prod(step.shape(part))]  # an empty cache is nothing
-    layouts = [step.of(part) for part in parts]
+def _concatenate(operator: ScaledOp) -> list[Layout | None]:
+    parts = [part for part in operator.op.args[0] if math.prod(operator.shape(part))]  # an empty cache is nothing
+    layouts = [operator.of(part) for part in parts]
     first = layouts[0]
-    dim = step.op.args[1] if len(step.op.args) > 1 else step.op.kwargs.get("dim", 0)
+    dim = operator.op.args[1] if len(operator.op.args) > 1 else operator.op.kwargs.get("dim", 0)
     if first is None or len({layout and replace(layout, dims=()) for layout in layouts}) != 1:
-        raise step.stop("puts scaled and unscaled channels together")
+        raise operator.stop("puts scaled and unscaled channels together")
     dim %= len(first.dims)
     others = {tuple(a for d, a in enumerate(layout.dims) if d != dim) for layout in layouts if layout is not None}
     if len(parts) > 1 and (not all(layout and layout.still[dim] for layout in layouts) or len(others) != 1):
-        raise step.stop("puts channels together")
-    size = step.shapes[step.op.outputs[0]][dim]
+        raise operator.stop("puts channels together")
+    size = operator.shapes[operator.op.outputs[0]][dim]
     dims = first.dims if len(parts) == 1 else (*first.dims[:dim], ((size, 0),), *first.dims[dim + 1 :])
     return [replace(first, dims=dims)]
 
 
-def _multiply(step: Step) -> list[Layout | None]:
+def _multiply(operator: ScaledOp) -> list[Layout | None]:
     """Pass a factor through mul and div with an unscaled tensor; plain stays if that is the same for all channels."""
-    a, b = step.op.args[0], step.op.args[1]
-    layout, factor = (step.of(a), b) if step.of(a) else (step.of(b), a)
-    divides_by_it = step.op.name == "div" and (step.of(a) is None or step.op.kwargs.get("rounding_mode"))
-    if layout is None or step.of(factor) is not None or divides_by_it:
-        raise step.stop("multiplies scaled tensors with each other")
-    out = _broadcast_layout(layout, step.shapes[step.op.outputs[0]])
-    shape = step.shape(factor)
+    a, b = operator.op.args[0], operator.op.args[1]
+    layout, factor = (operator.of(a), b) if operator.of(a) else (operator.of(b), a)
+    divides_by_it = operator.op.name == "div" and (operator.of(a) is None or operator.op.kwargs.get("rounding_mode"))
+    if layout is None or operator.of(factor) is not None or divides_by_it:
+        raise operator.stop("multiplies scaled tensors with each other")
+    out = _broadcast_layout(layout, operator.shapes[operator.op.outputs[0]])
+    shape = operator.shape(factor)
     aligned = (1,) * (len(out.dims) - len(shape)) + tuple(shape)
     shared = all(n == 1 or still for n, still in zip(aligned, out.still, strict=True))
     return [replace(out, plain=out.plain and shared)]
 
 
-def _add(step: Step) -> list[Layout | None]:
-    layouts = [step.of(argument) for argument in step.op.args[:2]]
+def _add(operator: ScaledOp) -> list[Layout | None]:
+    layouts = [operator.of(argument) for argument in operator.op.args[:2]]
     if None in layouts or layouts[0] != layouts[1]:
-        raise step.stop("adds something unscaled")
+        raise operator.stop("adds something unscaled")
     return [layouts[0]]
 
 
-def _fill_masked(step: Step) -> list[Layout | None]:
-    layout = _require_only_layout(step, step.op.args[0])
-    if step.op.args[2] != 0:
-        raise step.stop("fills in something unscaled")
+def _fill_masked(operator: ScaledOp) -> list[Layout | None]:
+    layout = _require_only_layout(operator, operator.op.args[0])
+    if operator.op.args[2] != 0:
+        raise operator.stop("fills in something unscaled")
     return [replace(layout, plain=False)]
 
 
-def _matmul(step: Step) -> list[Layout | None]:
+def _matmul(operator: ScaledOp) -> list[Layout | None]:
     """Pass a factor through mm and bmm with the scaled channels outside the contracted dimension."""
-    a, b = step.op.args[0], step.op.args[1]
-    left, right = step.of(a), step.of(b)
-    if len(step.layouts) != 1 or (left is None) == (right is None):
-        raise step.stop("multiplies scaled tensors with each other")
+    a, b = operator.op.args[0], operator.op.args[1]
+    left, right = operator.of(a), operator.of(b)
+    if len(operator.layouts) != 1 or (left is None) == (right is None):
+        raise operator.stop("multiplies scaled tensors with each other")
     layout, contracted = (left, -1) if left is not None else (right, -2)
     assert layout is not None
     if not layout.still[contracted]:
-        raise step.stop("sums over channels")
-    shape = step.shapes[step.op.outputs[0]]
+        raise operator.stop("sums over channels")
+    shape = operator.shapes[operator.op.outputs[0]]
     tail = (layout.dims[-2], ((shape[-1], 0),)) if left is not None else (((shape[-2], 0),), layout.dims[-1])
     return [replace(layout, dims=(*layout.dims[:-2], *tail), mixes=True, head_size=shape[-1])]
 
 
-def _attention(step: Step) -> list[Layout | None]:
+def _attention(operator: ScaledOp) -> list[Layout | None]:
     """Pass the value's channels through fused attention, its heads repeated.
 
     Query, key, value [B, heads, T, size].
     """
-    q, k, v = step.op.args[:3]
-    layout = step.of(v)
-    n_outputs = len(step.op.outputs)
-    if layout is None or step.of(q) is not None or step.of(k) is not None or len(layout.dims) != 4:
-        raise step.stop("takes scaled queries or keys")
-    heads, tokens, size = step.shapes[step.op.outputs[0]][1:]
+    q, k, v = operator.op.args[:3]
+    layout = operator.of(v)
+    n_outputs = len(operator.op.outputs)
+    if layout is None or operator.of(q) is not None or operator.of(k) is not None or len(layout.dims) != 4:
+        raise operator.stop("takes scaled queries or keys")
+    heads, tokens, size = operator.shapes[operator.op.outputs[0]][1:]
     value_heads = math.prod(n for n, _ in layout.dims[1])
     if heads % value_heads or not layout.still[2]:
-        raise step.stop("sums over channels")
+        raise operator.stop("sums over channels")
     repeated = (*layout.dims[1], (heads // value_heads, 0)) if heads != value_heads else layout.dims[1]
     dims = (layout.dims[0], repeated, ((tokens, 0),), layout.dims[3])
     return [replace(layout, dims=dims, mixes=True, head_size=size), *([None] * (n_outputs - 1))]
 
 
-Rule = Callable[[Step], list[Layout | None]]
+Rule = Callable[[ScaledOp], list[Layout | None]]
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "unflatten"), _view),
     **dict.fromkeys(("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "neg"), _keep_layout),

@@ -40,7 +40,7 @@ class Op:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a module: the tensors among its arguments and results. `start`, `stop`: operators run meanwhile."""
 
     module: str
@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Flow:
+class DataFlow:
     """A recorded run. Values are numbered; module and parameter names are the user's (see `plain`).
 
     A value has at most one `producers` entry; those of parameters, buffers and inputs have none.
@@ -62,12 +62,12 @@ class Flow:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     producers: dict[int, Op] = field(default_factory=dict)
     consumers: dict[int, list[Op]] = field(default_factory=dict)
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
-    def in_order(self) -> list[Call]:
+    def in_order(self) -> list[ModuleCall]:
         """Return all calls by the time at which they began, a module before what it calls."""
         return sorted((call for calls in self.calls.values() for call in calls), key=lambda c: (c.start, -c.stop))
 
@@ -77,7 +77,7 @@ def within(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Flow:
+def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> DataFlow:
     """Run `module` once on `feeds` (by parameter of forward) and write down what reads what.
 
     Unless `compute`, tensors hold no values, wherever the module lies (meta, CPU): a forward that looks at values then
@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, module: nn.Module, state: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.flow = Flow(module, modules={plain(name): m for name, m in module.named_modules()})
+        self.flow = DataFlow(module, modules={plain(name): m for name, m in module.named_modules()})
         self.alive: list[Tensor] = []
         self.views: dict[tuple[Any, ...], tuple[int, int]] = {}  # view -> (value, writes)
         self.writes: dict[int, tuple[int, int]] = {}  # memory -> (writes so far, the last written value)
@@ -216,7 +216,7 @@ class _Recorder(TorchDispatchMode):
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self.running.pop()
             inputs, start = calls.pop()
-            call = Call(name, inputs, self._number_values(out), start, len(self.flow.ops))
+            call = ModuleCall(name, inputs, self._number_values(out), start, len(self.flow.ops))
             self.flow.calls.setdefault(name, []).append(call)
 
         return hook

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.blocks.experts import Experts, first_expert_only, is_stacked
 from compress.blocks.materialise import plain
 from compress.facts import BlockFacts, Reading, Residual, Structure
-from compress.structure.dataflow import Call, Flow, record, within
+from compress.structure.dataflow import DataFlow, ModuleCall, record, within
 from compress.structure.residual import find_residual
 from compress.structure.sources import Sources, is_matrix, n_inputs, n_outputs
 
@@ -40,7 +40,7 @@ def one_block(module: nn.Module, note: str) -> Structure:
     return Structure((BlockFacts("", tuple(Reading((name,)) for name in layers)),), notes=(note,))
 
 
-def structure_of(flow: Flow) -> Structure:
+def structure_of(flow: DataFlow) -> Structure:
     """Return the structure that a recorded run shows."""
     notes = [
         f"{name} holds stacked experts, which are no layers; `unstack_experts` makes them so"
@@ -78,7 +78,7 @@ class _Mixture:
     experts: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def _find_blocks(flow: Flow) -> tuple[tuple[str, ...], list[str]]:
+def _find_blocks(flow: DataFlow) -> tuple[tuple[str, ...], list[str]]:
     """Return the names of the longest chain of sibling modules that holds most of what chains hold, and notes."""
     chains = [chain for name in flow.modules if (chain := _find_longest_chain(flow, name))]
     weights = {chain: sum(_count_weights(flow, name) for name in chain) for chain in chains}
@@ -92,7 +92,7 @@ def _find_blocks(flow: Flow) -> tuple[tuple[str, ...], list[str]]:
     return chain, []
 
 
-def _find_longest_chain(flow: Flow, parent: str) -> tuple[str, ...]:
+def _find_longest_chain(flow: DataFlow, parent: str) -> tuple[str, ...]:
     """Return the longest chain among the children of a list; () where there is none.
 
     In a chain each is called once, reads what the one before gave, and holds layers inside.
@@ -119,16 +119,16 @@ def _list_children(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{key}" if name else key for key, _ in module.named_children()]
 
 
-def _is_block(flow: Flow, name: str) -> bool:
+def _is_block(flow: DataFlow, name: str) -> bool:
     """Return whether a module is not a layer itself and holds some."""
     return not is_matrix(flow.modules[name]) and _count_weights(flow, name) > 0
 
 
-def _count_weights(flow: Flow, name: str) -> int:
+def _count_weights(flow: DataFlow, name: str) -> int:
     return sum(n_inputs(m) * n_outputs(m) for m in flow.modules[name].modules() if is_matrix(m))
 
 
-def _find_leak(flow: Flow, chain: Sequence[str]) -> str | None:
+def _find_leak(flow: DataFlow, chain: Sequence[str]) -> str | None:
     """Return a text on what is computed inside a block and read outside it, if not as the next block's input.
 
     Of all blocks before the last; None where there is no such value.
@@ -145,7 +145,7 @@ def _find_leak(flow: Flow, chain: Sequence[str]) -> str | None:
     return None
 
 
-def _find_mixtures(flow: Flow, chain: Sequence[str]) -> list[_Mixture]:
+def _find_mixtures(flow: DataFlow, chain: Sequence[str]) -> list[_Mixture]:
     """Return the lists of alike modules that hold layers and are no chain: of which a router may call some."""
     mixtures = []
     for name, module in flow.modules.items():
@@ -159,14 +159,14 @@ def _find_mixtures(flow: Flow, chain: Sequence[str]) -> list[_Mixture]:
     return mixtures
 
 
-def _list_shapes(flow: Flow, expert: str, layers: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+def _list_shapes(flow: DataFlow, expert: str, layers: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
     """Return the names of an expert's layers inside it, and their sizes."""
     return tuple(
         (layer.removeprefix(expert), n_inputs(flow.modules[layer]), n_outputs(flow.modules[layer])) for layer in layers
     )
 
 
-def _are_branches(flow: Flow, experts: Sequence[tuple[str, tuple[str, ...]]]) -> bool:
+def _are_branches(flow: DataFlow, experts: Sequence[tuple[str, tuple[str, ...]]]) -> bool:
     """Return whether all are layers themselves, or are called on the same tensor: branches, not experts."""
     if any(name in layers for name, layers in experts):
         return True
@@ -174,7 +174,7 @@ def _are_branches(flow: Flow, experts: Sequence[tuple[str, tuple[str, ...]]]) ->
     return all(len(c) == 1 for c in calls) and len({c[0].inputs[:1] for c in calls}) == 1
 
 
-def _list_layers(flow: Flow, name: str) -> tuple[str, ...]:
+def _list_layers(flow: DataFlow, name: str) -> tuple[str, ...]:
     inside = ((f"{name}.{path}" if path else name, m) for path, m in flow.modules[name].named_modules())
     return tuple(full for full, module in inside if is_matrix(module))
 
@@ -194,11 +194,11 @@ def _extend_to_experts(residual: Residual, mixtures: Sequence[_Mixture]) -> Resi
     return replace(residual, writers=every(residual.writers), readers=every(residual.readers), norms=norms)
 
 
-def _list_experts(flow: Flow, block: str, mixtures: Sequence[_Mixture]) -> tuple[tuple[str, ...], ...]:
+def _list_experts(flow: DataFlow, block: str, mixtures: Sequence[_Mixture]) -> tuple[tuple[str, ...], ...]:
     return tuple(layers for mixture in mixtures if within(mixture.name, block) for _, layers in mixture.experts)
 
 
-def _find_readings(flow: Flow, chain: Sequence[str], mixtures: Sequence[_Mixture]) -> _Parts:
+def _find_readings(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[_Mixture]) -> _Parts:
     """Return all readings, in order, sorted into blocks and what is before and after them."""
     sources = Sources(flow)
     expert_of = {layer: expert for m in mixtures for expert, layers in m.experts for layer in layers}
@@ -229,12 +229,12 @@ def _find_readings(flow: Flow, chain: Sequence[str], mixtures: Sequence[_Mixture
     return parts
 
 
-def _find_start(flow: Flow, reading: Reading) -> int:
-    calls: list[Call] = flow.calls.get(reading.layers[0], [])
+def _find_start(flow: DataFlow, reading: Reading) -> int:
+    calls: list[ModuleCall] = flow.calls.get(reading.layers[0], [])
     return calls[0].start if calls else len(flow.ops)
 
 
-def _identify_inputs(flow: Flow, sources: Sources, name: str) -> tuple[int, ...]:
+def _identify_inputs(flow: DataFlow, sources: Sources, name: str) -> tuple[int, ...]:
     """Return the tensor that the layer reads, at each of its calls."""
     return tuple(sources.canonical(call.inputs[0]) if call.inputs else -1 for call in flow.calls[name])
 

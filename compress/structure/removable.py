@@ -10,7 +10,7 @@ from compress.blocks.experts import first_expert_only
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer
 from compress.facts import Removable
-from compress.structure.dataflow import Call, Flow, record, within
+from compress.structure.dataflow import DataFlow, ModuleCall, record, within
 
 PASSED = ("relu", "hardtanh", "clamp", "add", "clone", "alias", "contiguous", "dropout", "native_dropout")
 """Operators behind which what a block read is looked for: sums, and those that do nothing the second time."""
@@ -35,18 +35,18 @@ def find_removable(
     return tuple(Removable(name, _list_layers(flow, name), _is_listed(flow, name)) for name in names)
 
 
-def _find_only_call(flow: Flow, name: str) -> Call | None:
+def _find_only_call(flow: DataFlow, name: str) -> ModuleCall | None:
     """Return the only call of a module that gives one tensor, or several of which the first counts; None for others."""
     calls = flow.calls.get(name, ())
     return calls[0] if len(calls) == 1 and calls[0].inputs and calls[0].outputs else None
 
 
-def _keeps_shape(flow: Flow, name: str) -> bool:
+def _keeps_shape(flow: DataFlow, name: str) -> bool:
     call = _find_only_call(flow, name)
     return call is not None and flow.shapes[call.outputs[0]] in {flow.shapes[value] for value in call.inputs}
 
 
-def _is_residual(flow: Flow, name: str) -> bool:
+def _is_residual(flow: DataFlow, name: str) -> bool:
     """Return whether a module only adds to the one tensor that it reads, and gives one of its shape.
 
     It must hold a layer.
@@ -58,7 +58,7 @@ def _is_residual(flow: Flow, name: str) -> bool:
     return flow.shapes[read] == flow.shapes[given] and read != given and _reaches(flow, call, given, read)
 
 
-def _reaches(flow: Flow, call: Call, value: int, read: int) -> bool:
+def _reaches(flow: DataFlow, call: ModuleCall, value: int, read: int) -> bool:
     """Return whether `read` is `value`, or what PASSED operators made it from inside the call."""
     if value == read:
         return True
@@ -68,11 +68,11 @@ def _reaches(flow: Flow, call: Call, value: int, read: int) -> bool:
     return any(_reaches(flow, call, source, read) for source in op.inputs)
 
 
-def _list_layers(flow: Flow, name: str) -> tuple[str, ...]:
+def _list_layers(flow: DataFlow, name: str) -> tuple[str, ...]:
     parts = flow.modules[name].named_modules()
     return tuple(f"{name}.{path}" if path else name for path, part in parts if is_layer(part))
 
 
-def _is_listed(flow: Flow, name: str) -> bool:
+def _is_listed(flow: DataFlow, name: str) -> bool:
     parent = flow.modules[plain(name.rpartition(".")[0])]
     return isinstance(parent, nn.ModuleList)

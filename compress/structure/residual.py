@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.facts import Residual
 from compress.structure.channels import Stop
-from compress.structure.dataflow import Flow, Op, Ref
+from compress.structure.dataflow import DataFlow, Op, Ref
 from compress.structure.sources import Sources, is_matrix
 
 MOVES = (
@@ -19,7 +19,7 @@ MOVES = (
 """Operators that leave the last dimension as it is, where its size and place do not change."""
 
 
-def find_residual(flow: Flow, first_block: str, sources: Sources) -> tuple[Residual | None, str]:
+def find_residual(flow: DataFlow, first_block: str, sources: Sources) -> tuple[Residual | None, str]:
     """Return the stream that enters `first_block`; or None and why it cannot be rotated."""
     call = flow.calls[first_block][0]
     start = next((value for value in call.inputs if len(flow.shapes[value]) >= 2 and value in flow.producers), None)
@@ -38,7 +38,7 @@ def find_residual(flow: Flow, first_block: str, sources: Sources) -> tuple[Resid
 class _Search:
     """Marks all tensors that are (part of) the stream; Stop as soon as one is used in a way that no rotation allows."""
 
-    flow: Flow
+    flow: DataFlow
     sources: Sources
     width: int
     marked: dict[int, None] = field(default_factory=dict)

@@ -11,8 +11,8 @@ from torch import nn
 from compress.blocks.folding import norm_weight_offset
 from compress.blocks.trace import is_hf_conv1d
 from compress.facts import Reading
-from compress.structure.channels import Layout, Step, Stop, last_dim, pass_through
-from compress.structure.dataflow import Flow, Op, Ref
+from compress.structure.channels import Layout, ScaledOp, Stop, last_dim, pass_through
+from compress.structure.dataflow import DataFlow, Op, Ref
 
 SAME_ROWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "contiguous", "unsqueeze", "squeeze")
 _REACH = 400
@@ -37,7 +37,7 @@ def n_inputs(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReachedLayers:
     """Where a factor on a module's outputs arrives: layer -> the layout of its input at each call."""
 
     layers: dict[str, list[Layout]]
@@ -47,7 +47,7 @@ class Reached:
 class Sources:
     """The search, over one recorded run."""
 
-    flow: Flow
+    flow: DataFlow
 
     def __post_init__(self) -> None:
         names = self.flow.module.named_parameters(remove_duplicate=False)
@@ -136,7 +136,7 @@ class Sources:
         return (columns // r for r in range(1, columns + 1) if columns % r == 0 and columns // r < n_out)
 
     def _match_order(
-        self, reached: Reached, layers: tuple[str, ...], offset: int, columns: int
+        self, reached: ReachedLayers, layers: tuple[str, ...], offset: int, columns: int
     ) -> tuple[int, Layout] | None:
         """Return (repeat, layout) if each call of each layer reads the channels in the order that `Reading` tells."""
         layouts = [layout for layer in layers for layout in reached.layers[layer]]
@@ -164,7 +164,7 @@ class Sources:
         values = [self._values.get(f"{name}.{parameter}", -1) for parameter in parameters]
         return all(op.module == name for value in values for op in self.flow.consumers.get(value, ()))
 
-    def reach(self, source: str, scaled: tuple[int, int], routers: bool = False) -> Reached:
+    def reach(self, source: str, scaled: tuple[int, int], routers: bool = False) -> ReachedLayers:
         """Send a factor on the outputs [scaled[0], scaled[1]) of all calls of `source` on; Stop where it does not pass.
 
         `routers`: modules that multiply with a weight [out, in] of their own, without being a layer, count as layers.
@@ -182,14 +182,14 @@ class Sources:
             if routers and (router := self._find_router(op)) is not None:
                 arrived.setdefault(router, []).extend(here.values())
                 continue
-            for value, layout in zip(op.outputs, pass_through(Step(op, here, flow.shapes, scaled)), strict=False):
+            for value, layout in zip(op.outputs, pass_through(ScaledOp(op, here, flow.shapes, scaled)), strict=False):
                 if layout is not None:
                     layouts[value] = layout
                     pending.update({later.index: later for later in flow.consumers.get(value, ())})
         for value in flow.outputs:
             if value in layouts:
                 raise Stop("the model gives it out")
-        return Reached(arrived)
+        return ReachedLayers(arrived)
 
     def _find_router(self, op: Op) -> str | None:
         """Return the module whose own `weight` [out, in] the operator multiplies rows with, or None."""

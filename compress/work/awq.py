@@ -27,7 +27,7 @@ def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassRes
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:
-        _Work(knobs, step, step_layers(knobs, step, context.target), context.target).run()
+        _BlockScaling(knobs, step, step_layers(knobs, step, context.target), context.target).run()
     return stream.result()
 
 
@@ -42,8 +42,8 @@ class _Seen:
         self.magnitude += rows.abs().sum(0, dtype=torch.float64)
 
 
-class _Work:
-    """One step."""
+class _BlockScaling:
+    """AWQ on one block: scales for each group of layers that read one tensor, then rounding."""
 
     def __init__(self, knobs: Awq, step: BlockStep, layers: StepLayers, target: Target) -> None:
         self.knobs, self.step, self.layers, self.target = knobs, step, layers, target

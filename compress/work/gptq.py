@@ -16,7 +16,7 @@ from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.gptq import Gptq
-from compress.quantize.gptq import Hessian, Rounded, gptq_round, invert_hessian
+from compress.quantize.gptq import Hessian, RoundedWeight, gptq_round, invert_hessian
 from compress.quantize.gram_graph import gram_matrix
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.smooth_graph import input_groups
@@ -56,7 +56,7 @@ def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassRe
     return PassResult(state, (*decisions, *kept), tuple(notes), measured)
 
 
-def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, context: PassContext) -> Rounded:
+def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, context: PassContext) -> RoundedWeight:
     scheme = knobs.setting(facts, context.target)
     weight = torch.from_numpy(layer.matrix().copy())
     try:

@@ -29,7 +29,7 @@ def gptq_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pass
     """Round a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:
-        work = _Work(knobs, step, step_layers(knobs, step, context.target), context.target)
+        work = _BlockRounding(knobs, step, step_layers(knobs, step, context.target), context.target)
         if knobs.sequential and work.layers.schemes:
             step.lockstep(work.visit, work.act)
         elif work.layers.schemes:
@@ -57,8 +57,8 @@ def hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float
     return remarks
 
 
-class _Work:
-    """One step: a Gram matrix for each reading while it is needed, and what is to be said."""
+class _BlockRounding:
+    """GPTQ on one block: a Gram matrix for each reading while it is needed, and the layers that are left to report."""
 
     def __init__(self, knobs: Gptq, step: BlockStep, layers: StepLayers, target: Target) -> None:
         self.knobs, self.step, self.layers, self.target = knobs, step, layers, target

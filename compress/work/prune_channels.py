@@ -24,7 +24,7 @@ from compress.prune.curves import find_curves
 from compress.prune.dimension import Dimension
 from compress.prune.importance import draw_label_loss, random_projection_loss
 from compress.prune.norms import follow_data
-from compress.prune.shrink import Record, renumber_dimension, shrink
+from compress.prune.shrink import ShrinkResult, renumber_dimension, shrink
 from compress.prune.surgery import differs_from_masked, remove
 from compress.tasks import find_torch_task
 from compress.work.prune_batches import pruning_batches
@@ -82,7 +82,7 @@ def _check(knobs: PruneChannels, module: nn.Module, dimensions: Sequence[Dimensi
 
 
 def _make_decisions(
-    module: nn.Module, types: Mapping[str, str], coupling: Coupling, record: Record
+    module: nn.Module, types: Mapping[str, str], coupling: Coupling, record: ShrinkResult
 ) -> tuple[LayerDecision, ...]:
     reasons: dict[str, str] = {}
     unfitted = {name: f"; not fitted: {why}" for name, why in record.left.items()}
@@ -99,7 +99,7 @@ def _make_decisions(
     )
 
 
-def _collect_measurements(record: Record) -> dict[str, dict[str, float]]:
+def _collect_measurements(record: ShrinkResult) -> dict[str, dict[str, float]]:
     """Return by layer what was fitted, and for a dimension's first layer how wide it is."""
     measurements = {
         layer.layer: {"fit_before": layer.before, "fit_after": layer.after} for layer in record.layers if layer.ridge
@@ -111,7 +111,7 @@ def _collect_measurements(record: Record) -> dict[str, dict[str, float]]:
     return measurements
 
 
-def _make_notes(knobs: PruneChannels, record: Record, built: Shapes, module: nn.Module) -> list[Note]:
+def _make_notes(knobs: PruneChannels, record: ShrinkResult, built: Shapes, module: nn.Module) -> list[Note]:
     n_before = sum(math.prod(shape) for shape in built.tensors.values())
     n_after = sum(math.prod(shape) for shape in shapes_of(module).tensors.values())
     text = f"{knobs.kind}: {n_after / n_before:.1%} of the weights stay; outputs differ by {record.error_without:.3f}"

@@ -16,7 +16,7 @@ from compress.facts import Note
 from compress.passes.prune_channels import PruneChannels
 from compress.passes.widths import count_kept_units
 from compress.prune.budget import Options, choose_widths, list_widths
-from compress.prune.costs import Cost, Size, macs_cost, parameters_cost
+from compress.prune.costs import AxisSize, Cost, macs_cost, parameters_cost
 from compress.prune.dimension import Dimension
 from compress.prune.latency import (
     LatencyTable,
@@ -117,11 +117,11 @@ def _merge_cost(cost: Cost, groups: Groups) -> Cost:
     """Return the same cost as a function of one width for each group."""
     group_of = {d: g for g, group in enumerate(groups) for d in group}
 
-    def size(before: Size) -> Size:
+    def size(before: AxisSize) -> AxisSize:
         per_unit: dict[int, int] = {}
         for d, k in before.per_unit.items():
             per_unit[group_of[d]] = per_unit.get(group_of[d], 0) + k
-        return Size(before.full, per_unit)
+        return AxisSize(before.full, per_unit)
 
     terms = tuple(replace(term, sizes=tuple(map(size, term.sizes))) for term in cost.terms)
     return Cost(cost.unit, tuple(cost.n_units[group[0]] for group in groups), terms)

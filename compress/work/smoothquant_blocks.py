@@ -26,7 +26,7 @@ def smoothquant_blocks(knobs: SmoothQuant, model: StreamedModel, context: PassCo
     """Smooth a streamed model. Raises PassError naming the layers."""
     stream = Stream(model, context)
     for step in stream:
-        _Work(knobs, step, context).run()
+        _BlockSmoothing(knobs, step, context).run()
     return stream.result()
 
 
@@ -44,8 +44,8 @@ class _Sample:
             self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
 
 
-class _Work:
-    """One step."""
+class _BlockSmoothing:
+    """SmoothQuant on one block: what each group of layers reads, and the scales that are folded for it."""
 
     def __init__(self, knobs: SmoothQuant, step: BlockStep, context: PassContext) -> None:
         self.knobs, self.step = knobs, step

@@ -42,7 +42,8 @@ def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) 
     for step in stream:
         taken, kept = knobs.choose_layers(step_facts(step), model.structure)
         step.say(decisions=[*map(knobs.decision, taken), *kept])
-        work = _Work(knobs, step, taken, {layer.name: amounts.get(layer.name, knobs.setting(layer)) for layer in taken})
+        wanted = {layer.name: amounts.get(layer.name, knobs.setting(layer)) for layer in taken}
+        work = _BlockSparsifying(knobs, step, taken, wanted)
         if taken and knobs.needs_calibration:
             visit_inputs(step, [layer.name for layer in taken if layer.type in CONVOLUTIONS], work.visit, work.act)
         work.finish()
@@ -67,8 +68,8 @@ def _compute_global_amounts(knobs: Sparsify, model: StreamedModel) -> dict[str, 
     return {name: Sparsity(count / sizes[name]) for name, count in counts.items()}
 
 
-class _Work:
-    """One step: Gram matrices of what each reading's groups read, while they are needed."""
+class _BlockSparsifying:
+    """Zeros for the layers of one block: Gram matrices of what each reading's groups read, while they are needed."""
 
     def __init__(
         self, knobs: Sparsify, step: BlockStep, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]

@@ -52,7 +52,7 @@ def apply_sparsify_iteratively(knobs: SparsifyIteratively, loaded: LoadedModel, 
     with objective(knobs, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
         lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
-        rounds = _Work(knobs, pupil, _drop_repeated(weights), lessons, course, context).run()
+        rounds = _IterativePruning(knobs, pupil, _drop_repeated(weights), lessons, course, context).run()
     student.requires_grad_(False)
     decisions, figures = _count_zeros(knobs, taken, weights)
     figures |= {f"{NAME}: with {training.share:.1%} zeros": numbers(training.log) for training in rounds}
@@ -69,7 +69,7 @@ def _drop_repeated(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
+class _IterativePruning:
     """What all trainings share. `pupil`: what is trained, the student in it; `weights`: those that become sparse."""
 
     knobs: SparsifyIteratively

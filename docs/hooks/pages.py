@@ -21,6 +21,7 @@ MIRRORED = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "recipes/README.md": "reference/recipes.md",
     "notebooks/README.md": "notebooks.md",
     "benchmarks/README.md": "benchmarks.md",
     "compress/README.md": "house.md",

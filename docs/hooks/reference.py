@@ -304,9 +304,10 @@ def write_manifest() -> list[str]:
 
 
 def write_recipes(root: Path) -> list[str]:
-    """Return each recipe of the repository with its text."""
+    """Return each recipe of the repository with its text, those by use case first."""
     lines: list[str] = []
-    for path in sorted((root / "recipes").rglob("*.yaml")):
+    folder = root / "recipes"
+    for path in (*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*/*.yaml"))):
         lines += [f"## {path.relative_to(root).as_posix()}", "", "```yaml", path.read_text().rstrip(), "```", ""]
     return lines
 

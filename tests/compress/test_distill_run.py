@@ -15,7 +15,7 @@ from compress.context import PassContext, PassResult
 from compress.distill import train as loop
 from compress.distill.course import Course
 from compress.distill.train import FILE
-from compress.execution.passes import Ground, block_passes_alone
+from compress.execution.passes import RunContext, block_passes_alone
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes import Pass
@@ -69,7 +69,7 @@ def _saved_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingPass, "course", eager)
 
 
-def ground(cache: Path, knobs: Distill) -> Ground:
+def ground(cache: Path, knobs: Distill) -> RunContext:
     recipe: Recipe = compress.load_recipe(QUICKSTART, ["data.evaluation.samples=20"])
     assert recipe.data.calibration is not None
     train = DataSpec(source=recipe.data.calibration.source, samples=120)
@@ -77,10 +77,10 @@ def ground(cache: Path, knobs: Distill) -> Ground:
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
     (cache / "log.txt").unlink(missing_ok=True)
-    return Ground(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
+    return RunContext(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
 
 
-def weights(one: Ground) -> dict[str, torch.Tensor]:
+def weights(one: RunContext) -> dict[str, torch.Tensor]:
     step = one.cache.get(one.plan.keys.passes[1])
     assert step is not None
     return load_file(step.folder / "weights.safetensors")

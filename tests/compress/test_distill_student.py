@@ -25,7 +25,7 @@ import compress
 from compress.distill.student import rename_inputs, start_from
 from compress.errors import PassError, PlanError
 from compress.execution.blocks import open_streamed
-from compress.execution.passes import Ground, _run_model_passes, not_kept
+from compress.execution.passes import RunContext, _run_model_passes, not_kept
 from compress.export.checkpoint import write_checkpoint
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Removable, Structure
 from compress.formats.targets import TARGETS
@@ -225,7 +225,7 @@ def taught(own: Recipe, folder: Path, name: str = "checkpoint") -> tuple[LoadedM
     plan = make_plan(own, folder / "cache")
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
-    ground = Ground(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
+    ground = RunContext(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
     loaded, results = _run_model_passes(ground, not_kept)
     assert loaded is not None
     write_checkpoint(folder / name, open_streamed(plan.inputs, loaded), CheckpointExport(), "")

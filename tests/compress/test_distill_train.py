@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_processes import SEARCH_PATH
 from distilling import COURSE, conv_net, images, label_lessons, quiet, taught
 from safetensors.torch import load_file, save
 from torch import nn
@@ -73,7 +74,7 @@ def command(out: Path, work: str, steps: int, *launcher: str, **changes: Any) ->
     return [sys.executable, *launcher, str(out / "script.py"), str(HERE), str(out), work, str(steps), more]
 
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.sizes import Shapes, fit, shapes_from, shapes_of
 from compress.context import PassContext
 from compress.errors import PassError, PlanError, SourceError
-from compress.execution.passes import Ground, _run_model_passes, not_kept
+from compress.execution.passes import RunContext, _run_model_passes, not_kept
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
 from compress.formats.targets import TARGETS
 from compress.models.huggingface import ImageModel, TextModel
@@ -494,7 +494,7 @@ def from_the_cache(own: Recipe, folder: Path) -> LoadedModel:
     assert plan.steps[-1].cached
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
-    ground = Ground(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
+    ground = RunContext(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
     loaded, _ = _run_model_passes(ground, not_kept)
     assert loaded is not None
     return loaded

@@ -24,7 +24,7 @@ from compress.prune.layers import (
     write_weight,
 )
 from compress.prune.least_squares import RIDGE, distance, fit, solve
-from compress.prune.obs import DAMPING, Reading, compensate_weight, eliminate
+from compress.prune.obs import DAMPING, ReadingLayer, compensate_weight, eliminate
 from compress.prune.statistics import Sums, gather_inputs
 
 LAYERS = {
@@ -45,8 +45,8 @@ def correlated(rows: int, features: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, features, generator=generator, dtype=torch.float64) @ (mix + torch.eye(features)) + 0.3
 
 
-def reading(x: Tensor, weight: Tensor, k: int) -> Reading:
-    return Reading(weight, x.T @ x / len(x), np.arange(x.shape[1]).reshape(-1, k))
+def reading(x: Tensor, weight: Tensor, k: int) -> ReadingLayer:
+    return ReadingLayer(weight, x.T @ x / len(x), np.arange(x.shape[1]).reshape(-1, k))
 
 
 def refitted_error(x: Tensor, weight: Tensor, kept: list[int]) -> float:

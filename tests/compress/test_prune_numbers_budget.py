@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.errors import PassError
 from compress.prune.budget import Options, choose_widths, list_widths
-from compress.prune.costs import Cost, Size, Term, macs_cost, parameters_cost
+from compress.prune.costs import AxisSize, Cost, Term, macs_cost, parameters_cost
 from compress.prune.coupling import find_coupling
 from compress.prune.latency import (
     LatencyTable,
@@ -55,7 +55,7 @@ def random_problem(seed: int) -> tuple[list[Options], Cost]:
     rng = np.random.default_rng(seed)
     widths = np.array([2, 4, 6, 8])
     options = [Options(widths, np.append(np.sort(rng.exponential(size=3))[::-1], 0.0)) for _ in range(3)]
-    sizes = [Size(8, {d: 1}) for d in range(3)]
+    sizes = [AxisSize(8, {d: 1}) for d in range(3)]
     factors = rng.integers(1, 5, 4)
     terms = [
         Term((sizes[0],), lambda s: float(factors[0] * s[0])),
@@ -89,7 +89,7 @@ def test_independent_dimensions_get_the_best_widths() -> None:
     rng = np.random.default_rng(0)
     widths = np.arange(8, 65, 8)
     options = [Options(widths, np.append(np.sort(rng.exponential(size=7))[::-1], 0.0)) for _ in range(4)]
-    terms = [Term((Size(64, {d: 1}),), lambda s, f=f: float(f * s[0])) for d, f in enumerate((1, 2, 3, 5))]  # type: ignore[misc]
+    terms = [Term((AxisSize(64, {d: 1}),), lambda s, f=f: float(f * s[0])) for d, f in enumerate((1, 2, 3, 5))]  # type: ignore[misc]
     cost = Cost("ms", (64,) * 4, tuple(terms))
     budget = 0.5 * cost.at((64,) * 4)
     every = (w for w in itertools.product(widths, repeat=4) if cost.at(w) <= budget)
@@ -100,7 +100,7 @@ def test_independent_dimensions_get_the_best_widths() -> None:
 def test_of_many_widths_those_near_the_choice_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     options = [Options(np.arange(1, 65), np.cumsum(rng.random(64))[::-1].copy()) for _ in range(4)]
-    cost = Cost("units", (64,) * 4, tuple(Term((Size(64, {d: 1}),), lambda sizes: sizes[0]) for d in range(4)))
+    cost = Cost("units", (64,) * 4, tuple(Term((AxisSize(64, {d: 1}),), lambda sizes: sizes[0]) for d in range(4)))
     whole = damage_of(options, choose_widths(options, cost, 130))
     monkeypatch.setattr("compress.prune.budget.MOST_WIDTHS", 64)
     assert damage_of(options, choose_widths(options, cost, 130)) == pytest.approx(whole, rel=0.02)
@@ -148,7 +148,7 @@ def test_wanted_layers_know_their_form_and_what_to_measure() -> None:
     assert (c.outs, c.ins, c.shape.per_group, c.shape.groups) == ((4, 8, 12), (1,), 1, 12)
     assert (d.outs, d.ins, d.shape.kernel, d.shape.places) == ((5,), (4, 8, 12), (), ())
     assert (a.shape.places, b.shape.places, b.shape.kernel) == ((8, 8), (4, 4), (3, 3))
-    size = Size(100, {0: 1})
+    size = AxisSize(100, {0: 1})
     assert grid(size, [range(1, 101)], [100], both=False) == tuple(range(1, 101))
     few = grid(size, [range(1, 101)], [100], both=True)
     assert (len(few), few[0], few[-1]) == (8, 1, 100)

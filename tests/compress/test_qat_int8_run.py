@@ -10,7 +10,7 @@ import pytest
 
 import compress
 from compress.errors import PlanError
-from compress.execution.passes import Ground, block_passes_alone
+from compress.execution.passes import RunContext, block_passes_alone
 from compress.passes import Int8, Pass
 from compress.passes.distill import Distill
 from compress.passes.loss_terms import HiddenTerm
@@ -33,7 +33,7 @@ def knobs(**more: Any) -> Qat:
     return Qat(**{"scheme": "W8A8", "batch_size": 16, "held_out": 0.2} | more)
 
 
-def ground(cache: Path, *passes: Pass) -> Ground:
+def ground(cache: Path, *passes: Pass) -> RunContext:
     recipe: Recipe = compress.load_recipe(QUICKSTART, ["data.evaluation.samples=40", "validate.gates=[]"])
     assert recipe.data.calibration is not None
     train = DataSpec(source=recipe.data.calibration.source, samples=120)
@@ -43,7 +43,7 @@ def ground(cache: Path, *passes: Pass) -> Ground:
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
     (cache / "log.txt").unlink(missing_ok=True)
-    return Ground(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
+    return RunContext(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
 
 
 def test_a_recipe_ends_in_a_judged_int8_bundle(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from child_processes import SEARCH_PATH
 
 from compress.blocks.sharing import (
     Share,
@@ -69,7 +70,7 @@ def launch(out: Path, *launcher: str) -> None:
     out.mkdir()
     script = out / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
     command = [sys.executable, *launcher, str(script), str(HERE), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

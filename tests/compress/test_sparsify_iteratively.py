@@ -33,7 +33,7 @@ from compress.store.training_state import module_state
 from compress.work import apply_pass
 from runtime.bundle.tensors import TensorSpec
 
-RECIPE = Path(__file__).parents[2] / "recipes/digits-lottery-ticket.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes/claims/digits-lottery-ticket.yaml"
 TARGET = TARGETS["onnxruntime-cpu"]
 IMAGES = (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),)
 LOGITS = (TensorSpec("logits", "float32", ("batch", 4)),)

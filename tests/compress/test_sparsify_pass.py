@@ -282,7 +282,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(
     from compress.work import sparsify as sparsify_blocks
 
     whole = run(streamed(llama()), tmp_path / "whole", **knobs)
-    finish, left = sparsify_blocks._Work.finish, 0
+    finish, left = sparsify_blocks._BlockSparsifying.finish, 0
 
     def stopping(work: Any) -> None:
         nonlocal left
@@ -291,13 +291,13 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(
             raise KeyboardInterrupt
         finish(work)
 
-    monkeypatch.setattr(sparsify_blocks._Work, "finish", stopping)
+    monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", stopping)
     for done in range(3):
         left = 1
         with pytest.raises(KeyboardInterrupt):
             run(streamed(llama()), tmp_path / "broken", **knobs)
         assert len(files(tmp_path / "broken")) == done + 1
-    monkeypatch.setattr(sparsify_blocks._Work, "finish", finish)
+    monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", finish)
     result = run(streamed(llama()), tmp_path / "broken", **knobs)
     assert files(tmp_path / "broken") == files(tmp_path / "whole") and len(files(tmp_path / "whole")) > 3
     assert result.decisions == whole.decisions

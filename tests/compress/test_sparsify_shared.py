@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_processes import SEARCH_PATH
 from streaming import llama, streamed
 from test_sparsify_pass import on_images, run
 
@@ -37,7 +38,7 @@ def test_two_processes_reach_what_one_reaches(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "script.py").write_text(SHARED)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, str(tmp_path / "script.py"), str(Path(__file__).parent), str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, alone in (("llama", run(streamed(llama()))), ("conv", on_images())):

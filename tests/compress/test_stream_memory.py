@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from child_processes import SEARCH_PATH
 from streaming import gpt2, llama, streamed
 
 from compress.blocks.stream_memory import FIXED_BYTES, StreamUse, stream_memory
@@ -60,7 +61,7 @@ def told(model: StreamedModel, n_rows: int = 20_000, **use: object) -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a peak that can start anew")
 def test_told_and_taken(tmp_path: Path) -> None:
     """A width of 512, 32 texts of 256 tokens: about 170 MiB."""
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(HERE.parents[1])}
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": SEARCH_PATH}
     command = [sys.executable, "-c", SCRIPT, str(HERE), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

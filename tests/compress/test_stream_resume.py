@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_processes import SEARCH_PATH
 from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
@@ -223,7 +224,7 @@ def test_killed_while_it_works(tmp_path: Path) -> None:
 
 
 def lines_until(work: Path, index: int) -> Iterator[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": SEARCH_PATH}
     command = [sys.executable, "-c", SCRIPT, str(HERE), str(work)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1], env=environment) as process:
         assert process.stdout is not None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_processes import SEARCH_PATH
 from streaming import bert, context, gpt2, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
@@ -431,7 +432,7 @@ def test_two_processes_end_with_the_same_and_as_one_does(tmp_path: Path) -> None
     script.write_text(SCRIPT)
     here = Path(__file__).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
     done = subprocess.run(
         [*command, str(script), str(here), str(tmp_path)], env=environment, capture_output=True, text=True, check=False
     )

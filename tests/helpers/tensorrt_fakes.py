@@ -21,7 +21,7 @@ import pytest
 from runtime.bundle.profiles import Ranges, profile_of
 from runtime.nvidia import cuda, tensorrt_api
 
-RECORDED = sorted((Path(__file__).parent / "tensorrt_api").glob("*.json"))
+RECORDED = sorted((Path(__file__).parents[1] / "runtime/tensorrt_api").glob("*.json"))
 ANSWERS: dict[str, Any] = {
     "serialize": b"timed",
     "build_serialized_network": b"engine",

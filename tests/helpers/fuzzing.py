@@ -20,7 +20,7 @@ from runtime.errors import RuntimeFailure
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).parents[1] / "fuzz/corpus"
 """Inputs that broke something once, by kind; every run begins with them."""
 FULL = int(os.environ.get("FUZZ_CASES", "0"))
 """Cases of all kinds together, in `make fuzz`; 0 in `make test`, where each test has a few."""
