@@ -271,7 +271,9 @@ def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", hel
 
 @app.command()
 def new(
-    task: Annotated[str, typer.Option("--task", help="What the model does.")] = "image-classification",
+    task: Annotated[
+        str | None, typer.Option("--task", help="What the model does; images are sorted if not given.")
+    ] = None,
     source: Annotated[str | None, typer.Option("--source", help="hf:..., dir:..., python:...:... or onnx:...")] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe to write.")] = Path("recipe.yaml"),
 ) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from compress.tasks import TORCH_TASKS
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
-from runtime.tasks import TASKS, find_task
+from runtime.tasks import find_task
 
 
 def _readable(pattern: str) -> str:
@@ -85,7 +86,7 @@ def _source(examples: tuple[str, ...]) -> Any:
 if TYPE_CHECKING:
     TaskName = str
 else:
-    TaskName = Literal[tuple(TASKS)]
+    TaskName = Literal[tuple(TORCH_TASKS)]
 Preprocess = Annotated[
     ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess, Field(discriminator="kind")
 ]

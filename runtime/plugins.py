@@ -1,4 +1,4 @@
-"""What installed distributions add through entry points: passes, metrics, backends. Imports the standard library alone.
+"""What installed distributions add through entry points. Imports the standard library alone.
 
 An entry point's name is the name of what it names, so that a table knows its names without importing anything; an
 entry is imported when it is first looked up. Nothing is found in the working directory, in a bundle or in a recipe.
@@ -22,7 +22,8 @@ from runtime.errors import PluginError
 from runtime.processes.search_path import keep_trusted
 
 PASS_GROUP, METRIC_GROUP, BACKEND_GROUP = "compress.passes", "runtime.metrics", "runtime.backends"
-GROUPS = (PASS_GROUP, METRIC_GROUP, BACKEND_GROUP)
+TASK_GROUP, TORCH_TASK_GROUP = "runtime.tasks", "compress.tasks"
+GROUPS = (PASS_GROUP, METRIC_GROUP, BACKEND_GROUP, TASK_GROUP, TORCH_TASK_GROUP)
 """Groups of entry points that are read."""
 OBJECT = re.compile(r"(?P<module>\w+(?:\.\w+)*):(?P<attribute>\w+(?:\.\w+)*)")
 

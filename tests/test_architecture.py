@@ -165,6 +165,37 @@ def test_every_metric_file_is_listed() -> None:
         assert {id(one) for one in own} <= listed, f"runtime/metrics/{stem}.py has a metric that is not listed"
 
 
+def test_every_task_file_is_listed_on_both_sides() -> None:
+    from compress.tasks import TORCH_TASKS, TorchTask
+    from runtime.tasks import TASKS, Task
+
+    assert list(TASKS.own) == list(TORCH_TASKS.own)
+    shared = {"__init__", "base", "classes", "predict", "starters", "texts"}
+    for folder, table, kind in (("runtime", TASKS.own, type), ("compress", TORCH_TASKS.own, TorchTask)):
+        files = {path.stem for path in (ROOT / folder / "tasks").glob("*.py")} - shared
+        listed = {name.replace("-", "_") for name in table}
+        assert files | {"generic"} == listed, f"{folder}/tasks: a file without its line, or a line without its file"
+        for stem in files:
+            module = __import__(f"{folder}.tasks.{stem}", fromlist=["_"])
+            own = [one for one in vars(module).values() if isinstance(one, kind) and getattr(one, "name", "") in table]
+            names = {one.name for one in own if kind is TorchTask or (issubclass(one, Task) and one is not Task)}
+            assert stem.replace("_", "-") in names
+
+
+def test_no_file_but_its_own_names_a_task() -> None:
+    from runtime.tasks import TASKS
+
+    naming = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for package in ("compress", "runtime")
+        for path in (ROOT / package).rglob("*.py")
+        if path.parent.name != "tasks" and "zoo" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in set(TASKS)
+    ]
+    assert not naming
+
+
 def test_every_backend_file_is_listed() -> None:
     from runtime.backends import BACKENDS, Backend
 

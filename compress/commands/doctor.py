@@ -16,7 +16,16 @@ from rich.table import Table
 from compress.errors import CompressError
 from runtime.bundle.engine import ENGINES, EngineOrder
 from runtime.measure.environment import cpu_info
-from runtime.plugins import BACKEND_GROUP, GROUPS, METRIC_GROUP, PASS_GROUP, Plugin, find_plugins
+from runtime.plugins import (
+    BACKEND_GROUP,
+    GROUPS,
+    METRIC_GROUP,
+    PASS_GROUP,
+    TASK_GROUP,
+    TORCH_TASK_GROUP,
+    Plugin,
+    find_plugins,
+)
 from runtime.processes.isolated import trouble
 
 OWN_NAME = "compress"
@@ -25,6 +34,8 @@ CODE = (".py", ".so", ".pyd")
 LOOK_UP = {
     PASS_GROUP: "from compress.passes import KINDS as table; from compress.work import find_work; find_work({name!r})",
     METRIC_GROUP: "from runtime.metrics import METRICS as table",
+    TASK_GROUP: "from runtime.tasks import TASKS as table",
+    TORCH_TASK_GROUP: "from compress.tasks import TORCH_TASKS as table",
     BACKEND_GROUP: "from compress.formats.targets import TARGETS as table",
 }
 """Group of plug-ins -> the code that finds the table, and for passes their work."""

@@ -26,6 +26,7 @@ from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
+from runtime.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LoadedModel:
     parameters: Mapping[str, str] | None = None
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
-    task: str = "generic"
+    task: str = Task.name
     shapes: Shapes = AS_BUILT
     rounded: RoundedLayers = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compress.recipe.schema import Recipe
 from compress.work import WORK, find_work
-from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, find_plugin
+from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 
 
 def list_plugins(recipe: Recipe) -> dict[str, dict[str, str]]:
@@ -13,6 +13,7 @@ def list_plugins(recipe: Recipe) -> dict[str, dict[str, str]]:
     names = [
         *((PASS_GROUP, pass_.kind) for pass_ in recipe.passes),
         *((METRIC_GROUP, name) for name in (*judged.metrics, *(gate.metric for gate in judged.gates))),
+        *((group, recipe.model.task) for group in (TASK_GROUP, TORCH_TASK_GROUP)),
         *((BACKEND_GROUP, name) for name in (recipe.target, *map(recipe.target_of, recipe.export))),
     ]
     named = {f"{group}: {name}": find_plugin(group, name) for group, name in names}

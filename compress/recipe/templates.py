@@ -14,11 +14,12 @@ from compress.tasks.base import Starter
 from runtime.errors import UsageError
 
 
-def starter(task: str, source: str | None = None) -> str:
-    """Return a commented recipe for `task`, with the model `source` or a made-up one.
+def starter(task: str | None = None, source: str | None = None) -> str:
+    """Return a commented recipe for `task` (default: the first), with the model `source` or a made-up one.
 
     Raises RecipeError if either is none.
     """
+    task = next(iter(TORCH_TASKS)) if task is None else task
     if task not in TORCH_TASKS:
         raise RecipeError(f"--task {task}: unknown task{suggest(task, TORCH_TASKS)}")
     parts = TORCH_TASKS[task].starter

@@ -1,6 +1,8 @@
-"""Every task by name, as torch and data need it: one file each, listed here. Nothing here imports torch."""
+"""Every task by name, as torch and data need it: one file each, then those of installed packages. Imports no torch."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
@@ -9,8 +11,9 @@ from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
+from runtime.plugins import TORCH_TASK_GROUP, Table, check_entry
 
-TORCH_TASKS: dict[str, TorchTask] = {
+_OWN = {
     task.name: task
     for task in (
         IMAGE_CLASSIFICATION,
@@ -21,6 +24,8 @@ TORCH_TASKS: dict[str, TorchTask] = {
         GENERIC,
     )
 }
+
+TORCH_TASKS: Table[TorchTask] = Table(TORCH_TASK_GROUP, _OWN, partial(check_entry, kind=TorchTask))
 
 __all__ = ["TORCH_TASKS", "TorchTask", "find_torch_task"]
 

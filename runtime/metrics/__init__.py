@@ -29,7 +29,7 @@ _OWN = {
         *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
-        *(metric for task in TASKS.values() for metric in task.metrics()),
+        *(metric for task in TASKS.own.values() for metric in task.metrics()),
     )
 }
 METRICS: Table[Metric] = Table(METRIC_GROUP, _OWN, partial(check_entry, kind=Metric), taken=MEASURED)

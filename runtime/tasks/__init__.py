@@ -1,10 +1,12 @@
-"""Every task by name: one file each, listed here."""
+"""Every task by name: one file each, listed here; then those of installed packages."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import partial
 
 from runtime.errors import UsageError
+from runtime.plugins import TASK_GROUP, Table, check_entry
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
@@ -12,7 +14,7 @@ from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
 
-TASKS: dict[str, Task] = {
+_OWN = {
     task.name: task
     for task in (
         ImageClassification(),
@@ -23,6 +25,8 @@ TASKS: dict[str, Task] = {
         Task(),
     )
 }
+
+TASKS: Table[Task] = Table(TASK_GROUP, _OWN, partial(check_entry, kind=Task))
 
 __all__ = ["TASKS", "Task", "find_task"]
 

@@ -143,6 +143,39 @@ def test_no_image_is_written_for_a_backend_whose_packages_are_not_known(
     assert "docker: onnxruntime-plain is a plug-in's backend" in last_problem(done)
 
 
+SORTING = """
+from runtime.tasks.image_classification import ImageClassification
+class Sorting(ImageClassification):
+    name = "photo-sorting"
+    about = "photos into heaps"
+SORTING = Sorting()
+"""
+TORCH_SORTING = """
+from dataclasses import replace
+from compress.tasks.image_classification import IMAGE_CLASSIFICATION
+SORTING = replace(IMAGE_CLASSIFICATION, name="photo-sorting")
+"""
+
+
+def test_a_task_from_outside_is_one_on_both_sides(tmp_path: Path) -> None:
+    points = "[runtime.tasks]\nphoto-sorting = photos:SORTING\n[compress.tasks]\nphoto-sorting = torch_photos:SORTING\n"
+    site = install(tmp_path / "site", points, "photo-kit", photos=SORTING, torch_photos=TORCH_SORTING)
+    recipe = changed(image_recipe(tmp_path), model={"task": "photo-sorting"})
+    call = ("apply", write_recipe(tmp_path / "tiny.yaml", recipe), "--out", tmp_path / "bundle", "--quiet")
+    done = python(site, "-m", "compress", *call, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "bundle/report.json").read_text())["task"] == "photo-sorting"
+    plugins = json.loads((tmp_path / "bundle/lock.json").read_text())["plugins"]
+    assert list(plugins) == ["compress.tasks: photo-sorting", "runtime.tasks: photo-sorting"]
+    done = python(site, "-m", "compress", "new", "--task", "photo-sorting", "--out", tmp_path / "new.yaml")
+    assert done.returncode == 0 and "task: photo-sorting" in (tmp_path / "new.yaml").read_text()
+    assert '"photo-sorting"' in python(site, "-m", "compress", "schema").stdout
+    listed = json.loads(python(site, "-m", "compress", "doctor", "--json").stdout)
+    assert "photo-sorting" in json.dumps(listed)
+    done = python(tmp_path / "elsewhere", "-m", "runtime", "validate", tmp_path / "bundle")
+    assert "'photo-sorting' is not one of" in last_problem(done)
+
+
 def test_the_schema_has_what_is_installed(acme: Path) -> None:
     schema = json.loads(python(acme, "-m", "compress", "schema").stdout)
     assert schema["$defs"]["ClipWeights"]["properties"]["deviations"]["description"] == "Standard deviations that stay."

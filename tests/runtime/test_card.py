@@ -52,6 +52,7 @@ def test_every_command_of_a_card_works(
     makers: dict[str, Callable[[], Path]] = {
         "image-classification": lambda: request.getfixturevalue("image_bundle"),
         "text-classification": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
+        "token-classification": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
         "feature-extraction": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
         "generic": lambda: make_generic(tmp_path / "bundle", tiny),
         "text-generation": lambda: request.getfixturevalue("make_decoder_bundle")(),

@@ -50,7 +50,7 @@ def test_a_model_compared_with_itself_is_ideal(outputs: dict[str, np.ndarray]) -
 
 def test_per_sample_values_average_to_the_metric(labels: np.ndarray) -> None:
     for metric in METRICS.values():
-        if metric.shape in ("score", "tokens"):
+        if metric.shape in ("score", "tokens") or not metric.suits("classes"):
             continue
         reference: Any = labels if metric.against == "labels" else classifier(1)
         values = metric.per_sample(classifier(0), reference)
@@ -261,8 +261,11 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
         "errors": (rng.gamma(5, 2, n), rng.gamma(1, 2, n)),
         "classes": (classes, np.where(rng.random(n) < 0.8, classes, rng.integers(0, 5, n))),
     }
+    actual, found = rng.integers(1, 9, n), rng.integers(1, 9, n)
+    columns["spans"] = (rng.binomial(np.minimum(actual, found), 0.7), actual, found)
     kinds = {"spearman": "correlation", "pearson": "correlation", "sqnr_db": "errors"}
-    return columns[kinds.get(name, "classes" if name.endswith("_macro") else "sums")]
+    by_ending = {"_macro": "classes"} | dict.fromkeys(("span_f1", "span_precision", "span_recall"), "spans")
+    return columns[kinds.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "sums")]
 
 
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.kind == "statistic"])
