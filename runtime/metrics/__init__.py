@@ -20,7 +20,7 @@ from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_D
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
-from runtime.plugins import METRIC_GROUP, Table, check_entry
+from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 
 _OWN = {
     metric.name: metric
@@ -30,7 +30,7 @@ _OWN = {
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
     )
 }
-METRICS: Table[Metric] = Table(METRIC_GROUP, _OWN, partial(check_entry, kind=Metric), taken=MEASURED)
+METRICS: PluginTable[Metric] = PluginTable(METRIC_GROUP, _OWN, partial(check_entry, kind=Metric), taken=MEASURED)
 
 __all__ = [
     "ITL_PERCENTILES",
