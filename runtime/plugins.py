@@ -121,7 +121,7 @@ def _read_entry_points() -> tuple[Plugin, ...]:
     return tuple(plugins)
 
 
-class Table(Mapping[str, Entry], Generic[Entry]):
+class PluginTable(Mapping[str, Entry], Generic[Entry]):
     """What a room lists by name: its own entries, then those of installed distributions.
 
     `accept` takes what an entry point names, and its name, and returns the entry; ValueError says which rule it breaks.

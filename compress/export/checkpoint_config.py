@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torch import nn
 from compress.blocks.sizes import UNFIT_NUMBERS, Setting, config_settings, transformers_config
 from compress.errors import ExportError
 from compress.export.shards import CODES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 COPIED = (
     "generation_config.json",
@@ -67,7 +70,7 @@ def write_config(
     folder: Path,
     source: Path | None,
     module: nn.Module,
-    quantization: Any,
+    quantization: Mapping[str, Any] | None,
     dtype: torch.dtype,
     untie: bool,
     sizes: Mapping[str, Setting],
@@ -97,7 +100,7 @@ def write_config(
     return config
 
 
-def _apply_sizes(record: dict[str, Any], own: Any, sizes: Mapping[str, Setting]) -> dict[str, Any]:
+def _apply_sizes(record: dict[str, Any], own: PretrainedConfig | None, sizes: Mapping[str, Setting]) -> dict[str, Any]:
     """Return the source's configuration with what pruning has changed, and what its class would else derive from it.
 
     A class derives numbers that a file lacks from others (head_dim from the width and the heads), which may since have

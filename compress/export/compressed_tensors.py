@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +21,9 @@ from compress.export.shards import Entry
 from compress.formats.schemes import KvScheme, Scheme
 from compress.quantize.activations import cache_arguments, input_arguments
 from compress.quantize.rounding import QuantizedWeight
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
 
 PACKED = "pack-quantized"
 
@@ -96,7 +99,7 @@ def layer_format(scheme: Scheme) -> str:
     return str(infer_module_format(torch.nn.Linear, _make_scheme_record(scheme, [])).value)
 
 
-def _make_scheme_record(scheme: Scheme, targets: Sequence[str], form: str | None = None) -> Any:
+def _make_scheme_record(scheme: Scheme, targets: Sequence[str], form: str | None = None) -> QuantizationScheme:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     weights = scheme.weights

@@ -127,7 +127,7 @@ def cache_shape(module: nn.Module) -> CacheShape:
     return CacheShape(len(layers), heads, size)
 
 
-def _find_cache_layers(module: nn.Module, name: str) -> Sequence[Any]:
+def _find_cache_layers(module: nn.Module, name: str) -> Sequence[object]:
     from transformers import DynamicCache
 
     if "past_key_values" not in inspect.signature(module.forward).parameters:

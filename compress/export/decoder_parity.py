@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +14,7 @@ from compress.export.parity import TOLERANCE, relative_difference
 from compress.graph.cache import n_cached_layers, past_name, present_name
 from compress.graph.run import Feeds, open_session
 from compress.models.load import LoadedModel
+from runtime.backends.onnxruntime_cpu import InferenceSession
 
 DECODED = 4
 """Tokens of each prompt that are read one at a time."""
@@ -41,7 +41,7 @@ def check_decoder_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence
     return worst
 
 
-def _run_by_pieces(session: Any, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+def _run_by_pieces(session: InferenceSession, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
     """Yield the logits [1, n, vocab] of the prompt's first part, then of each of its last tokens."""
     names = [(past_name(i, kind), present_name(i, kind)) for i in range(n_layers) for kind in ("key", "value")]
     ids = feeds["input_ids"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress.errors import ExportError
 from compress.export.checkpoint_config import write_json
 from compress.facts import Note
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import PreprocessSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
 ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
@@ -70,7 +73,7 @@ def _find_added_tokens(path: Path) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(bare) :]
 
 
-def _load_tokenizer(path: Path) -> Any:
+def _load_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from runtime.plugins import BACKEND_GROUP, Table, check_entry
+from runtime.plugins import BACKEND_GROUP, PluginTable, check_entry
 
 TargetName = Literal[
     "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers"
@@ -255,5 +255,5 @@ def accept_target(entry: object, name: str) -> Target:
     return replace(_OWN[planned_as], name=name)
 
 
-TARGETS: Table[Target] = Table(BACKEND_GROUP, _OWN, accept_target)
+TARGETS: PluginTable[Target] = PluginTable(BACKEND_GROUP, _OWN, accept_target)
 """Name -> target; a backend that an installed distribution adds is one, too."""

@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from compress.graph.edit import tidy
 from compress.store.durable import temporary_folder
-from runtime.backends.onnxruntime_cpu import create
+from runtime.backends.onnxruntime_cpu import InferenceSession, create
 
 Feeds = dict[str, np.ndarray]
 TAPPED = "/tapped"
@@ -20,7 +20,7 @@ IN_MEMORY = 2**31 - 2**24
 """Bytes of weights up to which a graph is handed over in memory."""
 
 
-def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True) -> ort.InferenceSession:
+def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True) -> InferenceSession:
     """Open a CPU session. `threads` 0 means all cores; `optimize` False keeps every node as it is written.
 
     Raises whatever ONNX Runtime raises on a graph that it cannot load.
@@ -66,7 +66,7 @@ def clone(model: ir.Model) -> ir.Model:
     return model.clone()
 
 
-def run_batches(session: ort.InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
+def run_batches(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
     """Yield the outputs by name, batch by batch."""
     names = [output.name for output in session.get_outputs()]
     for feeds in batches:

@@ -27,7 +27,7 @@ from compress.passes.sparsify import Sparsify
 from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.passes.tune import Tune
 from compress.specs import Record
-from runtime.plugins import PASS_GROUP, Table
+from runtime.plugins import PASS_GROUP, PluginTable
 
 PASSES: tuple[type[Pass], ...] = (
     Autocast,
@@ -67,7 +67,9 @@ def accept_pass(entry: object, name: str) -> type[Pass]:
     return entry
 
 
-KINDS: Table[type[Pass]] = Table(PASS_GROUP, {p.model_fields["kind"].default: p for p in PASSES}, accept_pass)
+KINDS: PluginTable[type[Pass]] = PluginTable(
+    PASS_GROUP, {p.model_fields["kind"].default: p for p in PASSES}, accept_pass
+)
 
 __all__ = [
     "KINDS",

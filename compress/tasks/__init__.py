@@ -11,7 +11,7 @@ from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
-from runtime.plugins import TORCH_TASK_GROUP, Table, check_entry
+from runtime.plugins import TORCH_TASK_GROUP, PluginTable, check_entry
 
 _OWN = {
     task.name: task
@@ -25,7 +25,7 @@ _OWN = {
     )
 }
 
-TORCH_TASKS: Table[TorchTask] = Table(TORCH_TASK_GROUP, _OWN, partial(check_entry, kind=TorchTask))
+TORCH_TASKS: PluginTable[TorchTask] = PluginTable(TORCH_TASK_GROUP, _OWN, partial(check_entry, kind=TorchTask))
 
 __all__ = ["TORCH_TASKS", "TorchTask", "find_torch_task"]
 

@@ -7,7 +7,7 @@ from functools import partial
 from runtime.backends import onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
 from runtime.backends.base import Backend, DeviceTimed, Feeds, Resident, Session
 from runtime.errors import UsageError
-from runtime.plugins import BACKEND_GROUP, Table, check_entry
+from runtime.plugins import BACKEND_GROUP, PluginTable, check_entry
 
 __all__ = ["BACKENDS", "Backend", "DeviceTimed", "Feeds", "Resident", "Session", "find_backend"]
 
@@ -18,7 +18,7 @@ _LISTED = (
     tensorrt.TENSORRT,
     tensorrt.TENSORRT_RTX,
 )
-BACKENDS: Table[Backend] = Table(
+BACKENDS: PluginTable[Backend] = PluginTable(
     BACKEND_GROUP, {backend.name: backend for backend in _LISTED}, partial(check_entry, kind=Backend)
 )
 

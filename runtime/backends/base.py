@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-
+from runtime.bundle.columns import Array
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 
-Feeds = dict[str, np.ndarray[Any, np.dtype[Any]]]
+Feeds = dict[str, Array]
+Options = Mapping[str, str | int | bool]
+"""What a backend is told beside the model and its threads: name -> value, as JSON has it."""
+Handle = TypeVar("Handle")
 
 
 class Session(Protocol):
@@ -81,7 +83,7 @@ class Backend:
     name: str
     available: Callable[[], str | None]
     """None where it works on this machine, else the reason and the mend."""
-    open: Callable[[Path, int, Mapping[str, Any]], Session]
+    open: Callable[[Path, int, Options], Session]
     """(model.onnx, threads, options) -> Session. BundleError names the file; UsageError for an unknown option."""
     library: Callable[[], object]
     """Imports what the backend needs, so that a model's memory can be told from its library's. MissingDependency."""
@@ -91,7 +93,7 @@ class Backend:
     """Of a plug-in: the target as for which a recipe that names this backend is planned and its graph written."""
 
 
-def check_call(backend: str, threads: int, options: Mapping[str, Any], known: tuple[str, ...] = ()) -> None:
+def check_call(backend: str, threads: int, options: Options, known: tuple[str, ...] = ()) -> None:
     """Raise UsageError for threads out of range or an option that the backend does not have."""
     if not 1 <= threads <= MOST_THREADS:
         raise UsageError(f"{backend}: threads is {threads}; give 1 to {MOST_THREADS}")
@@ -100,10 +102,11 @@ def check_call(backend: str, threads: int, options: Mapping[str, Any], known: tu
         raise UsageError(f"{backend}: unknown option '{unknown[0]}'; known: {', '.join(known) or 'none'}")
 
 
-def check_open(path: Path, handle: object) -> None:
-    """Raise UsageError if the session was closed, so that its handle is None."""
+def check_open(path: Path, handle: Handle | None) -> Handle:
+    """Return the session's handle; UsageError if the session was closed, so that it is None."""
     if handle is None:
         raise UsageError(f"{path}: the session is closed; open the model again")
+    return handle
 
 
 def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Feeds) -> None:

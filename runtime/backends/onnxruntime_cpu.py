@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar, Protocol
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.bundle.columns import Array
 from runtime.bundle.files import model_files
 from runtime.bundle.float8 import holds_float8
 from runtime.bundle.tensors import TensorSpec
@@ -15,7 +17,69 @@ from runtime.errors import BundleError, MissingDependency, UsageError
 
 _DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
 _ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
-Opened = tuple[Any, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
+
+
+class Argument(Protocol):
+    """ONNX Runtime's description of an input or output."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
+class DeviceValue(Protocol):
+    """A tensor of ONNX Runtime's that stays where it is: an OrtValue."""
+
+    def shape(self) -> Sequence[int]: ...
+
+    def update_inplace(self, array: Array) -> None: ...
+
+    def numpy(self) -> Array: ...
+
+
+class Binding(Protocol):
+    """Where the inputs of a call lie and its outputs go: an IOBinding."""
+
+    def bind_cpu_input(self, name: str, array: Array) -> None: ...
+
+    def bind_ortvalue_input(self, name: str, value: DeviceValue) -> None: ...
+
+    def bind_ortvalue_output(self, name: str, value: DeviceValue) -> None: ...
+
+    def bind_output(self, name: str, device: str = "cpu") -> None: ...
+
+    def get_outputs(self) -> list[DeviceValue]: ...
+
+    def copy_outputs_to_cpu(self) -> list[Array]: ...
+
+
+class InferenceSession(Protocol):
+    """What is used of onnxruntime's class of that name."""
+
+    def run(self, names: Sequence[str] | None, feeds: Feeds) -> list[Array]: ...
+
+    def run_with_iobinding(self, binding: Binding) -> None: ...
+
+    def io_binding(self) -> Binding: ...
+
+    def get_inputs(self) -> list[Argument]: ...
+
+    def get_outputs(self) -> list[Argument]: ...
+
+    def get_providers(self) -> list[str]: ...
+
+
+class SessionOptions(Protocol):
+    """What is set of onnxruntime's class of that name; modes and levels are values of its enumerations."""
+
+    intra_op_num_threads: int
+    inter_op_num_threads: int
+    execution_mode: object
+    graph_optimization_level: object
+    log_severity_level: int
+
+
+Opened = tuple[InferenceSession, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 
 
 @dataclass
@@ -25,16 +89,16 @@ class OnnxRuntimeSession:
     path: Path
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    handle: Any
+    handle: InferenceSession | None
     device: ClassVar[str] = "cpu"
     """ONNX Runtime's name of where the model's tensors are."""
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
-        check_open(self.path, self.handle)
+        handle = check_open(self.path, self.handle)
         check_feeds(self.inputs, feeds)
         names = choose_outputs(self.outputs, outputs)
         try:
-            results = self.handle.run(names, feeds)
+            results = handle.run(names, feeds)
         except _invalid_argument() as error:
             raise UsageError(f"{self.path}: the inputs do not fit the model: {error}") from error
         except failures() as error:
@@ -45,17 +109,17 @@ class OnnxRuntimeSession:
         self.handle = None
 
 
-def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
+def open_session(path: Path, threads: int, options: Options) -> Session:
     """Load with every graph optimisation, `threads` inside an operator, one operator at a time. No options."""
     check_call("onnxruntime-cpu", threads, options)
     handle, inputs, outputs = open_handle(path, session_options(threads), ["CPUExecutionProvider"])
     return OnnxRuntimeSession(path, inputs, outputs, handle)
 
 
-def session_options(threads: int) -> Any:
+def session_options(threads: int) -> SessionOptions:
     """Return the options that every session here is opened with."""
     ort = onnxruntime_library()
-    settings = ort.SessionOptions()
+    settings: SessionOptions = ort.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
@@ -64,7 +128,7 @@ def session_options(threads: int) -> Any:
     return settings
 
 
-def open_handle(path: Path, settings: Any, providers: list[Any]) -> Opened:
+def open_handle(path: Path, settings: SessionOptions, providers: list[str]) -> Opened:
     """Open the session, with its inputs and outputs, on the first of `providers` that can.
 
     BundleError names the file.
@@ -82,7 +146,7 @@ def open_handle(path: Path, settings: Any, providers: list[Any]) -> Opened:
         ) from error
 
 
-def create(model: str | bytes, settings: Any, providers: list[Any]) -> Any:
+def create(model: str | bytes, settings: SessionOptions, providers: list[str]) -> InferenceSession:
     """Create onnxruntime's InferenceSession of a file's path or of its content.
 
     Float8 is kept as it is written (`runtime.bundle.float8`). Raises whatever onnxruntime raises.
@@ -90,7 +154,8 @@ def create(model: str | bytes, settings: Any, providers: list[Any]) -> Any:
     ort = onnxruntime_library()
     if holds_float8(model) and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
         settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    return ort.InferenceSession(model, settings, providers=providers)
+    session: InferenceSession = ort.InferenceSession(model, settings, providers=providers)
+    return session
 
 
 def why_unavailable() -> str | None:
@@ -102,15 +167,17 @@ def why_unavailable() -> str | None:
     return None
 
 
-def onnxruntime_library() -> Any:
+def onnxruntime_library() -> ModuleType:
+    """Return the imported onnxruntime. MissingDependency."""
     try:
         import onnxruntime
     except ImportError as error:
         raise MissingDependency("onnxruntime", "the backend onnxruntime-cpu") from error
-    return onnxruntime
+    library: ModuleType = onnxruntime
+    return library
 
 
-def _read_specs(arguments: list[Any]) -> tuple[TensorSpec, ...]:
+def _read_specs(arguments: list[Argument]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(arg.name, _dtype(arg.type), _shape(arg.shape)) for arg in arguments)
 
 

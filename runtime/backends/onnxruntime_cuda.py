@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.backends.onnxruntime_cpu import (
+    DeviceValue,
     OnnxRuntimeSession,
     failures,
     onnxruntime_library,
     open_handle,
     session_options,
 )
+from runtime.bundle.columns import Array
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.nvidia.gpu import NO_GPU, gpu_here
 from runtime.processes.isolated import trouble
@@ -28,33 +30,33 @@ PROVIDER = "CUDAExecutionProvider"
 class CudaSession(OnnxRuntimeSession):
     """An ONNX Runtime session whose inputs are copied into buffers on the GPU that stay where they are."""
 
-    buffers: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, DeviceValue] = field(default_factory=dict)
     device: ClassVar[str] = "cuda"
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
-        check_open(self.path, self.handle)
+        handle = check_open(self.path, self.handle)
         check_feeds(self.inputs, feeds)
         names = choose_outputs(self.outputs, outputs)
         try:
-            binding = self.handle.io_binding()
+            binding = handle.io_binding()
             for name, array in feeds.items():
                 binding.bind_ortvalue_input(name, self._fill_buffer(name, np.asarray(array, order="C")))
             for name in names:
                 binding.bind_output(name, "cuda")
-            self.handle.run_with_iobinding(binding)
+            handle.run_with_iobinding(binding)
             results = binding.copy_outputs_to_cpu()
         except failures() as error:
             raise BundleError(f"{self.path}: ONNX Runtime could not run the model on the GPU: {error}") from error
         return dict(zip(names, results, strict=True))
 
-    def _fill_buffer(self, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> Any:
+    def _fill_buffer(self, name: str, array: Array) -> DeviceValue:
         import onnxruntime
 
         kept = self.buffers.get(name)
         if kept is not None and tuple(kept.shape()) == array.shape:
             kept.update_inplace(array)
         else:
-            self.buffers[name] = kept = onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+            kept = self.buffers[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
         return kept
 
     def close(self) -> None:
@@ -62,7 +64,7 @@ class CudaSession(OnnxRuntimeSession):
         super().close()
 
 
-def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
+def open_session(path: Path, threads: int, options: Options) -> Session:
     """Load on the GPU; RuntimeFailure where ONNX Runtime would go to the CPU instead, which it does without a word."""
     check_call("onnxruntime-cuda", threads, options)
     onnxruntime_library().preload_dlls()  # CUDA and cuDNN, where pip installed them

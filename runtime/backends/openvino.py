@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
+import numpy as np
+
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.bundle.columns import Array
 from runtime.bundle.files import model_files
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
@@ -16,6 +20,69 @@ from runtime.errors import BundleError, MissingDependency, UsageError
 PRECISIONS = ("f32", "bf16")
 MOST_SHAPES = 8
 """Compiled at once with `static`; the one used longest ago goes."""
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class InferRequest(Protocol):
+    """What is used of OpenVINO's class of that name."""
+
+    def infer(self, feeds: Feeds, *, share_inputs: bool) -> Mapping[int, Array]: ...
+
+
+class PortSize(Protocol):
+    """A size of a port's shape."""
+
+    @property
+    def is_dynamic(self) -> bool: ...
+
+    def get_length(self) -> int: ...
+
+
+class ElementType(Protocol):
+    """The type of a port's values."""
+
+    def to_dtype(self) -> np.dtype: ...
+
+
+class Port(Protocol):
+    """OpenVINO's description of an input or output."""
+
+    @property
+    def element_type(self) -> ElementType: ...
+
+    @property
+    def partial_shape(self) -> Iterable[PortSize]: ...
+
+    def get_any_name(self) -> str: ...
+
+
+class Model(Protocol):
+    """A model that was read and can be bound to sizes."""
+
+    def clone(self) -> Model: ...
+
+    def reshape(self, shapes: Mapping[str, list[int]]) -> None: ...
+
+
+class CompiledModel(Protocol):
+    """A model for one device."""
+
+    @property
+    def inputs(self) -> Sequence[Port]: ...
+
+    @property
+    def outputs(self) -> Sequence[Port]: ...
+
+    def create_infer_request(self) -> InferRequest: ...
+
+
+class Core(Protocol):
+    """What is used of OpenVINO's class of that name."""
+
+    def read_model(self, path: Path) -> Model: ...
+
+    def compile_model(self, model: Model, device: str, config: Mapping[str, object]) -> CompiledModel: ...
 
 
 @dataclass
@@ -25,25 +92,26 @@ class OpenVinoSession:
     path: Path
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    request: Any
-    specialize: Callable[[Feeds], Any] | None = None
-    special: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    request: InferRequest | None
+    specialize: Callable[[Feeds], InferRequest] | None = None
+    special: dict[Shapes, InferRequest] = field(default_factory=dict)
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
-        check_open(self.path, self.request)
+        request = check_open(self.path, self.request)
         check_feeds(self.inputs, feeds)
         names = choose_outputs(self.outputs, outputs)
         try:
-            results = self._pick_request(feeds).infer(feeds, share_inputs=True)
+            results = self._pick_request(feeds, request).infer(feeds, share_inputs=True)
         except RuntimeError as error:  # OpenVINO has no classes of its own
             raise UsageError(
                 f"{self.path}: OpenVINO could not run the model on these inputs: {_last_line(error)}"
             ) from error
         return {spec.name: results[i] for i, spec in enumerate(self.outputs) if spec.name in names}
 
-    def _pick_request(self, feeds: Feeds) -> Any:
+    def _pick_request(self, feeds: Feeds, general: InferRequest) -> InferRequest:
+        """Return the request of these shapes, made where there is none; `general` where all share one."""
         if self.specialize is None:
-            return self.request
+            return general
         shapes = tuple(sorted((name, values.shape) for name, values in feeds.items()))
         request = self.special.pop(shapes, None) or self.specialize(feeds)
         self.special[shapes] = request  # the newest last
@@ -56,7 +124,7 @@ class OpenVinoSession:
         self.special.clear()
 
 
-def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
+def open_session(path: Path, threads: int, options: Options) -> Session:
     """Compile for the device CPU, tuned for latency, in one stream of `threads` threads.
 
     The option `precision` is "f32", "bf16" or None (OpenVINO's default: bf16 where the CPU has it) and rules what the
@@ -72,7 +140,7 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
         )
     openvino = _import_openvino()
     model_files(path)
-    config = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
+    config: dict[str, object] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     if precision is not None:
         config["INFERENCE_PRECISION_HINT"] = precision
     try:
@@ -84,7 +152,7 @@ def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Sessio
             "use the backend onnxruntime-cpu"
         ) from error
 
-    def specialize(feeds: Feeds) -> Any:
+    def specialize(feeds: Feeds) -> InferRequest:
         fixed = model.clone()
         fixed.reshape({name: list(values.shape) for name, values in feeds.items()})
         return _core().compile_model(fixed, "CPU", config).create_infer_request()
@@ -108,28 +176,30 @@ def why_unavailable() -> str | None:
 
 
 @cache
-def _core() -> Any:
+def _core() -> Core:
     """Return the one Core of the process, which is never given up.
 
     Its CPU plugin makes memory of its own the stack of signal handlers, and frees that with itself: the next signal
     would end the process by a segmentation fault (2026.4).
     """
-    return _import_openvino().Core()
+    core: Core = _import_openvino().Core()
+    return core
 
 
-def _import_openvino() -> Any:
+def _import_openvino() -> ModuleType:
     try:
         import openvino
     except ImportError as error:
         raise MissingDependency("openvino", "the backend openvino") from error
-    return openvino
+    library: ModuleType = openvino
+    return library
 
 
-def _read_specs(ports: list[Any]) -> tuple[TensorSpec, ...]:
+def _read_specs(ports: Sequence[Port]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(port.get_any_name(), port.element_type.to_dtype().name, _shape(port)) for port in ports)
 
 
-def _shape(port: Any) -> tuple[int | str, ...]:
+def _shape(port: Port) -> tuple[int | str, ...]:
     """Return a port's shape; free dimensions get names here, because OpenVINO keeps none."""
     return tuple(f"dim{i}" if size.is_dynamic else size.get_length() for i, size in enumerate(port.partial_shape))
 

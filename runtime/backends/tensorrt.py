@@ -5,14 +5,16 @@ Where calls keep their shapes, `cuda_graph` captures one call and launches it ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 
-from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.bundle.columns import Array
 from runtime.bundle.engine import ENGINES, EngineRecord, Here, why_not_here
 from runtime.bundle.profiles import InputShapes, Profile, profile_for
 from runtime.bundle.tensors import TensorSpec
@@ -29,6 +31,42 @@ OPTIONS = ("cuda_graph", STREAMED, WEIGHTS, HOST_CODE)
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
+class ExecutionContext(Protocol):
+    """What is used of TensorRT's IExecutionContext; what returns bool says whether the call was accepted."""
+
+    def set_optimization_profile_async(self, number: int, stream: int) -> bool: ...
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
+
+    def set_tensor_address(self, name: str, address: int) -> bool: ...
+
+    def get_tensor_shape(self, name: str) -> Iterable[int]: ...
+
+    def execute_async_v3(self, stream: int) -> bool: ...
+
+
+class CudaEngine(Protocol):
+    """What is used of TensorRT's ICudaEngine; kinds and modes are values of its enumerations."""
+
+    @property
+    def num_io_tensors(self) -> int: ...
+
+    @property
+    def num_optimization_profiles(self) -> int: ...
+
+    def create_execution_context(self) -> ExecutionContext | None: ...
+
+    def get_tensor_name(self, index: int) -> str: ...
+
+    def get_tensor_shape(self, name: str) -> Iterable[int]: ...
+
+    def get_tensor_dtype(self, name: str) -> object: ...
+
+    def get_tensor_mode(self, name: str) -> object: ...
+
+    def get_tensor_profile_shape(self, name: str, number: int) -> Sequence[Iterable[int]]: ...
+
+
 @dataclass
 class TensorrtSession:
     """An engine with its execution context. `device_ms`: what the last call took on the GPU, without the copies."""
@@ -37,15 +75,15 @@ class TensorrtSession:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     profiles: tuple[Profile, ...]
-    engine: Any
-    context: Any
+    engine: CudaEngine | None
+    context: ExecutionContext | None
     device: cuda.Device
     messages: api.Messages
     cuda_graph: bool = False
     profile: int = 0
     device_ms: float = 0.0
     keeper: object = None
-    graphs: dict[Shapes, Any] = field(default_factory=dict)
+    graphs: dict[Shapes, object] = field(default_factory=dict)
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         return self.resume(feeds, {}, outputs)
@@ -87,6 +125,11 @@ class TensorrtSession:
             self.engine = self.context = None
             self.device.close()
 
+    @property
+    def _open_context(self) -> ExecutionContext:
+        """Return the context; UsageError once the session is closed."""
+        return check_open(self.path, self.context)
+
     def _forget_graphs(self) -> None:
         for graph in self.graphs.values():
             self.device.forget(graph)
@@ -101,11 +144,11 @@ class TensorrtSession:
             )
         if number != self.profile:
             self._check_accepted(
-                self.context.set_optimization_profile_async(number, int(self.device.stream)), f"profile {number}"
+                self._open_context.set_optimization_profile_async(number, int(self.device.stream)), f"profile {number}"
             )
             self.profile = number
 
-    def _copy_input(self, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+    def _copy_input(self, name: str, array: Array) -> Array:
         """Start to copy an input to the device; return `array`, which must live until it has been copied."""
         self.device.copy_in(self._bind_input(name, array.shape, array.nbytes), array)
         return array
@@ -113,15 +156,17 @@ class TensorrtSession:
     def _bind_input(self, name: str, shape: tuple[int, ...], n_bytes: int) -> int:
         """Tell the engine where an input of this shape is, and return that; 0 bytes: where it has been left."""
         address = self.device.buffer(name, n_bytes)
-        self._check_accepted(self.context.set_input_shape(name, shape), f"the shape {shape} of {name}")
-        self._check_accepted(self.context.set_tensor_address(name, int(address)), f"the address of {name}")
+        self._check_accepted(self._open_context.set_input_shape(name, shape), f"the shape {shape} of {name}")
+        self._check_accepted(self._open_context.set_tensor_address(name, int(address)), f"the address of {name}")
         return address
 
-    def _bind_output(self, spec: TensorSpec) -> np.ndarray[Any, np.dtype[Any]]:
+    def _bind_output(self, spec: TensorSpec) -> Array:
         """Make room for an output, on the device and here, now that the inputs' shapes are known."""
-        result = np.empty(tuple(self.context.get_tensor_shape(spec.name)), np.dtype(spec.dtype))
+        result = np.empty(tuple(self._open_context.get_tensor_shape(spec.name)), np.dtype(spec.dtype))
         address = self.device.buffer(spec.name, result.nbytes)
-        self._check_accepted(self.context.set_tensor_address(spec.name, int(address)), f"the address of {spec.name}")
+        self._check_accepted(
+            self._open_context.set_tensor_address(spec.name, int(address)), f"the address of {spec.name}"
+        )
         return result
 
     def _execute(self, shapes: Shapes | None) -> None:
@@ -147,7 +192,7 @@ class TensorrtSession:
         device.mark(device.end)
 
     def _enqueue(self) -> None:
-        self._check_accepted(self.context.execute_async_v3(int(self.device.stream)), "the call")
+        self._check_accepted(self._open_context.execute_async_v3(int(self.device.stream)), "the call")
 
     def _check_accepted(self, accepted: bool, what: str) -> None:
         """Raise RuntimeFailure with what the library said, unless it accepted `what`."""
@@ -155,7 +200,7 @@ class TensorrtSession:
             raise RuntimeFailure(f"{self.path}: the engine refused {what}: {_last_error(self.messages)}")
 
 
-def open_engine(runtime: str) -> Callable[[Path, int, Mapping[str, Any]], Session]:
+def open_engine(runtime: str) -> Callable[[Path, int, Options], Session]:
     """Return the function that opens engines of `runtime`.
 
     Options: `cuda_graph`: capture calls whose shapes stay; `weight_streaming_budget_mib`: weights on the GPU at a time;
@@ -163,16 +208,16 @@ def open_engine(runtime: str) -> Callable[[Path, int, Mapping[str, Any]], Sessio
     its own on the CPU.
     """
 
-    def open_session(path: Path, threads: int, options: Mapping[str, Any]) -> Session:
+    def open_session(path: Path, threads: int, options: Options) -> Session:
         check_call(runtime, threads, options, OPTIONS)
         trt = api.load(runtime)
         messages = api.Messages(trt, errors_only=True)
-        engine = api.load_engine(trt, messages, path.read_bytes(), bool(options.get(HOST_CODE)))
+        engine: CudaEngine | None = api.load_engine(trt, messages, path.read_bytes(), bool(options.get(HOST_CODE)))
         if engine is None:
             reason = _last_error(messages)
             raise BundleError(f"{path}: {runtime} {trt.__version__} cannot load the engine: {reason}; compile it here")
         if WEIGHTS in options:
-            api.refit(trt, messages, engine, Path(options[WEIGHTS]))
+            api.refit(trt, messages, engine, Path(str(options[WEIGHTS])))
         if STREAMED in options:
             api.stream_weights(engine, int(options[STREAMED]) * 2**20)
         inputs, outputs = _read_specs(path, trt, engine)
@@ -221,7 +266,9 @@ def engine_problems(record: EngineRecord) -> list[str]:
     return why_not_here(record, Here(str(api.load(record.runtime).__version__), platform_here(), capability))
 
 
-def _read_specs(path: Path, trt: Any, engine: Any) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def _read_specs(
+    path: Path, trt: ModuleType, engine: CudaEngine
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     specs: dict[bool, list[TensorSpec]] = {True: [], False: []}
     for name in names:
@@ -235,14 +282,14 @@ def _read_specs(path: Path, trt: Any, engine: Any) -> tuple[tuple[TensorSpec, ..
     return tuple(specs[True]), tuple(specs[False])
 
 
-def _read_profiles(engine: Any, inputs: Sequence[TensorSpec]) -> tuple[Profile, ...]:
+def _read_profiles(engine: CudaEngine, inputs: Sequence[TensorSpec]) -> tuple[Profile, ...]:
     numbers = range(engine.num_optimization_profiles)
     return tuple(
         {spec.name: InputShapes(*_read_profile_shapes(engine, spec.name, i)) for spec in inputs} for i in numbers
     )
 
 
-def _read_profile_shapes(engine: Any, name: str, number: int) -> list[tuple[int, ...]]:
+def _read_profile_shapes(engine: CudaEngine, name: str, number: int) -> list[tuple[int, ...]]:
     return [tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, number)]
 
 

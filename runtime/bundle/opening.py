@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from runtime.backends import Session, find_backend
+from runtime.backends.base import Options
 from runtime.backends.tensorrt import HOST_CODE, WEIGHTS, check_engine
 from runtime.bundle.files import inside, model_files
 from runtime.bundle.manifest import Artifact
 
 
 def open_artifact(
-    root: Path, artifact: Artifact, backend: str, threads: int, options: Mapping[str, Any] | None = None
+    root: Path, artifact: Artifact, backend: str, threads: int, options: Options | None = None
 ) -> Session:
     """Open a session of one of the bundle's models. BundleError where its engine cannot run on this machine."""
     path = inside(root, artifact.path)
@@ -22,7 +21,7 @@ def open_artifact(
     return find_backend(backend).open(path, threads, open_options(root, artifact, options))
 
 
-def open_options(root: Path, artifact: Artifact, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def open_options(root: Path, artifact: Artifact, options: Options | None = None) -> Options:
     """Return the backend's options, with what an engine needs: the file that has its weights, leave for its own code.
 
     BundleError for a file that is not whole, or that reads others outside of its folder.

@@ -6,12 +6,11 @@ are. A graph with `shared_buffer` writes into one buffer for each layer, made on
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from runtime.backends import Feeds
-from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession, failures
+from runtime.backends.base import check_open
+from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import KvCache
 from runtime.bundle.tensors import TensorSpec
@@ -21,16 +20,18 @@ from runtime.errors import BundleError, UsageError
 class BoundKeys:
     """`runtime.decode.kv_cache.Keys` of a session of ONNX Runtime, on its device."""
 
+    _binding: Binding
+    """Of the batch that `begin` began."""
+
     def __init__(self, session: OnnxRuntimeSession, cache: KvCache) -> None:
         self._session, self._cache = session, cache
         self._inputs = {spec.name: spec for spec in session.inputs}
-        self._binding: Any = None
         self._single: Array | None = None
         """Memory for the logits of single tokens, once a call has shown their size."""
 
     def begin(self, n_rows: int, capacity: int) -> None:
         """Begin a batch, nothing read yet. UsageError where a buffer of fixed length has less room than `capacity`."""
-        self._binding, self._single = self._session.handle.io_binding(), None
+        self._binding, self._single = check_open(self._session.path, self._session.handle).io_binding(), None
         for past, present in self._cache.pairs():
             length = self._past_length(self._inputs[past], capacity)
             shape = (n_rows, self._cache.n_heads, length, self._cache.head_size)
@@ -52,7 +53,7 @@ class BoundKeys:
             for _, present in self._cache.pairs():
                 binding.bind_output(present, self._session.device)
         try:
-            self._session.handle.run_with_iobinding(binding)
+            check_open(self._session.path, self._session.handle).run_with_iobinding(binding)
         except failures() as error:
             raise BundleError(f"{self._session.path}: ONNX Runtime could not run the decoder: {error}") from error
         return self._collect_logits(logits)
@@ -85,8 +86,9 @@ class BoundKeys:
         return fixed if isinstance(fixed, int) else capacity
 
 
-def _make_value(array: Array, device: str) -> Any:
+def _make_value(array: Array, device: str) -> DeviceValue:
     """Return the array as a tensor on a device: on the CPU its own memory, which is kept alive."""
     from onnxruntime import OrtValue
 
-    return OrtValue.ortvalue_from_numpy(array, device)
+    value: DeviceValue = OrtValue.ortvalue_from_numpy(array, device)
+    return value

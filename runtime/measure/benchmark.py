@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from runtime.backends import BACKENDS, Feeds, Session, find_backend
+from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCache, Manifest, inside, read_samples, verify
@@ -66,7 +67,7 @@ class Variant:
     backend: str
     precision: str
     """For people: the artifact's own, or what the backend is told to compute in."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.backends import BACKENDS, Session
+from runtime.backends.base import Options
 from runtime.bundle.manifest import KvCache
 from runtime.bundle.npz import read_arrays
 from runtime.bundle.records import from_json, to_json
@@ -41,7 +42,7 @@ def probe(
     path: Path,
     threads: int,
     feeds: Mapping[str, np.ndarray],
-    options: Mapping[str, object],
+    options: Options,
     cache: KvCache | None = None,
     new_tokens: int = 0,
     repeats: int = 3,

@@ -20,7 +20,7 @@ from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_D
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
-from runtime.plugins import METRIC_GROUP, Table, check_entry
+from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
 
 _OWN = {
@@ -32,7 +32,7 @@ _OWN = {
         *(metric for task in TASKS.own.values() for metric in task.metrics()),
     )
 }
-METRICS: Table[Metric] = Table(METRIC_GROUP, _OWN, partial(check_entry, kind=Metric), taken=MEASURED)
+METRICS: PluginTable[Metric] = PluginTable(METRIC_GROUP, _OWN, partial(check_entry, kind=Metric), taken=MEASURED)
 
 __all__ = [
     "ITL_PERCENTILES",

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import partial
 
 from runtime.errors import UsageError
-from runtime.plugins import TASK_GROUP, Table, check_entry
+from runtime.plugins import TASK_GROUP, PluginTable, check_entry
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
@@ -26,7 +26,7 @@ _OWN = {
     )
 }
 
-TASKS: Table[Task] = Table(TASK_GROUP, _OWN, partial(check_entry, kind=Task))
+TASKS: PluginTable[Task] = PluginTable(TASK_GROUP, _OWN, partial(check_entry, kind=Task))
 
 __all__ = ["TASKS", "Task", "find_task"]
 

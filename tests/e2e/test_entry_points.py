@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,18 @@ def last_problem(done: subprocess.CompletedProcess[str], exit_code: int = 1) -> 
     assert done.returncode == exit_code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.strip()
+
+
+def test_the_recipe_of_the_page_is_read_where_the_package_is_installed(acme: Path, tmp_path: Path) -> None:
+    (line,) = (line for line in PAGE.read_text().splitlines() if line.startswith("compress apply"))
+    words = shlex.split(line)
+    changes = [word for pair in pairwise(words) if pair[0] == "--set" for word in pair]
+    assert len(changes) == 6
+    call = ("-m", "compress", "check", REPOSITORY / "recipes/quickstart.yaml", *changes)
+    shown = python(acme, *call)
+    assert shown.returncode == 0, shown.stderr
+    assert "deviations: 3.0" in shown.stdout
+    assert "unknown pass 'clip_weights'" in last_problem(python(tmp_path, *call), 2)
 
 
 def test_a_pass_from_outside_changes_the_weights(bundle: Path) -> None:

@@ -15,7 +15,7 @@ from runtime import plugins
 from runtime.backends import BACKENDS, Backend
 from runtime.errors import PluginError
 from runtime.metrics import MEASURED, METRICS, Metric
-from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, Plugin, Table, check_entry, find_plugins
+from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, Plugin, PluginTable, check_entry, find_plugins
 
 METRIC = """
 from runtime.metrics import METRICS
@@ -65,8 +65,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     plugins._read_entry_points.cache_clear()
 
 
-def metrics() -> Table[Metric]:
-    return Table(METRIC_GROUP, METRICS.own, partial(check_entry, kind=Metric), taken=MEASURED)
+def metrics() -> PluginTable[Metric]:
+    return PluginTable(METRIC_GROUP, METRICS.own, partial(check_entry, kind=Metric), taken=MEASURED)
 
 
 def test_a_table_has_its_own_first_and_then_those_of_others(install: Install) -> None:
@@ -89,7 +89,7 @@ def test_a_table_has_its_own_first_and_then_those_of_others(install: Install) ->
         ("top1 = mine:ONE", "the name is taken by what is built in"),
         ("latency_p50 = mine:ONE", "the name is taken by what is built in"),
         ("two = mine:ONE", "it calls itself 'one', and must have the name of its entry point"),
-        ("one = mine:METRICS", "it is a Table, and must be a runtime.metrics.base.Metric"),
+        ("one = mine:METRICS", "it is a PluginTable, and must be a runtime.metrics.base.Metric"),
         ("one = mine:TWO", "importing mine:TWO ends in AttributeError: module 'mine' has no attribute 'TWO'"),
         ("one = mine", "'mine' is not of the form package.module:attribute"),
         ("one = yours:ONE", "importing yours:ONE ends in ModuleNotFoundError: No module named 'yours'"),
@@ -134,20 +134,20 @@ def test_entry_points_that_cannot_be_read(install: Install) -> None:
 def test_passes_that_are_refused(install: Install, points: str, problem: str) -> None:
     install(PASS_GROUP, points, PASS)
     with pytest.raises(PluginError, match=problem):
-        dict(Table(PASS_GROUP, KINDS.own, accept_pass))
+        dict(PluginTable(PASS_GROUP, KINDS.own, accept_pass))
 
 
 def test_a_backend_from_outside_is_a_target_as_the_one_it_names(install: Install) -> None:
     install(BACKEND_GROUP, "mine = mine:GOOD", BACKEND)
-    assert Table(BACKEND_GROUP, BACKENDS.own, partial(check_entry, kind=Backend))["mine"].planned_as == "openvino"
-    target = Table(BACKEND_GROUP, {}, accept_target)["mine"]
+    assert PluginTable(BACKEND_GROUP, BACKENDS.own, partial(check_entry, kind=Backend))["mine"].planned_as == "openvino"
+    target = PluginTable(BACKEND_GROUP, {}, accept_target)["mine"]
     assert (target.name, target.flavour, target.reads) == ("mine", "u8s8", "onnx")
 
 
 def test_a_backend_that_says_no_target_is_none(install: Install) -> None:
     install(BACKEND_GROUP, "mine = mine:LOST", BACKEND)
     with pytest.raises(PluginError, match="planned_as is 'abacus', and must be a target: one of onnxruntime-cpu, open"):
-        Table(BACKEND_GROUP, {}, accept_target)["mine"]
+        PluginTable(BACKEND_GROUP, {}, accept_target)["mine"]
 
 
 def test_the_record_of_a_plugin_changes_with_its_code(install: Install) -> None:
