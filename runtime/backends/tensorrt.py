@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
-from runtime.bundle.engine import ENGINES, EngineRecord, Here, why_not_here
-from runtime.bundle.profiles import InputShapes, Profile, profile_for
+from runtime.bundle.engine import ENGINES, EngineRecord, Here, InputShapes, Profile, profile_for, why_not_here
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.nvidia import cuda

@@ -14,7 +14,7 @@ from compress.engine.build import Job, build_engine
 from compress.export.onnx import save_graph
 from compress.graph.specs import input_specs
 from compress.quantize.qdq import write_state
-from runtime.bundle.profiles import free_dimensions, profile_of
+from runtime.bundle.engine import free_dimensions, profile_of
 
 
 @pytest.mark.skipif(
