@@ -22,9 +22,9 @@ from typing import Any
 from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
 from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.errors import ExportError
-from runtime.bundle.float8 import holds_float8
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
 from runtime.bundle.manifest import CLASSIFICATION, GENERATION
+from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.serving.model import IMAGE, MASK, TEXT, TEXT_PAIR, answer_specs
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from runtime.backends.base import Backend, Feeds, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.bundle.files import model_files
-from runtime.bundle.float8 import holds_float8
+from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
@@ -85,7 +85,7 @@ def open_handle(path: Path, settings: Any, providers: list[Any]) -> Opened:
 def create(model: str | bytes, settings: Any, providers: list[Any]) -> Any:
     """Create onnxruntime's InferenceSession of a file's path or of its content.
 
-    Float8 is kept as it is written (`runtime.bundle.float8`). Raises whatever onnxruntime raises.
+    Float8 is kept as it is written (`runtime.bundle.onnx_file.holds_float8`). Raises whatever onnxruntime raises.
     """
     ort = onnxruntime_library()
     if holds_float8(model) and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:

@@ -15,7 +15,7 @@ from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
 from runtime.bundle.manifest import GENERATION
-from runtime.bundle.onnx_graph import graph_facts
+from runtime.bundle.onnx_file import graph_facts
 from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.errors import BundleError
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
