@@ -20,9 +20,8 @@ from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.errors import BundleError
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
-from runtime.judge.case import Case
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
-from runtime.judge.findings import differences, ratio_intervals, ratios, side
+from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.measure.benchmark import (
     BenchmarkResult,

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.judge.case import Case
 from runtime.judge.evidence import quality_evidence
-from runtime.judge.findings import Findings, Side
+from runtime.judge.findings import Case, Findings, Side
 from runtime.measure.benchmark import BenchmarkResult
 from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
 from runtime.report.steps import Change, StepModel, StepRow, StepTable
