@@ -34,7 +34,7 @@ from runtime.judge.evidence import (
 from runtime.judge.gates import judge
 from runtime.judge.request_evidence import request_evidence
 from runtime.judge.stats import is_drifting, proportion_interval
-from runtime.measure.request_times import RequestTimes
+from runtime.measure.timing import RequestTimes
 from runtime.metrics import METRICS, Outputs
 
 NEEDS = ()

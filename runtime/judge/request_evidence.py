@@ -10,7 +10,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.judge.evidence import Evidence, percentile_evidence, rate
-from runtime.measure.request_times import RequestTimes
+from runtime.measure.timing import RequestTimes
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES
 
 
