@@ -15,8 +15,7 @@ from compress.execution.cached import FloatModel
 from compress.execution.quality import run_graph
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.formats.targets import TARGETS, Target
-from compress.graph.cache import cache_of
-from compress.graph.specs import input_specs
+from compress.graph.specs import cache_of, input_specs
 from compress.planning.measurements import step_names
 from compress.planning.plan import Plan
 from compress.quantize.state import GraphState

@@ -22,8 +22,7 @@ from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
-from compress.graph.cache import cache_of
-from compress.graph.specs import input_specs, output_specs
+from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, EngineExport
 from compress.recipe.schema import Recipe

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from compress.errors import ExportError
 from compress.export.torch_export import export_program
-from compress.graph.cache import MAX_LENGTH, POSITIONS, past_name, present_name
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
+from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
 
 EXAMPLE = {"batch": 2, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and their sum unlike any of them."""

@@ -12,8 +12,8 @@ import torch
 from compress.blocks.trace import run
 from compress.errors import ExportError
 from compress.export.parity import TOLERANCE, relative_difference
-from compress.graph.cache import n_cached_layers, past_name, present_name
 from compress.graph.run import Feeds, open_session
+from compress.graph.specs import n_cached_layers, past_name, present_name
 from compress.models.load import LoadedModel
 
 DECODED = 4

@@ -16,17 +16,18 @@ from compress.export.torch_export import export_program, first_lines
 from compress.facts import LOWEST_OPSET
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
-from compress.graph.cache import cache_of, n_cached_layers
-from compress.graph.channels import pad_input_channels
-from compress.graph.decoder_norms import divide_by_root
-from compress.graph.edit import strip_metadata, tidy
+from compress.graph.edit import normalize, strip_metadata, tidy
+from compress.graph.fast_forms import (
+    divide_by_root,
+    keep_norms_apart,
+    merge_products,
+    pad_input_channels,
+    share_tables,
+    to_two_bits,
+)
 from compress.graph.half import to_half
-from compress.graph.merged import merge_products
-from compress.graph.normal import normalize
-from compress.graph.norms import keep_norms_apart
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
-from compress.graph.tied import share_tables
-from compress.graph.two_bits import to_two_bits
+from compress.graph.specs import cache_of, n_cached_layers
 from compress.models.load import LoadedModel
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState

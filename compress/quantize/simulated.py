@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.graph.edit import append, initializer, reroute, take_over, tidy
-from compress.graph.layers import GraphLayer, find_layers, int_attribute
+from compress.graph.layers import GraphLayer, find_layers, int_attribute, text_attribute
 from compress.graph.run import clone
 from compress.graph.torch_graph import TorchGraph, trainable
-from compress.graph.torch_ops import Compute, text_attribute
+from compress.graph.torch_ops import Compute
 from compress.quantize.qdq import find_rounded_tensors, integer_bias
 from compress.quantize.simulate import LearnedRange, LearnedScales, fake_bias
 from compress.quantize.state import Flavour, GraphState
