@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.sparse import zeros_to_keep
+from compress.quantize.rounding import QuantizedWeight, zeros_to_keep
 
 REACH = 0.45
 """How far from its integer, in levels, a float weight may pull the place where learning starts; below a half."""

@@ -29,13 +29,13 @@ from compress.quantize.measure import (
     layer_sqnr_db,
     output_cosine,
     outputs_of,
+    restore_until_held,
     sensitivities,
     spread,
 )
 from compress.quantize.observers import Observer
 from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
-from compress.quantize.restore import restore_until_held
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
 
