@@ -1,8 +1,8 @@
-"""After units are gone: every layer is fitted anew, in the order of the forward, to what the whole model gave there."""
+"""Fit every layer anew after units are gone, in the order of the forward, to what the whole model gave there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.materialise import plain
+from compress.blocks.trace import TRANSPOSED, is_layer
 from compress.errors import PassError
 from compress.prune.layers import (
     apply_layer,
     in_groups,
     input_rows,
+    is_matrix_layer,
     n_features,
     n_groups,
     output_rows,
@@ -23,9 +26,8 @@ from compress.prune.layers import (
     write_weight,
 )
 from compress.prune.least_squares import Fit, fit
-from compress.prune.left_alone import explain_left_alone
 from compress.prune.points import Place, Point, find_points, place_of
-from compress.prune.statistics import Batch, Sums, check_width, choose_rows, rows_per_batch
+from compress.prune.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
 
 HELD_OUT = 4
@@ -35,6 +37,8 @@ RECTIFIED_STEPS = 3
 FAINT = 1e-4
 """A batch norm scale below this share of its largest lets too little through to fit what lies before it."""
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+MAX_OUTPUTS = 16384
+"""Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -192,3 +196,32 @@ def _iterate_rows(
             in_groups(layer, wanted),
             number % HELD_OUT == HELD_OUT - 1,
         )
+
+
+def explain_left_alone(module: nn.Module, called_once: Collection[str]) -> dict[str, str]:
+    """Return layer -> why it stays as it is, of all but tables. `called_once`: those that one forward calls once."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(plain(name).rpartition(".")[0])
+    layers = {plain(name): part for name, part in module.named_modules() if is_layer(part)}
+    why = {
+        name: _explain_exclusion(
+            layer, [other for other in holders[id(layer.weight)] if other != name], name in called_once
+        )
+        for name, layer in layers.items()
+        if is_matrix_layer(layer) or isinstance(layer, TRANSPOSED)
+    }
+    return {name: reason for name, reason in why.items() if reason}
+
+
+def _explain_exclusion(layer: nn.Module, sharing: list[str], called_once: bool) -> str:
+    """Return why a layer cannot be fitted; "" for one that can."""
+    if not is_matrix_layer(layer):
+        return "it is a transposed convolution"
+    if sharing:
+        return f"it shares its weight with {', '.join(sharing)}"
+    if (n := len(read_weight(layer).flatten(0, 1))) > MAX_OUTPUTS:
+        return f"it has {n} outputs, and more than {MAX_OUTPUTS} are not fitted"
+    if (n := n_features(layer)) > MAX_FEATURES:
+        return f"one output sees {n} features, and more than {MAX_FEATURES} are not fitted"
+    return "" if called_once else "one forward does not call it exactly once"

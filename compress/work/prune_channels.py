@@ -19,9 +19,8 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.passes.prune_channels import PruneChannels
 from compress.prune.configuration import fit_config
-from compress.prune.coupling import Coupling, find_coupling
+from compress.prune.coupling import Coupling, Dimension, find_coupling
 from compress.prune.curves import find_curves
-from compress.prune.dimension import Dimension
 from compress.prune.importance import draw_label_loss, random_projection_loss
 from compress.prune.norms import follow_data
 from compress.prune.shrink import Record, renumber_dimension, shrink

@@ -17,7 +17,7 @@ from compress.passes.prune_channels import PruneChannels
 from compress.passes.widths import count_kept_units
 from compress.prune.budget import Options, choose_widths, list_widths
 from compress.prune.costs import Cost, Size, macs_cost, parameters_cost
-from compress.prune.dimension import Dimension
+from compress.prune.coupling import Dimension
 from compress.prune.latency import (
     LatencyTable,
     Wanted,
