@@ -17,8 +17,8 @@ from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
 from compress.execution.blocks import block_pass_step, hold_shared_work, open_streamed
 from compress.execution.cached import FloatModel, float_model, model_pass_step, pass_step
+from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
-from compress.execution.timing import module_timer
 from compress.export.integers import with_integers, with_rounded_layers
 from compress.export.onnx import save_graph
 from compress.facts import Note
