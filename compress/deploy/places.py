@@ -1,21 +1,23 @@
-"""Where a bundle can be taken, each with the function that writes its folder."""
+"""Take a bundle to a place: each has the function that writes its folder."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
 from compress.deploy.container import write_context
-from compress.deploy.genai import write_folder
 from compress.deploy.triton import Serving, write_repository
-from compress.errors import PlaceError
+from compress.errors import ExportError, PlaceError
 from compress.store.durable import blame
 from compress.store.output import publish, reserve_output
 from runtime.backends import find_backend
+from runtime.bundle.format import verify
 
 Place = Literal["triton", "docker", "genai"]
 OPTIONS = {"backend": "--backend", "max_batch_size": "--max-batch-size", "instances": "--instances"}
 TAKEN: dict[Place, tuple[str, ...]] = {"triton": tuple(OPTIONS), "docker": ("backend",), "genai": ()}
+GENAI_CONFIG = "genai_config.json"
 
 
 def find_place(name: str) -> Place:
@@ -51,6 +53,24 @@ def deploy(bundle: Path, place: Place, out: Path, serving: Serving) -> Path:
             elif place == "docker":
                 write_context(bundle, staging, serving.backend)
             else:
-                write_folder(bundle, staging)
+                _write_genai_folder(bundle, staging)
         publish(staging, out.resolve())
+    return out
+
+
+def _write_genai_folder(bundle: Path, out: Path) -> Path:
+    """Write model, tokenizer and configuration to `out`, which must not exist. ExportError if the bundle has none."""
+    manifest = verify(bundle)
+    folders = sorted({Path(name).parent for name in manifest.files if Path(name).name == GENAI_CONFIG})
+    if not folders:
+        raise ExportError(
+            f"{bundle}: no {GENAI_CONFIG}: onnxruntime-genai runs decoders that were made for onnxruntime-cpu, with "
+            "their keys and values in one buffer"
+        )
+    out.mkdir(parents=True)
+    for name in manifest.files:
+        if Path(name).is_relative_to(folders[0]):
+            target = out / Path(name).relative_to(folders[0])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle / name, target)
     return out

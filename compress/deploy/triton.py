@@ -13,14 +13,14 @@ A model that reads tensors as they are has no ensemble: <name>/ is the model.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
-from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.errors import ExportError
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
 from runtime.bundle.manifest import CLASSIFICATION, GENERATION
@@ -328,3 +328,42 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}"))
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, np.ascontiguousarray(x)) for name, x in made.items()])
 '''
+
+
+@dataclass(frozen=True)
+class Word:
+    """The name of an enumeration's value, which stands without quotation marks."""
+
+    name: str
+
+
+def to_pbtxt(message: Mapping[str, Any]) -> str:
+    """Format fields in order; a list is a repeated field (of scalars: in brackets), a mapping a message of its own."""
+    return "\n".join(_format_lines(message)) + "\n"
+
+
+def _format_lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in message.items():
+        for item in _split_repeated(value):
+            if isinstance(item, Mapping):
+                yield f"{indent}{name} {{"
+                yield from _format_lines(item, indent + "  ")
+                yield f"{indent}}}"
+            else:
+                yield f"{indent}{name}: {_format_scalar(item)}"
+
+
+def _split_repeated(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        return list(value)
+    return [value]
+
+
+def _format_scalar(value: Any) -> str:
+    if isinstance(value, Word):
+        return value.name
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[ {', '.join(map(_format_scalar, value))} ]"
+    return json.dumps(value)

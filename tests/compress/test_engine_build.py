@@ -9,8 +9,8 @@ import graphs
 import pytest
 from test_placement_qdq import int8_state
 
-from compress.engine.asked import find_asked_precisions
 from compress.engine.build import Job, build_engine
+from compress.engine.compile import find_asked_precisions
 from compress.export.onnx import save_graph
 from compress.graph.specs import input_specs
 from compress.quantize.qdq import write_state
