@@ -19,8 +19,7 @@ from compress.execution.blocks import block_pass_step, hold_shared_work, open_st
 from compress.execution.cached import FloatModel, float_model, model_pass_step, pass_step
 from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
-from compress.export.integers import with_integers, with_rounded_layers
-from compress.export.onnx import save_graph
+from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.models.load import LoadedModel, load_model

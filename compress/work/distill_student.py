@@ -14,8 +14,7 @@ from compress.errors import PassError
 from compress.models.load import LoadedModel
 from compress.passes.depth import depth_problem
 from compress.passes.distill_student import Student
-from compress.prune.depth import Skipping
-from compress.prune.shorten import shorten
+from compress.prune.depth import Skipping, shorten
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
 
 

@@ -31,20 +31,20 @@ from runtime.decode.kv_cache import Decoder
 from runtime.decode.scoring import language_encoder
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
-    Best,
     Evidence,
     range_evidence,
+    request_evidence,
     size_evidence,
     throughput_under_latency_evidence,
     timing_evidence,
 )
-from runtime.judge.request_evidence import request_evidence
 from runtime.judge.stats import fresh_processes_needed
 from runtime.measure.environment import environment
 from runtime.measure.feeds import make_feeds
 from runtime.measure.probe import Probe, probe
 from runtime.measure.timing import (
     SETTLING_S,
+    Best,
     RequestTimes,
     device_rounds,
     find_limited_batches,

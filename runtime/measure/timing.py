@@ -24,7 +24,6 @@ from runtime.bundle.format import Benchmark
 from runtime.decode.kv_cache import Decoder
 from runtime.encode.language import LanguageEncoder
 from runtime.errors import UsageError
-from runtime.judge.evidence import Best
 from runtime.judge.stats import is_drifting
 
 MIN_ROUNDS = 30
@@ -41,6 +40,8 @@ MAX_LIMITED_POWER = 10
 """Batches of up to 2^10 are tried; of a decoder up to 2^MAX_REQUEST_POWER."""
 MAX_REQUEST_POWER = 6
 LIMIT_PERCENTILE = 95
+Best = tuple[int, np.ndarray] | None
+"""(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
 
 
 def time_rounds(
