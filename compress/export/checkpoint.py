@@ -20,7 +20,7 @@ from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
 from compress.export import compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
-from compress.export.checkpoint_rules import layer_problem
+from compress.export.checkpoint_rules import format_names, layer_problem
 from compress.export.shards import Entry, Unit, write_shards
 from compress.facts import Note
 from compress.formats.schemes import Scheme
@@ -95,7 +95,7 @@ def _find_problems(content: Content) -> Iterator[str]:
     model, export = content.model, content.export
     held = set(model.store.names())
     if missing := [name for name in content.own if name not in held and not name.endswith("num_batches_tracked")]:
-        names = _format_names(missing)
+        names = format_names(missing)
         yield f"the weights lack {names}, which {model.architecture or 'the model'} has; get them again"
     for layer, scheme in content.schemes.items():
         part = content.modules[layer]
@@ -104,7 +104,7 @@ def _find_problems(content: Content) -> Iterator[str]:
         if problem := layer_problem(layer, kind, shape, scheme, export.format):
             yield problem
         if f"{layer}.weight" in model.tied.values():
-            sharing = _format_names([name for name, owner in model.tied.items() if owner == f"{layer}.weight"])
+            sharing = format_names([name for name, owner in model.tied.items() if owner == f"{layer}.weight"])
             yield f"{layer} is quantized and shares its weight with {sharing}; ignore it, or quantize both"
         if _has_static_inputs(scheme) and layer not in model.activation_scales:
             yield f"{layer} has no scale for its inputs, which {scheme.name} needs; run its pass again"
@@ -280,13 +280,9 @@ def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], re
         notes.append(Note("warning", text))
     if untied:
         notes.append(
-            Note("info", f"{_format_names(untied)} no longer share another's weight: tie_word_embeddings is false")
+            Note("info", f"{format_names(untied)} no longer share another's weight: tie_word_embeddings is false")
         )
     return notes
-
-
-def _format_names(names: list[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _format_dtype(dtype: torch.dtype) -> str:

@@ -222,8 +222,8 @@ def engine_problems(inputs: Inputs) -> list[str]:
     """Report profiles that the model cannot take or that the bundle is judged outside of, and GPUs that are refused."""
     recipe, generation, problems = inputs.recipe, generation_of(inputs), []
     needed = find_needed_ranges(recipe, inputs.preprocess, generation)
+    specs = DECODER if recipe.model.task in GENERATION else inputs.facts.inputs
     for index, export in engine_exports(recipe):
-        specs = graph_inputs(inputs)
         ranges = ranges_of(export, recipe, inputs.preprocess, generation, specs)
         problems += [f"export.{index}: {text}" for text in profile_problems(ranges, specs, needed)]
         problems += [f"export.{index}: {text}" for text in _capability_problems(export, recipe)]
@@ -233,11 +233,6 @@ def engine_problems(inputs: Inputs) -> list[str]:
 def engine_notes(inputs: Inputs) -> list[Note]:
     """Say which engines can be compiled on this machine, and which are left for another."""
     return [_make_note(export) for _, export in engine_exports(inputs.recipe)]
-
-
-def graph_inputs(inputs: Inputs) -> Sequence[TensorSpec]:
-    """Return the inputs of the exported graph, as far as their free sizes go."""
-    return DECODER if inputs.recipe.model.task in GENERATION else inputs.facts.inputs
 
 
 def _capability_problems(export: Engine, recipe: Recipe) -> list[str]:

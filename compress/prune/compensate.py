@@ -64,7 +64,7 @@ def compensate(
     """Fit weights and biases of `student` in place; `layers`: only these (None: all that are called once).
 
     `kept_outputs`: layer -> which of the teacher's outputs it still has, int64. A layer without bias gets one in the
-    batch norm that follows it, or none. Layers that `left_alone` names stay as they are, and the result lacks them.
+    batch norm that follows it, or none. Layers that `explain_left_alone` names stay as they are; the result lacks them.
     PassError for a layer too wide, or one whose input is changed in place.
     """
     points, places = _find_common_points(student, teacher, {name: tensor[:2] for name, tensor in batches[0].items()})

@@ -61,7 +61,8 @@ def find_curves(
     dimension's readers above GRAM_BYTES.
     """
     if importance in ("obs", "obd", "activation"):
-        points = {point.layer: point for point in find_points(module, _take_two_samples(batches))}
+        two_samples = {name: tensor[:2] for name, tensor in batches[0].items()}
+        points = {point.layer: point for point in find_points(module, two_samples)}
         curves: list[Elimination] = []
         parts = list(_split_into_passes(module, dimensions))
         for part in progress(parts, f"importance: {importance}"):
@@ -70,11 +71,6 @@ def find_curves(
     return [
         rank_units(scores, comparison) for scores in _score_units(module, dimensions, batches, importance, loss, seed)
     ]
-
-
-def _take_two_samples(batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Return the first two samples of the first batch."""
-    return {name: tensor[:2] for name, tensor in batches[0].items()}
 
 
 def _score_units(

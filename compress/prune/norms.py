@@ -22,17 +22,14 @@ def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
     normalises by each batch's own, and would begin with another model than the one that was pruned.
     """
     sums: dict[_BatchNorm, Tensor] = {}
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and _can_follow(part)]
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    norms = [norm for norm in norms if norm.affine and norm.running_mean is not None]
     handles = [norm.register_forward_pre_hook(_make_sum_hook(norm, sums), with_kwargs=True) for norm in norms]
     with remove_hooks_on_exit(handles):
         for batch in batches:
             module(**batch)
     for norm, (n, x, xx) in sums.items():
         _restate_norm(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
-
-
-def _can_follow(norm: _BatchNorm) -> bool:
-    return norm.affine and norm.running_mean is not None
 
 
 def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:

@@ -230,7 +230,8 @@ class LearnedRange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observing and not self.learn and not self.frozen:
-            self._add_magnitudes(x.detach())
+            total = float(x.detach().abs().sum(dtype=torch.float64))
+            self.seen += torch.tensor([total, x.numel()], dtype=torch.float64)
         scale, zero = self.numbers()
         return fake_quantize(x, scale, zero, *LEVELS[self.flavour], x[0].numel())
 
@@ -244,9 +245,6 @@ class LearnedRange(nn.Module):
         low, high = ends.unbind()
         scale = ((high.double() - low.double()).clamp_min(1e-12) / 255).float()
         return scale, straight_round(-low / scale).clamp(0, 255)
-
-    def _add_magnitudes(self, x: Tensor) -> None:
-        self.seen += torch.tensor([float(x.abs().sum(dtype=torch.float64)), x.numel()], dtype=torch.float64)
 
     @torch.no_grad()
     def follow(self, seen: Tensor) -> None:

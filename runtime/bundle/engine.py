@@ -178,12 +178,8 @@ def _same_version(record: EngineRecord, version: str) -> bool:
 
 def _runs_on(record: EngineRecord, capability: str) -> bool:
     if record.hardware_compatibility_level == "ampere+":
-        return _parse_capability(capability) >= (8, 0)
+        return tuple(map(_parse_number, capability.split("."))) >= (8, 0)
     return capability in record.compute_capabilities
-
-
-def _parse_capability(text: str) -> tuple[int, ...]:
-    return tuple(map(_parse_number, text.split(".")))
 
 
 def _parse_number(text: str) -> int:
