@@ -94,7 +94,9 @@ class Chain:
     def add(self, index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
         """Write and score the model that the pass of that number left. If it cannot be measured, the step says why."""
         passes = self.plan.recipe.passes
-        name, seconds = step_names(passes)[index], _seconds(passes[index].kind, result)
+        # a pass that trains reports its seconds itself, with those of runs broken off
+        trained = result.measured.get(passes[index].kind, {}).get("seconds", 0.0)
+        name, seconds = step_names(passes)[index], max(result.seconds, trained)
         if index == len(passes) - 1:  # it left the candidate, which is judged anyway
             self.steps.append(StepModel(name, seconds))
             return
@@ -141,8 +143,3 @@ def flavour_of(recipe: Recipe) -> Target:
     backend = graph_backend(recipe.target, recipe.model.task)
     written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
     return TARGETS[next((name for name in written if name == backend), recipe.target)]
-
-
-def _seconds(kind: str, result: PassResult) -> float:
-    """Return the seconds that a pass took; one that trains reports them itself, with those of runs broken off."""
-    return max(result.seconds, result.measured.get(kind, {}).get("seconds", 0.0))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ExportError
-from compress.export.torch_export import export_program
+from compress.export.onnx import export_program
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
 from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name

@@ -5,20 +5,24 @@ What passes over blocks rounded is put beside the exported graph: what is writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ShapeInferencePass
+from torch import nn
 
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError, SourceError
-from compress.export.torch_export import export_program, first_lines
 from compress.facts import LOWEST_OPSET, Note
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
@@ -80,7 +84,7 @@ def read_graph(path: Path) -> ir.Model:
             normalize(model)
         ShapeInferencePass()(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ExportError(f"{path}: cannot be read as a graph: {first_lines(error)}") from error
+        raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error
     return model
 
 
@@ -157,7 +161,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
         if not computes_in_bfloat16(model):
             open_session(path)
     except refusals as error:
-        raise ExportError(f"{path.name}: the exported graph is refused: {first_lines(error)}") from error
+        raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
 
 
 def computes_in_bfloat16(model: ir.Model) -> bool:
@@ -229,3 +233,52 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         kv_scales=dict(model.kv_scales),
     )
     return state, tuple(notes)
+
+
+def export_program(
+    module: nn.Module,
+    name: str,
+    kwargs: Mapping[str, Any],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dynamic_shapes: Mapping[str, Any],
+    opset: int,
+) -> ir.Model:
+    """Export the module as a graph. Raises ExportError with what the exporter said of `name`."""
+    with _silence_exporter():
+        try:
+            program = torch.onnx.export(
+                module,
+                (),
+                kwargs=dict(kwargs),
+                dynamo=True,
+                input_names=list(input_names),
+                output_names=list(output_names),
+                dynamic_shapes=dict(dynamic_shapes),
+                opset_version=opset,
+                verbose=False,
+            )
+        except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
+            raise ExportError(f"{name}: torch.onnx.export failed: {_first_lines(error)}") from error
+    assert program is not None
+    return program.model
+
+
+def _first_lines(error: Exception, most: int = 6) -> str:
+    """Return what an error says, on one line of bounded length."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " | ".join(line for line in lines if line[:1] not in ("", "=", "-"))[: most * 160]
+
+
+@contextmanager
+def _silence_exporter() -> Iterator[None]:
+    """Hide the exporter's progress and warnings about optional packages while the context is open."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
