@@ -34,7 +34,7 @@ EXPOSE 8000
 HEALTHCHECK CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/v2/health/ready')"]
 CMD ["python", "-m", "runtime", "serve", "bundle", "--host", "0.0.0.0", "--backend", "{backend}"]
 """
-BACKENDS = {
+PACKAGES = {
     "onnxruntime-cpu": ("onnxruntime",),
     "openvino": ("openvino", "onnxruntime"),
     "onnxruntime-cuda": ("onnxruntime-gpu[cuda,cudnn]",),
@@ -42,7 +42,7 @@ BACKENDS = {
     "tensorrt-rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs", "cuda-bindings", "onnxruntime"),
 }
 """Backend -> what it needs beside numpy."""
-LIBRARY = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs")}
+ENGINE_LIBRARIES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs")}
 """Of these the packages that an engine must find in its own version."""
 HTTP = ("starlette", "uvicorn", "h11")
 """What `runtime.serving` needs."""
@@ -110,13 +110,13 @@ def _write_docker_context(bundle: Path, out: Path, backend: str = "") -> Path:
     Packages have the versions that are installed here, where they are; an engine's library the one that compiled it.
     """
     manifest = verify(bundle)
-    backend = backend or (manifest.target if manifest.target in BACKENDS else "onnxruntime-cpu")
+    backend = backend or (manifest.target if manifest.target in PACKAGES else "onnxruntime-cpu")
     artifact = _choose_artifact(manifest, backend)
     out.mkdir(parents=True)
     shutil.copytree(bundle, out / "bundle")
     copy_runtime(out)
-    pins = {name: artifact.engine.version for name in LIBRARY.get(backend, ()) if artifact.engine}
-    write_requirements(out, ("numpy", *BACKENDS[backend], *reading_samples(manifest), *HTTP), pins)
+    pins = {name: artifact.engine.version for name in ENGINE_LIBRARIES.get(backend, ()) if artifact.engine}
+    write_requirements(out, ("numpy", *PACKAGES[backend], *reading_samples(manifest), *HTTP), pins)
     flags = "--gpus all " if backend in ON_A_GPU else ""
     text = DOCKERFILE.format(image=manifest.name.lower(), flags=flags, backend=backend)
     (out / "Dockerfile").write_text(text, encoding="utf-8")

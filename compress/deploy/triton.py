@@ -70,7 +70,7 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
     if artifact.kind not in PLATFORMS:
         raise ExportError(f"triton: the {artifact.name} is a {artifact.kind}, which no backend of Triton loads")
     encoded = manifest.preprocess["kind"] in ENCODED
-    free = _free_batch(artifact)
+    free = all(spec.shape and isinstance(spec.shape[0], str) for spec in (*artifact.inputs, *artifact.outputs))
     if encoded and not free:
         raise ExportError("triton: the model has a fixed batch, which samples cannot be gathered to; export a free one")
     _check_model(bundle, artifact)
@@ -129,10 +129,6 @@ def _largest_batch(artifact: Artifact, serving: Serving, manifest: Manifest) -> 
     if asked > most:
         raise ExportError(f"triton: --max-batch-size {asked}, and the engine's first profile takes {most}")
     return asked
-
-
-def _free_batch(artifact: Artifact) -> bool:
-    return all(spec.shape and isinstance(spec.shape[0], str) for spec in (*artifact.inputs, *artifact.outputs))
 
 
 def _write_model(folder: Path, served: _Served) -> Path:

@@ -42,7 +42,7 @@ from runtime.measure.timing import time_rounds
 from runtime.report.steps import StepModel
 
 ROUNDS, WARMUP = 400, 10
-BUDGET_S = 30.0
+TIMING_BUDGET_S = 30.0
 TimeModules = Callable[[Sequence[nn.Module]], list[float]]
 
 
@@ -71,7 +71,7 @@ def module_timer(recipe: Recipe, loaded: LoadedModel, batches: Batches) -> TimeM
                 sessions.append(find_backend(name).open(path, threads, {}))
                 held.callback(sessions[-1].close)
             feeds = [[sample]] * len(sessions)
-            seconds = time_rounds(sessions, feeds, ROUNDS, WARMUP, seed, BUDGET_S)
+            seconds = time_rounds(sessions, feeds, ROUNDS, WARMUP, seed, TIMING_BUDGET_S)
             relative = np.median(seconds / seconds[0], axis=1)
             return [1000 * float(np.median(seconds[0]) * ratio) for ratio in relative]
 
