@@ -25,9 +25,8 @@ from compress.formats.targets import TARGETS
 from compress.models.load import LoadedModel, load_model
 from compress.passes import Pass
 from compress.passes.base import Stage
-from compress.planning.inputs import Batches
+from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
-from compress.planning.students import make_student
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
 from compress.store.cache import StepCache, step_key

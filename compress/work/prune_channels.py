@@ -23,6 +23,7 @@ from compress.facts import LayerDecision, Note
 from compress.passes.prune_channels import PruneChannels
 from compress.passes.widths import count_kept_units
 from compress.prune.budget import Options, choose_widths, list_widths
+from compress.prune.compensate import follow_data
 from compress.prune.configuration import fit_config
 from compress.prune.costs import Cost, Size, macs_cost, parameters_cost
 from compress.prune.coupling import Coupling, Dimension, find_coupling
@@ -38,7 +39,6 @@ from compress.prune.latency import (
     measure_scale,
     to_json,
 )
-from compress.prune.norms import follow_data
 from compress.prune.obs import Elimination
 from compress.prune.shrink import Record, remove_all, renumber_dimension, shrink
 from compress.prune.surgery import differs_from_masked, remove
