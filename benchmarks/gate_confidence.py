@@ -28,13 +28,13 @@ from runtime.judge.evidence import (
     Evidence,
     quality_evidence,
     range_evidence,
+    request_evidence,
     throughput_under_latency_evidence,
     timing_evidence,
 )
 from runtime.judge.gates import judge
-from runtime.judge.request_evidence import request_evidence
 from runtime.judge.stats import is_drifting, proportion_interval
-from runtime.measure.request_times import RequestTimes
+from runtime.measure.timing import RequestTimes
 from runtime.metrics import METRICS, Outputs
 
 NEEDS = ()

@@ -115,7 +115,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Prunable:
-    """A coupled dimension (see `compress.prune.dimension`): `n_units` units, each removable with all that carries it.
+    """A coupled dimension (see `compress.prune.coupling`): `n_units` units, each removable with all that carries it.
 
     `writers` and `readers`: layer -> how many of its outputs, or inputs, one unit is.
     """

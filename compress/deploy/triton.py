@@ -13,17 +13,17 @@ A model that reads tensors as they are has no ensemble: <name>/ is the model.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
-from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.errors import ExportError
-from runtime.bundle.float8 import holds_float8
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
+from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.serving.model import IMAGE, TEXT, TEXT_PAIR
 from runtime.tasks import find_task
@@ -70,7 +70,7 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
     if artifact.kind not in PLATFORMS:
         raise ExportError(f"triton: the {artifact.name} is a {artifact.kind}, which no backend of Triton loads")
     encoded = manifest.preprocess["kind"] in ENCODED
-    free = _free_batch(artifact)
+    free = all(spec.shape and isinstance(spec.shape[0], str) for spec in (*artifact.inputs, *artifact.outputs))
     if encoded and not free:
         raise ExportError("triton: the model has a fixed batch, which samples cannot be gathered to; export a free one")
     _check_model(bundle, artifact)
@@ -129,10 +129,6 @@ def _largest_batch(artifact: Artifact, serving: Serving, manifest: Manifest) -> 
     if asked > most:
         raise ExportError(f"triton: --max-batch-size {asked}, and the engine's first profile takes {most}")
     return asked
-
-
-def _free_batch(artifact: Artifact) -> bool:
-    return all(spec.shape and isinstance(spec.shape[0], str) for spec in (*artifact.inputs, *artifact.outputs))
 
 
 def _write_model(folder: Path, served: _Served) -> Path:
@@ -332,3 +328,42 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}"))
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, np.ascontiguousarray(x)) for name, x in made.items()])
 '''
+
+
+@dataclass(frozen=True)
+class Word:
+    """The name of an enumeration's value, which stands without quotation marks."""
+
+    name: str
+
+
+def to_pbtxt(message: Mapping[str, Any]) -> str:
+    """Format fields in order; a list is a repeated field (of scalars: in brackets), a mapping a message of its own."""
+    return "\n".join(_format_lines(message)) + "\n"
+
+
+def _format_lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in message.items():
+        for item in _split_repeated(value):
+            if isinstance(item, Mapping):
+                yield f"{indent}{name} {{"
+                yield from _format_lines(item, indent + "  ")
+                yield f"{indent}}}"
+            else:
+                yield f"{indent}{name}: {_format_scalar(item)}"
+
+
+def _split_repeated(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        return list(value)
+    return [value]
+
+
+def _format_scalar(value: Any) -> str:
+    if isinstance(value, Word):
+        return value.name
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[ {', '.join(map(_format_scalar, value))} ]"
+    return json.dumps(value)

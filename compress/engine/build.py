@@ -17,9 +17,8 @@ from typing import Any
 
 from compress.engine.layers import Outcome, layers_in_json, layers_in_log, outcomes, share_held
 from compress.errors import ExportError
-from runtime.bundle.engine import EngineRecord
+from runtime.bundle.engine import EngineRecord, InputShapes, Profile
 from runtime.bundle.files import write_whole
-from runtime.bundle.profiles import InputShapes, Profile
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
 from runtime.nvidia import tensorrt_api as api

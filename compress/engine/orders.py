@@ -7,9 +7,8 @@ from itertools import product
 
 from compress.recipe.exports import Engine, EngineExport
 from compress.recipe.schema import Recipe
-from runtime.bundle.engine import EngineOrder
+from runtime.bundle.engine import EngineOrder, Ranges, free_dimensions, profile_of, range_problems
 from runtime.bundle.manifest import Artifact, Generation
-from runtime.bundle.profiles import Ranges, free_dimensions, profile_of, range_problems
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import PreprocessSpec
 

@@ -18,7 +18,7 @@ from compress.blocks.stream import result_of
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.execution.cached import result_from_record, result_to_record, time_pass
-from compress.execution.streamed_quality import score_streamed
+from compress.execution.quality import score_streamed
 from compress.models.facts import structure_of_module
 from compress.models.load import LoadedModel
 from compress.models.open_streamed import open_streamed_model, open_streamed_module

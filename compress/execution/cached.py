@@ -21,9 +21,8 @@ from compress.context import PassContext, PassResult
 from compress.errors import ExportError, OutputError
 from compress.execution.quality import run_graph
 from compress.export.decoder import export_decoder
-from compress.export.decoder_parity import check_decoder_parity
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
-from compress.export.parity import check_parity
+from compress.export.parity import check_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import LoadedModel

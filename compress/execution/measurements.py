@@ -1,34 +1,80 @@
-"""What each pass cost and gave: the models between the passes, written as a user would get them, for the judge."""
+"""Measure modules and models while a run works: how fast modules are once exported, what each pass cost and gave.
+
+The models between the passes are written as a user would get them, for the judge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from compress.context import PassResult
 from compress.errors import CompressError
-from compress.execution.cached import FloatModel
+from compress.execution.cached import FloatModel, example_batch
 from compress.execution.quality import run_graph
-from compress.export.onnx import finish, float_graph, save_graph
+from compress.export.onnx import export_float, finish, float_graph, save_graph
 from compress.formats.targets import TARGETS, Target
-from compress.graph.cache import cache_of
-from compress.graph.specs import input_specs
+from compress.graph.specs import cache_of, input_specs
+from compress.models.load import LoadedModel
+from compress.planning.inputs import Batches
 from compress.planning.measurements import step_names
 from compress.planning.plan import Plan
 from compress.quantize.state import GraphState
 from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
 from compress.store.cache import StepCache
+from compress.store.durable import temporary_folder
 from compress.store.run_log import Journal
+from runtime.backends import find_backend
+from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import model_size
 from runtime.bundle.samples import read_npz, write_npz
 from runtime.errors import RuntimeFailure
-from runtime.measure.benchmark import graph_backend
+from runtime.measure.benchmark import choose_backend, graph_backend
+from runtime.measure.timing import time_rounds
 from runtime.report.steps import StepModel
+
+ROUNDS, WARMUP = 400, 10
+TIMING_BUDGET_S = 30.0
+TimeModules = Callable[[Sequence[nn.Module]], list[float]]
+
+
+def module_timer(recipe: Recipe, loaded: LoadedModel, batches: Batches) -> TimeModules | None:
+    """Return a function: modules with the inputs of `loaded` -> milliseconds of one sample, from calls made in turn.
+
+    The first's is its median; each other's is that times the median of the rounds' own ratios to the first. Other work
+    that slows some rounds down then falls on both; on a busy machine ratios of medians of 5 were seen where 1.5 is so.
+
+    None for language models, where the target runs engines, and where it does not run here: another runtime's times
+    would be no answer.
+    """
+    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
+    if elsewhere is not None or recipe.model.generates or name in ENGINES:
+        return None
+    example = example_batch(batches, loaded.inputs)
+    sample = {key: np.ascontiguousarray(values[:1]) for key, values in example.items()}
+    threads, seed = recipe.validate_.benchmark.threads, recipe.seed
+
+    def time_modules(modules: Sequence[nn.Module]) -> list[float]:
+        with temporary_folder() as folder, ExitStack() as held:
+            sessions = []
+            for number, module in enumerate(modules):
+                path = folder / f"{number}.onnx"
+                save_graph(float_graph(export_float(replace(loaded, module=module), example, recipe.opset)), path)
+                sessions.append(find_backend(name).open(path, threads, {}))
+                held.callback(sessions[-1].close)
+            feeds = [[sample]] * len(sessions)
+            seconds = time_rounds(sessions, feeds, ROUNDS, WARMUP, seed, TIMING_BUDGET_S)
+            relative = np.median(seconds / seconds[0], axis=1)
+            return [1000 * float(np.median(seconds[0]) * ratio) for ratio in relative]
+
+    return time_modules
 
 
 @dataclass
@@ -47,7 +93,9 @@ class Chain:
     def add(self, index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
         """Write and score the model that the pass of that number left. If it cannot be measured, the step says why."""
         passes = self.plan.recipe.passes
-        name, seconds = step_names(passes)[index], _seconds(passes[index].kind, result)
+        # a pass that trains reports its seconds itself, with those of runs broken off
+        trained = result.measured.get(passes[index].kind, {}).get("seconds", 0.0)
+        name, seconds = step_names(passes)[index], max(result.seconds, trained)
         if index == len(passes) - 1:  # it left the candidate, which is judged anyway
             self.steps.append(StepModel(name, seconds))
             return
@@ -94,8 +142,3 @@ def flavour_of(recipe: Recipe) -> Target:
     backend = graph_backend(recipe.target, recipe.model.generates)
     written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
     return TARGETS[next((name for name in written if name == backend), recipe.target)]
-
-
-def _seconds(kind: str, result: PassResult) -> float:
-    """Return the seconds that a pass took; one that trains reports them itself, with those of runs broken off."""
-    return max(result.seconds, result.measured.get(kind, {}).get("seconds", 0.0))

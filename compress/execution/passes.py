@@ -17,18 +17,16 @@ from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
 from compress.execution.blocks import block_pass_step, hold_shared_work, open_streamed
 from compress.execution.cached import FloatModel, float_model, model_pass_step, pass_step
+from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
-from compress.execution.timing import module_timer
-from compress.export.integers import with_integers, with_rounded_layers
-from compress.export.onnx import save_graph
+from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.models.load import LoadedModel, load_model
 from compress.passes import Pass
 from compress.passes.base import Stage
-from compress.planning.inputs import Batches
+from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
-from compress.planning.students import make_student
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
 from compress.store.cache import StepCache, step_key

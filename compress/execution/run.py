@@ -27,11 +27,10 @@ from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.models.source import locate
-from compress.planning.inputs import TEXTS, Batches, generation_of, load_set
+from compress.planning.inputs import TEXTS, Batches, generation_of, load_set, student_spec
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import measures_steps, step_names
 from compress.planning.plan import Plan
-from compress.planning.students import student_spec
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe

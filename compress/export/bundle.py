@@ -1,4 +1,4 @@
-"""Assembling a bundle: everything that decides its bytes is in the arguments, so same in, same bytes."""
+"""Assemble a bundle: everything that decides its bytes is in the arguments, so same in, same bytes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.blocks.streamed import StreamedModel
+from compress.engine.compile import compile_order, why_not_here
+from compress.engine.orders import orders_of, ranges_of
 from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
-from compress.export.engines import write_engines
 from compress.export.first_token import write_first_token
 from compress.export.genai import write_genai_config
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
-from compress.graph.cache import cache_of
-from compress.graph.specs import input_specs, output_specs
+from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.quantize.state import FLOAT8, GraphState
-from compress.recipe.exports import CheckpointExport, EngineExport
+from compress.recipe.exports import CheckpointExport, Engine, EngineExport
 from compress.recipe.schema import Recipe
 from compress.version import __version__
 from runtime.bundle.engine import EngineOrder
@@ -175,7 +175,7 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
         notes += file_notes
         if isinstance(export, EngineExport):
             pair = (artifact, artifacts[0])
-            made = write_engines(
+            made = _write_engines(
                 staging, export, recipe, contents.preprocess, contents.generation, pair, contents.cache
             )
             artifacts += made.artifacts
@@ -261,3 +261,37 @@ def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None
 def write_json(path: Path, value: Any) -> None:
     """Write JSON as all files of a bundle but its manifest and reports are written: keys sorted, two spaces."""
     write_whole(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class Engines:
+    """`artifacts`: of the orders that were compiled."""
+
+    orders: tuple[EngineOrder, ...]
+    artifacts: tuple[Artifact, ...]
+    notes: tuple[Note, ...]
+
+
+def _write_engines(
+    root: Path,
+    export: Engine,
+    recipe: Recipe,
+    preprocess: PreprocessSpec,
+    generation: Generation | None,
+    graphs: tuple[Artifact, Artifact],
+    cache: Path | None,
+) -> Engines:
+    """Write engines of `graphs` (candidate, baseline) under `root`. `cache`: holds the timing cache. ExportError."""
+    graph, baseline = graphs
+    ranges = ranges_of(export, recipe, preprocess, generation, graph.inputs)
+    orders = orders_of(export, ranges, graph, baseline)
+    made: list[Artifact] = []
+    notes: list[Note] = []
+    for order, source in zip(orders, graphs, strict=True):
+        if text := why_not_here(order):
+            notes.append(Note("warning", f"{order.name}: left for `compress compile` on the target machine: {text}"))
+            continue
+        artifact, compile_notes = compile_order(root, order, source, cache)
+        made.append(artifact)
+        notes += compile_notes
+    return Engines(tuple(orders), tuple(made), tuple(notes))

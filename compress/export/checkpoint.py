@@ -1,8 +1,9 @@
-"""A compressed model as a Hugging Face folder: shards written layer by layer, configuration, tokenizer, recipe."""
+"""Write a compressed model as a Hugging Face folder: shards layer by layer, configuration, tokenizer, recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.experts import ExpertPart, restack
+from compress.blocks.experts import ExpertPart, Experts, find_stacked_parts, restack
 from compress.blocks.materialise import plain, tied_names
 from compress.blocks.sizes import transformers_config, write_shapes
 from compress.blocks.streamed import StreamedModel
@@ -19,8 +20,7 @@ from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
 from compress.export import compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
-from compress.export.checkpoint_experts import float_stacks, stack_shape
-from compress.export.checkpoint_rules import layer_problem
+from compress.export.checkpoint_rules import format_names, layer_problem
 from compress.export.shards import Entry, Unit, write_shards
 from compress.facts import Note
 from compress.formats.schemes import Scheme
@@ -83,7 +83,7 @@ def _collect_content(module: nn.Module, model: StreamedModel, export: Checkpoint
     tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     schemes = {layer: model.schemes[layer] for layer in modules if layer in set(model.quantized_layers())}
     names, single = file_names(module, tensors), (export.target or CHECKPOINT_TARGET) == "vllm"
-    stacks = {} if single and names.experts else float_stacks(module, schemes)
+    stacks = {} if single and names.experts else _float_stacks(module, schemes)
     content = Content(model, export, modules, tensors, schemes, names, float_types(model.folder, export.dtype), stacks)
     if problems := list(_find_problems(content)):
         raise ExportError(problems)
@@ -95,7 +95,7 @@ def _find_problems(content: Content) -> Iterator[str]:
     model, export = content.model, content.export
     held = set(model.store.names())
     if missing := [name for name in content.own if name not in held and not name.endswith("num_batches_tracked")]:
-        names = _format_names(missing)
+        names = format_names(missing)
         yield f"the weights lack {names}, which {model.architecture or 'the model'} has; get them again"
     for layer, scheme in content.schemes.items():
         part = content.modules[layer]
@@ -104,7 +104,7 @@ def _find_problems(content: Content) -> Iterator[str]:
         if problem := layer_problem(layer, kind, shape, scheme, export.format):
             yield problem
         if f"{layer}.weight" in model.tied.values():
-            sharing = _format_names([name for name, owner in model.tied.items() if owner == f"{layer}.weight"])
+            sharing = format_names([name for name, owner in model.tied.items() if owner == f"{layer}.weight"])
             yield f"{layer} is quantized and shares its weight with {sharing}; ignore it, or quantize both"
         if _has_static_inputs(scheme) and layer not in model.activation_scales:
             yield f"{layer} has no scale for its inputs, which {scheme.name} needs; run its pass again"
@@ -152,7 +152,7 @@ def _make_stacked_unit(content: Content, stack: str) -> Unit:
     """Return the experts of a mixture that stay float as one tensor."""
     store, written = content.model.store, content.names.tensor(stack)
     parts = {name: part for name, part in content.stacks.items() if part.stacked == stack}
-    shape, dtype = stack_shape(parts, store.shape), content.types.of(written)
+    shape, dtype = _stack_shape(parts, store.shape), content.types.of(written)
     make = lambda: {written: restack(parts, store.read)[stack].to(dtype)}  # noqa: E731
     return Unit((Entry(written, dtype, shape),), make)
 
@@ -280,14 +280,39 @@ def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], re
         notes.append(Note("warning", text))
     if untied:
         notes.append(
-            Note("info", f"{_format_names(untied)} no longer share another's weight: tie_word_embeddings is false")
+            Note("info", f"{format_names(untied)} no longer share another's weight: tie_word_embeddings is false")
         )
     return notes
 
 
-def _format_names(names: list[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, ExpertPart]:
+    """Return where each float expert's parameter lies in its layer's stack, of mixtures with no quantized expert.
+
+    Empty for modules that are none of transformers', whose experts stay single.
+    """
+    wrapped: Any = getattr(module, "wrapped", module)
+    config = getattr(wrapped, "config", None)
+    layers = tuple(quantized)
+    mixtures = [plain(name) for name, part in module.named_modules() if isinstance(part, Experts)]
+    mixtures = [name for name in mixtures if not any(layer.startswith(f"{name}.") for layer in layers)]
+    if not mixtures or not hasattr(config, "model_type"):
+        return {}
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        stacked = type(wrapped)(copy.deepcopy(config))
+    return {
+        parameter: part
+        for name in mixtures
+        for parameter, part in find_stacked_parts(stacked.get_submodule(name), name).items()
+    }
+
+
+def _stack_shape(parts: Mapping[str, ExpertPart], shape: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the stack that `parts` (all of one stack) make; `shape` gives that of one part, by name."""
+    name, part = next(iter(parts.items()))
+    rows, *rest = shape(name)
+    single = (rows * (2 if part.half else 1), *rest)
+    return (1 + max(part.expert for part in parts.values()), *(single[::-1] if part.transposed else single))

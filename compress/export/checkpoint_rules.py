@@ -243,7 +243,9 @@ def _format_differences(parent: str, members: Iterable[str], schemes: Mapping[st
     for name in members:
         scheme = _format_scheme(schemes[name]) if name in schemes else "float"
         layers.setdefault(scheme, []).append(name.removeprefix(f"{parent}."))
-    return "; ".join(f"{_format_names(short)}: {scheme}" for scheme, short in layers.items()) if len(layers) > 1 else ""
+    if len(layers) < 2:
+        return ""
+    return "; ".join(f"{format_names(short, 4)}: {scheme}" for scheme, short in layers.items())
 
 
 def _format_scheme(scheme: Scheme) -> str:
@@ -251,5 +253,6 @@ def _format_scheme(scheme: Scheme) -> str:
     return f"{scheme.name}, " + {0: "one scale", -1: "per row"}.get(group, f"group {group}")
 
 
-def _format_names(names: list[str], most: int = 4) -> str:
+def format_names(names: list[str], most: int = 10) -> str:
+    """Join names, and count those beyond `most`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ExportError
-from compress.export.torch_export import export_program
-from compress.graph.cache import MAX_LENGTH, POSITIONS, past_name, present_name
+from compress.export.onnx import export_program
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
+from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
 
 EXAMPLE = {"batch": 2, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and their sum unlike any of them."""
@@ -53,7 +53,8 @@ class CachedDecoder(nn.Module):
         for index in range(0, len(past), 2):
             cache.update(past[index], past[index + 1], index // 2)
         feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if takes_positions(self.wrapped):
+        # without them the model counts positions from the mask itself
+        if "position_ids" in inspect.signature(self.wrapped.forward).parameters:
             feeds["position_ids"] = position_ids
         result = self.wrapped(**feeds, past_key_values=cache, use_cache=True, return_dict=True)
         layers = result.past_key_values.layers
@@ -100,11 +101,6 @@ def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
         model.metadata_props[MAX_LENGTH] = str(length)
     tidy(model)
     return model
-
-
-def takes_positions(module: nn.Module) -> bool:
-    """Return whether the forward pass takes position_ids; otherwise the model counts them from the mask itself."""
-    return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def cache_shape(module: nn.Module) -> CacheShape:

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from compress.errors import ExportError
-from compress.graph.cache import PAST, PRESENT, cache_of
+from compress.graph.specs import PAST, PRESENT, cache_of
 
 FILE = "genai_config.json"
 TYPE = "decoder"

@@ -1,37 +1,53 @@
-"""From a loaded model to a float ONNX graph, and from a decided graph to the file a target is fast on."""
+"""Export a loaded model to a float ONNX graph, and write a decided graph to the file that a target is fast on.
+
+What passes over blocks rounded is put beside the exported graph: what is written is what was rounded, bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ShapeInferencePass
+from torch import nn
 
+from compress.blocks.rounded import RoundedLayers
+from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError, SourceError
-from compress.export.torch_export import export_program, first_lines
-from compress.facts import LOWEST_OPSET
+from compress.facts import LOWEST_OPSET, Note
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
-from compress.graph.cache import cache_of, n_cached_layers
-from compress.graph.channels import pad_input_channels
-from compress.graph.decoder_norms import divide_by_root
-from compress.graph.edit import strip_metadata, tidy
+from compress.graph.edit import normalize, strip_metadata, tidy
+from compress.graph.fast_forms import (
+    divide_by_root,
+    keep_norms_apart,
+    merge_products,
+    pad_input_channels,
+    share_tables,
+    to_two_bits,
+)
 from compress.graph.half import to_half
-from compress.graph.merged import merge_products
-from compress.graph.normal import normalize
-from compress.graph.norms import keep_norms_apart
+from compress.graph.layers import find_layers
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
-from compress.graph.tied import share_tables
-from compress.graph.two_bits import to_two_bits
+from compress.graph.specs import cache_of, n_cached_layers
 from compress.models.load import LoadedModel
 from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.state import GraphState, Range
 from compress.store.durable import blame
 from runtime.backends.onnxruntime_cpu import failures
+
+ACTIVATION_LEVELS = 127
+"""Of symmetric int8 activations, on either side of zero."""
 
 
 def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
@@ -68,7 +84,7 @@ def read_graph(path: Path) -> ir.Model:
             normalize(model)
         ShapeInferencePass()(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ExportError(f"{path}: cannot be read as a graph: {first_lines(error)}") from error
+        raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error
     return model
 
 
@@ -140,7 +156,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
         if not computes_in_bfloat16(model):
             open_session(path)
     except refusals as error:
-        raise ExportError(f"{path.name}: the exported graph is refused: {first_lines(error)}") from error
+        raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
 
 
 def computes_in_bfloat16(model: ir.Model) -> bool:
@@ -160,3 +176,104 @@ def _make_dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
         loaded.parameters[spec.name]: {i: dims[dim] for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
         for spec in loaded.inputs
     }
+
+
+def with_rounded_layers(state: GraphState, layers: RoundedLayers) -> GraphState:
+    """Return the state with layers whose weights alone were rounded in torch. ExportError: the graph lacks one."""
+    known = {layer.name for layer in find_layers(state.model)}
+    if lost := [name for name in layers if name not in known]:
+        raise ExportError(f"{lost[0]}: is rounded, but not a layer of the exported graph; ignore it in its pass")
+    weights = {name: layer.weight for name, layer in layers.items()}
+    return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
+
+
+def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, tuple[Note, ...]]:
+    """Return the state with the model's quantized layers, and notes on what could not be taken over.
+
+    8-bit activations: int8 with scales at run time if they are dynamic, static ones otherwise. Raises ExportError for a
+    layer that the graph computes otherwise than rounded (FP8 has no kernels here), or dynamic and static in one model.
+    """
+    layers = {layer.name: layer for layer in find_layers(state.model)}
+    weights: dict[str, QuantizedWeight] = {}
+    integer, dynamic, ranges, lost = [], set(), {}, []
+    for name in model.quantized_layers():
+        scheme, weight = model.schemes[name], model.store.quantized(name)
+        assert weight is not None
+        if scheme.weights.kind == "float":
+            raise ExportError(f"{name}: {scheme.name} cannot be written as an ONNX graph; export a checkpoint")
+        if name not in layers:
+            lost.append(name)
+            continue
+        weights[name] = weight
+        if scheme.activations is not None:
+            integer.append(name)
+            dynamic.add(scheme.activations.dynamic)
+            if not scheme.activations.dynamic:
+                peak = model.activation_scales[name] * ACTIVATION_LEVELS
+                ranges[layers[name].data_input.name or ""] = Range(-peak, peak, peak)
+    if len(dynamic) > 1:
+        raise ExportError("some layers have dynamic activations and some static ones; one graph holds only one kind")
+    notes = [
+        Note("warning", f"{name}: is not a layer of the exported graph, so it is not quantized there") for name in lost
+    ]
+    weight_only = [name for name in weights if name not in integer]
+    state = replace(
+        state,
+        weights={**state.weights, **weights},
+        weight_only=[*state.weight_only, *weight_only],
+        integer=[*state.integer, *integer],
+        ranges={**state.ranges, **ranges},
+        dynamic=state.dynamic or dynamic == {True},
+        kv_cache=model.kv_cache,
+        kv_scales=dict(model.kv_scales),
+    )
+    return state, tuple(notes)
+
+
+def export_program(
+    module: nn.Module,
+    name: str,
+    kwargs: Mapping[str, Any],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dynamic_shapes: Mapping[str, Any],
+    opset: int,
+) -> ir.Model:
+    """Export the module as a graph. Raises ExportError with what the exporter said of `name`."""
+    with _silence_exporter():
+        try:
+            program = torch.onnx.export(
+                module,
+                (),
+                kwargs=dict(kwargs),
+                dynamo=True,
+                input_names=list(input_names),
+                output_names=list(output_names),
+                dynamic_shapes=dict(dynamic_shapes),
+                opset_version=opset,
+                verbose=False,
+            )
+        except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
+            raise ExportError(f"{name}: torch.onnx.export failed: {_first_lines(error)}") from error
+    assert program is not None
+    return program.model
+
+
+def _first_lines(error: Exception, most: int = 6) -> str:
+    """Return what an error says, on one line of bounded length."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " | ".join(line for line in lines if line[:1] not in ("", "=", "-"))[: most * 160]
+
+
+@contextmanager
+def _silence_exporter() -> Iterator[None]:
+    """Hide the exporter's progress and warnings about optional packages while the context is open."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,8 +1,11 @@
-"""Is the exported graph the model? Compared on real inputs, and the first layer that differs is named."""
+"""Compare an exported graph with the model that it was made from, on real inputs.
+
+Of a graph the first layer that differs is named. Of a decoder a real prompt is read in one call, then token by token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -14,10 +17,14 @@ from compress.blocks.trace import run
 from compress.errors import ExportError
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
+from compress.graph.specs import n_cached_layers, past_name, present_name
 from compress.models.load import LoadedModel
+from runtime.backends.onnxruntime_cpu import InferenceSession
 
 TOLERANCE = 1e-4
 """Largest difference over largest magnitude; float32 kernels of two libraries stay about ten times below it."""
+DECODED = 4
+"""Tokens of each prompt that are read one at a time."""
 
 
 def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
@@ -109,3 +116,38 @@ def _run_torch(loaded: LoadedModel, feeds: Mapping[str, np.ndarray]) -> dict[str
     tensors = {loaded.parameters[n]: torch.from_numpy(np.ascontiguousarray(feeds[n])) for n in loaded.input_names}
     outputs = run(loaded.module, tensors)
     return {name: part.numpy() for name, part in zip(loaded.output_names, outputs.values(), strict=True)}
+
+
+def check_decoder_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
+    """Return the largest difference of any logits, relative to the largest logit. ExportError beyond the tolerance.
+
+    `batches`: feeds of one text each, with empty caches.
+    """
+    assert loaded.module is not None
+    session = open_session(model)
+    worst = 0.0
+    for feeds in batches:
+        tensors = {name: torch.from_numpy(feeds[name]) for name in loaded.input_names}
+        expected = next(iter(run(loaded.module, tensors).values())).numpy()  # [1, t, vocab]
+        got = np.concatenate(list(_run_by_pieces(session, n_cached_layers(model), feeds)), axis=1)
+        worst = max(worst, relative_difference(expected, got))
+    if worst > TOLERANCE:
+        raise ExportError(
+            f"parity: the logits of torch and of ONNX with its key-value cache differ by {worst:.2e} of the largest "
+            f"(allowed {TOLERANCE:.0e})"
+        )
+    return worst
+
+
+def _run_by_pieces(session: InferenceSession, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the logits [1, n, vocab] of the prompt's first part, then of each of its last tokens."""
+    names = [(past_name(i, kind), present_name(i, kind)) for i in range(n_layers) for kind in ("key", "value")]
+    ids = feeds["input_ids"]
+    length = ids.shape[1]
+    cache = {past: feeds[past] for past, _ in names}
+    start = max(length - DECODED, 1)
+    for low, high in [(0, start), *((t, t + 1) for t in range(start, length))]:
+        inputs = {"input_ids": ids[:, low:high], "attention_mask": np.ones((1, high), np.int64), **cache}
+        logits, *present = session.run(["logits", *(present for _, present in names)], inputs)
+        cache = {past: values for (past, _), values in zip(names, present, strict=True)}
+        yield logits

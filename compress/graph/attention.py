@@ -13,12 +13,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.attention_parts import Attention, NotMatched, Rotated, find_attention, find_rotation
-from compress.graph.attention_values import angle_table, mask_window
-from compress.graph.cache import ATTENTION, MAX_LENGTH, POSITIONS, n_cached_layers, past_name, present_name
+from compress.graph.attention_parts import (
+    Attention,
+    NotMatched,
+    Rotated,
+    angle_table,
+    find_attention,
+    find_rotation,
+    mask_window,
+)
 from compress.graph.edit import append, initializer, replace_output, reroute, tidy, uses_of
 from compress.graph.layers import constant, int_attribute, is_constant
 from compress.graph.run import clone
+from compress.graph.specs import ATTENTION, MAX_LENGTH, POSITIONS, n_cached_layers, past_name, present_name
 
 DOMAIN = "com.microsoft"
 SCALE_INPUT = 12

@@ -1,22 +1,30 @@
-"""Attention over a key-value cache, found in an exported graph by what its nodes do.
+"""Find attention over a key-value cache in an exported graph, by what its nodes do and what they compute.
 
 Read from the cache's outputs: present = Concat(past, new); scores = query x present keys, scaled, perhaps capped, and
-masked; probabilities x present values. Each group of query heads may share a repeated head of the cache.
+masked; probabilities x present values. Each group of query heads may share a repeated head of the cache. What a mask
+and a table of rotary angles are is known by running the nodes that make them, whatever those are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.cache import past_name, present_name
+from compress.graph.edit import tidy
 from compress.graph.layers import constant, int_attribute, is_constant, node_scope
+from compress.graph.run import clone, open_session
+from compress.graph.specs import POSITIONS, n_cached_layers, past_name, present_name
 
 SCALAR_FACTORS = ("Mul", "Div")
 LAST = np.iinfo(np.int32).max
 """An end of a slice at or beyond this is the axis' own end."""
+LONGEST_TABLE = 2**25
+"""Numbers of a rotary table up to which it is written into the file (128 MiB)."""
+VISIBLE = -1e4
+"""What a mask adds where a token may not look lies below this."""
 
 
 class NotMatched(Exception):
@@ -215,3 +223,113 @@ def _match_slice(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
 def _last_dim(value: ir.Value) -> int:
     size = value.shape[-1] if value.shape else 0
     return size if isinstance(size, int) else 0
+
+
+def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
+    """Return how many tokens back a token may look, itself included; -1: all. Known by running what makes the mask.
+
+    Raises NotMatched for a mask that is not causal, or lets padding through.
+    """
+    far, near = max(length, 16), (5, 4)
+    row = _evaluate_mask(model, mask, far - 1, 1)[0]
+    window = int(row.sum())
+    small = _evaluate_mask(model, mask, *near)
+    positions = np.arange(sum(near))
+    distance = positions[-near[1] :, None] - positions
+    if not (row[far - window :].all() and np.array_equal(small, (distance >= 0) & (distance < window))):
+        raise NotMatched(f"the mask {mask.name} is not that of tokens that look back")
+    padded = _evaluate_mask(model, mask, *near, padding=2)
+    if not np.array_equal(padded, small & (positions >= 2)):
+        raise NotMatched(f"the mask {mask.name} lets padding through")
+    return -1 if window == far else window
+
+
+def _evaluate_mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: int = 0) -> np.ndarray:
+    """Return which of past + sequence tokens each new one may look at: bool [sequence, past + sequence]."""
+    kept = np.zeros((1, 1, past, 1), np.float32)
+    count = n_cached_layers(model)
+    tokens = np.ones((1, past + sequence), np.int64)
+    tokens[:, :padding] = 0
+    feeds: dict[str, np.ndarray] = {past_name(i, kind): kept for i in range(count) for kind in ("key", "value")}
+    feeds |= {"input_ids": np.zeros((1, sequence), np.int64), "attention_mask": tokens}
+    results = evaluate(model, [mask.name or ""], feeds)
+    if results is None or results[0].size != sequence * (past + sequence):
+        raise NotMatched(f"the mask {mask.name} needs more than the sizes and the attention mask")
+    values = results[0].reshape(sequence, past + sequence)
+    if not np.isin(values[values > VISIBLE], (0,)).all():
+        raise NotMatched(f"the mask {mask.name} adds more than 0 and very negative numbers")
+    visible: np.ndarray = values > VISIBLE
+    return visible
+
+
+def angle_table(model: ir.Model, angle: ir.Value, length: int) -> np.ndarray | None:
+    """Return cos or sin for each position, [length, channels / 2]; None if it is no function of the position alone."""
+    width = angle.shape[-1] if angle.shape else None
+    if not isinstance(width, int) or length * width // 2 > LONGEST_TABLE or width % 16:
+        return None  # the kernel takes a multiple of 8 angles
+    few = np.array([[0, 3 % length, length - 1]], np.int64)
+    names = [angle.name or ""]
+    whole = evaluate(model, names, {POSITIONS: np.arange(length, dtype=np.int64)[None]})
+    parts = [evaluate(model, names, {POSITIONS: few[:, i : i + 1]}) for i in range(few.shape[1])]
+    if whole is None or any(part is None or part[0].size != width for part in parts) or whole[0].size != length * width:
+        return None
+    table = whole[0].reshape(length, width)
+    alone = np.concatenate([part[0].reshape(1, width) for part in parts if part is not None])
+    first, second = np.split(table, 2, axis=1)
+    if not np.allclose(table[few[0]], alone, rtol=0, atol=1e-5) or not np.array_equal(first, second):
+        return None
+    return np.ascontiguousarray(first)
+
+
+def evaluate(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
+    """Compute the named values where the values that `feeds` names are its arrays, of any shape that the nodes take.
+
+    None where the values need more than those feeds, or the nodes do not take them.
+    """
+    part = _cut_part(model, names, feeds)
+    if part is None:
+        return None
+    try:
+        session = open_session(part, threads=1)
+        wanted = {value.name for value in part.graph.inputs}
+        return [np.asarray(output) for output in session.run(None, {k: v for k, v in feeds.items() if k in wanted})]
+    except Exception as error:
+        if type(error).__module__.startswith("onnxruntime"):
+            return None
+        raise
+
+
+def _cut_part(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> ir.Model | None:
+    """Return the graph between the fed values and the named ones; None where an input that it needs is not fed."""
+    copy = clone(model)
+    values = {value.name: value for node in copy.graph for value in node.outputs}
+    values |= {value.name: value for value in copy.graph.inputs}
+    outputs = [values[name] for name in names]
+    copy.graph.outputs.clear()
+    copy.graph.inputs.clear()
+    for name, array in feeds.items():
+        _feed_value(copy, values[name], array)
+    for value in outputs:
+        value.type, value.shape = value.type or ir.TensorType(ir.DataType.FLOAT), None
+        copy.graph.outputs.append(value)
+    for node in copy.graph:
+        for value in node.outputs:
+            value.shape = None  # they were those of other sizes
+    tidy(copy)
+    made = {value for node in copy.graph for value in node.outputs} | set(copy.graph.inputs)
+    held = set(copy.graph.initializers.values())
+    known = made | held
+    complete = all(value is None or value in known for node in copy.graph for value in node.inputs)
+    unused = [value for value in copy.graph.inputs if not list(value.uses())]
+    for value in unused:
+        copy.graph.inputs.remove(value)
+    return copy if complete and all(value in known for value in outputs) else None
+
+
+def _feed_value(model: ir.Model, value: ir.Value, array: np.ndarray) -> None:
+    name = value.name
+    value.name = f"{name}/made"
+    fed = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
+    for use in list(value.uses()):
+        use.node.replace_input_with(use.idx, fed)
+    model.graph.inputs.append(fed)

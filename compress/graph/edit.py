@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import (
+    LiftConstantsToInitializersPass,
+    RemoveInitializersFromInputsPass,
+    RemoveUnusedNodesPass,
+)
 
 
 def initializer(model: ir.Model, name: str, array: np.ndarray | ir.TensorProtocol) -> ir.Value:
@@ -98,3 +102,12 @@ def strip_metadata(model: ir.Model) -> None:
             value.metadata_props.clear()
     for value in [*model.graph.inputs, *model.graph.initializers.values()]:
         value.metadata_props.clear()
+
+
+def normalize(model: ir.Model) -> None:
+    """Make constants initializers, take initializers from the inputs, and name every node, in place."""
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    RemoveInitializersFromInputsPass()(model)
+    for index, node in enumerate(model.graph):
+        if not node.name:
+            node.name = f"{node.op_type}_{index}"

@@ -162,6 +162,21 @@ def int_attribute(node: ir.Node, name: str, default: int) -> int:
     return default if attribute is None else attribute.as_int()
 
 
+def float_attribute(node: ir.Node, name: str, default: float) -> float:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_float()
+
+
+def ints_attribute(node: ir.Node, name: str, default: list[int]) -> list[int]:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else list(attribute.as_ints())
+
+
+def text_attribute(node: ir.Node, name: str, default: str) -> str:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_string()
+
+
 def layer_facts(model: ir.Model, bits: dict[str, float] | None = None) -> tuple[LayerFacts, ...]:
     """Return the graph's layers as the plan knows them; `bits`: what decided layers' weights are stored in."""
     return tuple(

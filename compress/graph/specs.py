@@ -1,4 +1,4 @@
-"""The inputs and outputs of a graph as the manifest has them."""
+"""Read what a graph takes and gives: its inputs and outputs as the manifest has them, a decoder's key-value cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from runtime.bundle.manifest import KvCache
 from runtime.bundle.tensors import TensorSpec
+
+PAST = "past_key_values.{layer}.{kind}"
+PRESENT = "present.{layer}.{kind}"
+POSITIONS = "position_ids"
+"""The value, inside the graph, that holds each token's position."""
+MAX_LENGTH = "max_length"
+"""Key of a model's metadata: the longest sequence it was made for."""
+ATTENTION = "GroupQueryAttention"
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
@@ -26,3 +35,33 @@ def _make_specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
         shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
         specs.append(TensorSpec(value.name or "", str(value.dtype.numpy()), shape))
     return tuple(specs)
+
+
+def past_name(layer: int, kind: str) -> str:
+    return PAST.format(layer=layer, kind=kind)
+
+
+def present_name(layer: int, kind: str) -> str:
+    return PRESENT.format(layer=layer, kind=kind)
+
+
+def n_cached_layers(model: ir.Model) -> int:
+    """Count the layers of the graph that keep keys and values; 0 where it is no decoder."""
+    names = {value.name for value in model.graph.inputs}
+    count = 0
+    while past_name(count, "key") in names:
+        count += 1
+    return count
+
+
+def cache_of(model: ir.Model) -> KvCache | None:
+    """Return what a bundle says of a decoder's cache; None for a graph without one."""
+    count = n_cached_layers(model)
+    if not count:
+        return None
+    first = next(value for value in model.graph.inputs if value.name == past_name(0, "key"))
+    assert first.shape is not None and first.dtype is not None
+    heads, size = first.shape[1], first.shape[3]
+    assert isinstance(heads, int) and isinstance(size, int)
+    shared = any(node.op_type == ATTENTION for node in model.graph)
+    return KvCache(count, heads, size, str(first.dtype.numpy()), shared, PAST, PRESENT)

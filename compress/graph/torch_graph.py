@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.graph.layers import constant, find_layers, is_constant
-from compress.graph.torch_moves import MOVES
-from compress.graph.torch_ops import ARITHMETIC, Compute, Make
+from compress.graph.torch_ops import OPERATORS, Compute, Make
 
-OPERATORS = ARITHMETIC | MOVES
 NORMS = {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"}
 """Operators whose second and third input are gains and shifts."""
 

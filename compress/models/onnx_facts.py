@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes
+from compress.graph.edit import normalize
 from compress.graph.layers import GraphLayer, find_layers
-from compress.graph.normal import normalize
 from compress.graph.run import weight_bytes
 from compress.models.onnx_shapes import Shapes, read_fixed_batch, sample_shapes
 from compress.models.source import read_onnx

@@ -1,29 +1,41 @@
-"""A recipe and the facts about its model and data become a plan: what will be done, and whether it can work."""
+"""Make a plan of a recipe and the facts about its model and data: what will be done, and whether it can work."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from compress.blocks.experts import unstack_experts
+from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.training import n_rows
 from compress.errors import PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, scoring_gaps
-from compress.facts import ModelFacts, Note
+from compress.facts import ModelFacts, Note, SampleShapes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
+from compress.models.facts import short_feeds, zeros
+from compress.models.feeds import parameters
+from compress.models.meta import module_on_meta
+from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import StepKeys, step_keys
-from compress.planning.cut import explain_unsaid_sizes
-from compress.planning.engine_rules import engine_notes
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
 from compress.planning.measurements import step_note
 from compress.planning.outside import check_work
 from compress.planning.plan import Plan, PlannedStep
-from compress.planning.validation import objections
+from compress.planning.validation import engine_notes, objections
+from compress.prune.configuration import fit_config
+from compress.prune.coupling import find_coupling
+from compress.prune.shrink import remove_all
+from compress.prune.surgery import remove
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
+from compress.specs import ModelSpec
 from compress.store.cache import StepCache, default_root
 from compress.store.durable import blame
 from runtime.bundle.manifest import fixed_batch
@@ -191,3 +203,26 @@ def _batch_notes(inputs: Inputs) -> list[Note]:
         f"the {size_text(available)} of memory available here; give a smaller {timed.key}"
     )
     return [Note("warning", text)]
+
+
+def explain_unsaid_sizes(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, units: Mapping[str, int]) -> str:
+    """Return why no config.json says the sizes of the model once so many `units` of each dimension are left, by name.
+
+    "" where one does, where the model has none, and where only its values show what can be cut.
+    """
+    source = locate(spec, root)
+    if source.kind != "huggingface" or source.shapes is not None:
+        return ""
+    module, _ = module_on_meta(spec, source, root)
+    unstack_experts(module)
+    if transformers_config(module) is None:
+        return ""
+    names = parameters(spec, source, module)
+    feeds = short_feeds(spec, {names[name]: feeds_shapes[name] for name in names})
+    try:
+        coupling = find_coupling(module, zeros(feeds, "cpu"))
+    except RuntimeError:  # its forward looks at values
+        return ""
+    built, dimensions = shapes_of(module), [dimension for dimension in coupling.dimensions if dimension.name in units]
+    remove_all(module, dimensions, [np.arange(units[dimension.name]) for dimension in dimensions], remove)
+    return fit_config(getattr(module, "wrapped", module), built)

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, known before any work: its sets, the order of its passes, what it exports, its gates."""
+"""Find what is wrong with a recipe before any work: its sets, the order of its passes, its exports, its gates."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from compress.facts import LOWEST_OPSET, ModelFacts
+from compress.engine.compile import list_capabilities, why_not_here
+from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
+from compress.facts import LOWEST_OPSET, ModelFacts, Note
 from compress.formats.targets import TARGETS
 from compress.passes import Pass
-from compress.planning.engine_rules import engine_problems
 from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
 from compress.planning.measurements import step_problems
-from compress.recipe.exports import GraphExport
+from compress.recipe.exports import Engine, GraphExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
+from runtime.bundle.engine import EngineOrder
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.settings import check_room
+from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.judge.gates import check_gates
 from runtime.measure.feeds import MOST_FEED_BYTES
@@ -25,6 +28,8 @@ from runtime.metrics import MEASURED, SIZES
 
 STAGES = ("model", "blocks", "graph")
 """In the order in which they run."""
+DECODER = (TensorSpec("", "int64", ("batch", "sequence")), TensorSpec("", "float32", ("batch", "past", "total")))
+"""The free sizes of a decoder's graph, which has its cache as inputs."""
 
 
 def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
@@ -206,3 +211,48 @@ def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:
             "a folder on another disk"
         )
     return problems
+
+
+def engine_problems(inputs: Inputs) -> list[str]:
+    """Report profiles that the model cannot take or that the bundle is judged outside of, and GPUs that are refused."""
+    recipe, generation, problems = inputs.recipe, generation_of(inputs), []
+    needed = find_needed_ranges(recipe, inputs.preprocess, generation)
+    specs = DECODER if recipe.model.generates else inputs.facts.inputs
+    for index, export in engine_exports(recipe):
+        ranges = ranges_of(export, recipe, inputs.preprocess, generation, specs)
+        problems += [f"export.{index}: {text}" for text in profile_problems(ranges, specs, needed)]
+        problems += [f"export.{index}: {text}" for text in _capability_problems(export, recipe)]
+    return problems
+
+
+def engine_notes(inputs: Inputs) -> list[Note]:
+    """Say which engines can be compiled on this machine, and which are left for another."""
+    return [_make_note(export) for _, export in engine_exports(inputs.recipe)]
+
+
+def _capability_problems(export: Engine, recipe: Recipe) -> list[str]:
+    """Report GPUs that cannot compute what a pass leaves, or that the installed compiler, if any, does not know."""
+    wanted = getattr(export, "compute_capabilities", ())
+    refusals = [refusal for pass_ in recipe.passes if (refusal := pass_.explain_capabilities(wanted))]
+    if refusals:
+        return [f"compute_capabilities: {refusals[0]}"]
+    known = list_capabilities(export.kind)
+    unknown = [capability for capability in wanted if known and capability not in known]
+    if not unknown:
+        return []
+    return [
+        f"compute_capabilities: {export.kind} does not compile for {', '.join(unknown)}; known: {', '.join(known)}; "
+        "for others use kind: tensorrt on the machine that has the GPU"
+    ]
+
+
+def _make_note(export: Engine) -> Note:
+    order = EngineOrder("", export.kind, "", (), export.model_dump(mode="json"))
+    text = why_not_here(order)
+    if not text:
+        return Note("info", f"export: the engine for {export.kind} is compiled here")
+    return Note(
+        "warning",
+        f"export: {text}; the bundle gets the ONNX file for {export.kind}, and `compress compile BUNDLE` finishes it "
+        "on the target machine",
+    )

@@ -1,8 +1,11 @@
-"""After units are gone: every layer is fitted anew, in the order of the forward, to what the whole model gave there."""
+"""Fit every layer anew after units are gone, in the order of the forward, to what the whole model gave there.
+
+Batch norms get the statistics of the data as it is then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,12 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from compress.blocks.materialise import plain
+from compress.blocks.trace import TRANSPOSED, is_layer, remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.layers import (
     apply_layer,
     in_groups,
     input_rows,
+    is_matrix_layer,
     n_features,
     n_groups,
     output_rows,
@@ -23,9 +30,8 @@ from compress.prune.layers import (
     write_weight,
 )
 from compress.prune.least_squares import Fit, fit
-from compress.prune.left_alone import explain_left_alone
 from compress.prune.points import Point, PointModules, find_points, place_of
-from compress.prune.statistics import Batch, Sums, check_width, choose_rows, rows_per_batch
+from compress.prune.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
 
 HELD_OUT = 4
@@ -35,6 +41,8 @@ RECTIFIED_STEPS = 3
 FAINT = 1e-4
 """A batch norm scale below this share of its largest lets too little through to fit what lies before it."""
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+MAX_OUTPUTS = 16384
+"""Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def compensate(
     """Fit weights and biases of `student` in place; `layers`: only these (None: all that are called once).
 
     `kept_outputs`: layer -> which of the teacher's outputs it still has, int64. A layer without bias gets one in the
-    batch norm that follows it, or none. Layers that `left_alone` names stay as they are, and the result lacks them.
+    batch norm that follows it, or none. Layers that `explain_left_alone` names stay as they are; the result lacks them.
     PassError for a layer too wide, or one whose input is changed in place.
     """
     points, places = _find_common_points(student, teacher, {name: tensor[:2] for name, tensor in batches[0].items()})
@@ -192,3 +200,73 @@ def _iterate_rows(
             in_groups(layer, wanted),
             number % HELD_OUT == HELD_OUT - 1,
         )
+
+
+def explain_left_alone(module: nn.Module, called_once: Collection[str]) -> dict[str, str]:
+    """Return layer -> why it stays as it is, of all but tables. `called_once`: those that one forward calls once."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(plain(name).rpartition(".")[0])
+    layers = {plain(name): part for name, part in module.named_modules() if is_layer(part)}
+    why = {
+        name: _explain_exclusion(
+            layer, [other for other in holders[id(layer.weight)] if other != name], name in called_once
+        )
+        for name, layer in layers.items()
+        if is_matrix_layer(layer) or isinstance(layer, TRANSPOSED)
+    }
+    return {name: reason for name, reason in why.items() if reason}
+
+
+def _explain_exclusion(layer: nn.Module, sharing: list[str], called_once: bool) -> str:
+    """Return why a layer cannot be fitted; "" for one that can."""
+    if not is_matrix_layer(layer):
+        return "it is a transposed convolution"
+    if sharing:
+        return f"it shares its weight with {', '.join(sharing)}"
+    if (n := len(read_weight(layer).flatten(0, 1))) > MAX_OUTPUTS:
+        return f"it has {n} outputs, and more than {MAX_OUTPUTS} are not fitted"
+    if (n := n_features(layer)) > MAX_FEATURES:
+        return f"one output sees {n} features, and more than {MAX_FEATURES} are not fitted"
+    return "" if called_once else "one forward does not call it exactly once"
+
+
+@torch.no_grad()
+def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
+    """Set running means and variances to those of the calibration data, in place; what the module gives stays.
+
+    Each norm's weight and bias take up what its statistics change by. Units that are gone, and layers that were fitted
+    anew, leave the old statistics far from the data: in eval mode that is as good as any affine map, but training
+    normalises by each batch's own, and would begin with another model than the one that was pruned.
+    """
+    sums: dict[_BatchNorm, Tensor] = {}
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    norms = [norm for norm in norms if norm.affine and norm.running_mean is not None]
+    handles = [norm.register_forward_pre_hook(_make_sum_hook(norm, sums), with_kwargs=True) for norm in norms]
+    with remove_hooks_on_exit(handles):
+        for batch in batches:
+            module(**batch)
+    for norm, (n, x, xx) in sums.items():
+        _restate_norm(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
+
+
+def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook that sums over all batches: number of values, values, and their squares, float64 [3, C]."""
+
+    def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next(iter((*args, *kwargs.values()))).double().movedim(1, 0).flatten(1)  # [C, values]
+        batch_sums = torch.stack([torch.full((len(x),), float(x.shape[1])).double(), x.sum(1), x.square().sum(1)])
+        sums[norm] = sums[norm] + batch_sums if norm in sums else batch_sums
+
+    return hook
+
+
+def _restate_norm(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """Express the same map by another mean and variance (float64 [C]), in place."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    before, after = ((values.double() + norm.eps).sqrt() for values in (norm.running_var, variance))
+    weight = norm.weight.double()
+    norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
+    norm.weight.copy_((weight * after / before).float())
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance)

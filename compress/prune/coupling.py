@@ -1,15 +1,18 @@
-"""Which parts of a model can be removed together: found by running it once without values, on any architecture.
+"""Find which parts of a model can be removed together, by running it once without values, on any architecture.
 
 As DepGraph (Fang et al. 2023, arXiv:2301.12900) groups parameters, but index by index: every index of every parameter
 axis carries a label, operators carry labels from tensor to tensor, and where two meet they are one. Concatenation,
 flattening, padding, shared heads and split projections then need no special cases, and part of an axis may be removable
 while the rest is not.
+
+A `Dimension` is what can only be removed together, and where each of its units lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,13 +20,40 @@ from torch import Tensor, nn
 from compress.blocks.materialise import plain
 from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, is_layer
 from compress.facts import Prunable
-from compress.prune.dimension import Axis, Dimension, DimensionKind
 from compress.prune.labels import Book
 from compress.prune.rules import walk
 from compress.structure.dataflow import DataFlow, record
 
+Axis = tuple[str, int]
+"""(a parameter's or buffer's plain name, which of its axes)."""
+DimensionKind = Literal["channels", "neurons", "heads", "width"]
 Counts = dict[Axis, int]
 """Axis -> how many indices of it belong to one unit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dimension:
+    """Units 0 .. n_units - 1, each removable on its own. Removing unit u removes indices `members[axis][u]` everywhere.
+
+    `members`: axis -> int64 [n_units, k]. `writers`: layers whose outputs the units are; `readers`: layers that read
+    them along their input axis, in the order in which they run. `name`: that of the first writer. `kind`: "channels"
+    of convolutions, "neurons" of a feed-forward layer, "heads" of attention (of grouped queries: a key-value head with
+    its queries), "width" of what several layers write to (a residual stream).
+    """
+
+    name: str
+    kind: DimensionKind
+    members: Mapping[Axis, np.ndarray]
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+
+    @property
+    def n_units(self) -> int:
+        return len(next(iter(self.members.values())))
+
+    def indices(self, axis: Axis, units: np.ndarray) -> np.ndarray:
+        """Return the indices of some units along an axis, int64, rising."""
+        return np.sort(self.members[axis][units].reshape(-1))
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.prune.costs import AxisSize, Cost, Term, sizes_of
-from compress.prune.coupling import in_axis
-from compress.prune.dimension import Dimension
+from compress.prune.coupling import Dimension, in_axis
 from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
 from compress.store.durable import temporary_folder
 from runtime.backends import Session, find_backend

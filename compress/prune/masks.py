@@ -1,7 +1,8 @@
-"""Which weights become zero, by a score for each: the lowest of each row, of a layer, or of each M inputs. Torch.
+"""Choose which weights become zero, by a score for each, and fit those that stay again. Torch.
 
-Magnitude: |w| (Han et al. 2015, arXiv:1506.02626). Wanda: |w| times the norm of the input that it multiplies (Sun et
-al. 2023, arXiv:2306.11695, equation 1). Weights are [groups, out, in], as `compress.prune.matrix` gives them.
+The lowest of each row, of a layer, or of each M inputs become zero, at once or in rounds. Magnitude: |w| (Han et al.
+2015, arXiv:1506.02626). Wanda: |w| times the norm of the input that it multiplies (Sun et al. 2023, arXiv:2306.11695,
+equation 1). Weights are [groups, out, in], as `compress.prune.matrix` gives them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from compress.prune.sparsity import Sparsity
 Scope = Literal["row", "layer"]
 """Within what the share is taken: of each output's weights, or of all."""
 LOW_BITS = 16
+Within = Literal["layer", "global"]
+TINY = 1e-30
 
 
 def lowest(scores: Tensor, k: int) -> Tensor:
@@ -74,3 +77,59 @@ def _find_edge(
 def _to_ordered_bits(weight: Tensor) -> Tensor:
     """Return magnitudes as integers of the same order: the bits of a float that is not negative."""
     return weight.float().abs().reshape(-1).view(torch.int32)
+
+
+def round_shares(sparsity: float, rounds: int) -> tuple[float, ...]:
+    """Return the share of zeros after each round; each takes the same part of what is left, the last is `sparsity`.
+
+    As the lottery ticket is found (Frankle & Carbin 2019, arXiv:1803.03635, section 1).
+    """
+    return tuple(1 - (1 - sparsity) ** (number / rounds) for number in range(1, rounds + 1))
+
+
+def smallest(weights: Mapping[str, Tensor], share: float, within: Within) -> dict[str, Tensor]:
+    """Return layer -> mask, True at the weights of least magnitude; of equal ones the first.
+
+    `share`: of each layer's weights or of all. What is zero already is among them.
+    """
+    sizes = {name: weight.numel() for name, weight in weights.items()}
+    if within == "global":
+        counts = global_counts(lambda name: weights[name].detach(), sizes, share)
+    else:
+        counts = {name: round(share * size) for name, size in sizes.items()}
+    return {
+        name: lowest(weight.detach().abs().reshape(1, -1), counts[name]).reshape(weight.shape)
+        for name, weight in weights.items()
+    }
+
+
+def set_to_zero(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+    """Set weights to zero where a mask is True, in place."""
+    with torch.no_grad():
+        for name, mask in masks.items():
+            weights[name].masked_fill_(mask, 0.0)
+
+
+def refit(weight: Tensor, sparse: Tensor, gram: Tensor, steps: int) -> Tensor:
+    """Return `sparse` [groups, out, in] after `steps` steps; its zeros stay, the error never rises.
+
+    `weight`: what it was made from. `gram` [groups, in, in]: X^T X / n, damped so that it is positive.
+
+    Conjugate gradients on tr((W - S) G (W - S)^T) over the weights that are not zero, all rows at once, each
+    preconditioned with the diagonal of G (Hestenes & Stiefel 1952; Saad 2003, algorithm 9.1).
+    """
+    stays = sparse != 0
+    diagonal = gram.diagonal(dim1=1, dim2=2)[:, None]  # [groups, 1, in]
+    solution = sparse.clone()
+    residual = ((weight - sparse) @ gram).mul_(stays)
+    direction = residual / diagonal
+    power = (residual * direction).sum(-1, keepdim=True)  # [groups, out, 1]
+    for _ in range(steps):
+        image = (direction @ gram).mul_(stays)
+        length = power / (direction * image).sum(-1, keepdim=True).clamp_min(TINY)
+        solution += length * direction
+        residual -= length * image
+        scaled = residual / diagonal
+        last, power = power, (residual * scaled).sum(-1, keepdim=True)
+        direction = scaled + power / last.clamp_min(TINY) * direction
+    return torch.where(stays, solution, 0.0)

@@ -81,7 +81,7 @@ class _LayerElimination:
     def __init__(self, reading: ReadingLayer) -> None:
         self.features = torch.from_numpy(np.ascontiguousarray(reading.features))
         self.weight = reading.weight.double().clone()
-        self.inverse = invert_damped(reading.gram)
+        self.inverse = torch.cholesky_inverse(factor_of(reading.gram, DAMPING))
 
     def scores(self, units: np.ndarray) -> Tensor:
         """Return what removing each of the units alone would cost, [len(units)]."""
@@ -102,11 +102,6 @@ class _LayerElimination:
         self.inverse -= rows.T @ factors[:, n_out:]
         self.weight[:, features] = 0
         return max(cost, 0.0)
-
-
-def invert_damped(gram: Tensor) -> Tensor:
-    """Return the inverse of the damped Gram matrix, float64."""
-    return torch.cholesky_inverse(factor_of(gram, DAMPING))
 
 
 def factor_of(gram: Tensor, damping: float) -> Tensor:

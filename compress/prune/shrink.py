@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import PassError
-from compress.prune.compensate import Refitted, compensate
-from compress.prune.coupling import in_axis
-from compress.prune.dimension import Axis, Dimension, DimensionKind
+from compress.prune.compensate import Refitted, compensate, explain_left_alone
+from compress.prune.coupling import Axis, Dimension, DimensionKind, in_axis
 from compress.prune.layers import layers_of, weight_names
-from compress.prune.left_alone import explain_left_alone
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch

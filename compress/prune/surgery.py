@@ -18,8 +18,7 @@ from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, put_tensor, shapes_of, tensor_at, tensor_holders
 from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, name_outputs
 from compress.errors import PassError
-from compress.prune.coupling import in_axis
-from compress.prune.dimension import Dimension
+from compress.prune.coupling import Dimension, in_axis
 from compress.structure.dataflow import within
 
 HEAD_COUNTS = re.compile(r"(?!.*(group|per|rep)).*(head|num|n_)")

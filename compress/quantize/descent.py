@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid, power_of_two
-from compress.quantize.sparse import keep_zeros
+from compress.quantize.rounding import keep_zeros
 
 BLOCK = 128
 """Columns whose residual is taken in one product."""

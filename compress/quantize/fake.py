@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.quantize.grid import Grid
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.sparse import zeros_to_keep
+from compress.quantize.rounding import QuantizedWeight, zeros_to_keep
 
 REACH = 0.45
 """How far from its integer, in levels, a float weight may pull the place where learning starts; below a half."""

@@ -22,8 +22,7 @@ from compress.formats.schemes import WeightScheme
 from compress.quantize.descent import descend
 from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid, finite, fit_grid, multiply_scales, power_of_two
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.sparse import keep_zeros, zeros_to_keep
+from compress.quantize.rounding import QuantizedWeight, keep_zeros, zeros_to_keep
 
 BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""

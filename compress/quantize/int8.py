@@ -10,9 +10,7 @@ import onnx_ir as ir
 
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.run import Feeds
-from compress.quantize.bias import mean_shift
-from compress.quantize.calibrate import observe
-from compress.quantize.observers import Method, Observer, choose_range
+from compress.quantize.observers import Method, Observer, choose_range, observe
 from compress.quantize.placement import Kind, after_activation
 from compress.quantize.qdq import integer_layers, placement_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
@@ -109,3 +107,20 @@ def tensors_of(model: ir.Model, layers: Iterable[str]) -> set[str]:
         if layer.name in chosen:
             tensors |= {layer.data_input.name or "", after_activation(layer.output).name or ""}
     return tensors
+
+
+def mean_shift(weight: np.ndarray, rounded: np.ndarray, input_mean: np.ndarray, groups: int = 1) -> np.ndarray:
+    """Return what rounding adds to each output's mean: (rounded - weight) applied to the input means.
+
+    `weight`, `rounded`: [out, in / groups, *kernel]; `input_mean`: [in], the mean over samples and positions (positions
+    that padding reaches are taken as if they were inside). Returns float64 [out].
+
+    Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction (2019), section 4.2, with the
+    input means measured on calibration data. It depends on the weights' rounding alone, so it serves every flavour.
+    """
+    difference = (rounded.astype(np.float64) - weight).reshape(*weight.shape[:2], -1).sum(axis=2)  # [out, in / groups]
+    out, per_group = difference.shape
+    means = input_mean.reshape(groups, per_group)  # [groups, in / groups]
+    grouped = difference.reshape(groups, out // groups, per_group)  # [groups, out / groups, in / groups]
+    shift: np.ndarray = np.einsum("goi,gi->go", grouped, means)  # [groups, out / groups]
+    return shift.reshape(out)

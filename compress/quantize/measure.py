@@ -1,8 +1,9 @@
-"""How far a quantized graph is from its float one: at its outputs, layer by layer, and which decision is to blame."""
+"""Measure how far a quantized graph is from its float one, and restore its most sensitive layers until gates hold."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -117,3 +118,46 @@ def blame(
 def spread(seen: Observer | None) -> float:
     """Return the largest magnitude over the median one: what one scale has to span."""
     return 0.0 if seen is None else max(-seen.low, seen.high) / max(seen.absolute_median(), 1e-9)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was given back, and what the gates still say ([]: they hold)."""
+
+    state: GraphState
+    layers: tuple[str, ...]
+    shortfalls: tuple[str, ...]
+    ended: str
+
+
+def restore_until_held(
+    state: GraphState,
+    short: list[str],
+    sensitivity: dict[str, float],
+    flavour: Flavour,
+    shortfalls: Callable[[ir.Model], list[str]],
+    max_layers: int,
+    max_minutes: float,
+    log: Callable[[str], None],
+) -> Restored:
+    """Restore layers in order of falling sensitivity until `shortfalls` is empty or a budget ends.
+
+    `short`: the shortfalls of the state as it is. The state is copied; the best that was reached is returned even when
+    the gates still do not hold.
+    """
+    state = replace(state, weights=dict(state.weights), biases=dict(state.biases))
+    order = sorted(sensitivity, key=lambda name: -sensitivity[name])
+    deadline = time.monotonic() + 60 * max_minutes
+    restored: list[str] = []
+    for name in order:
+        if not short:
+            return Restored(state, tuple(restored), (), "the gates hold")
+        if len(restored) == max_layers:
+            return Restored(state, tuple(restored), tuple(short), f"max_layers {max_layers} reached")
+        if time.monotonic() > deadline:
+            return Restored(state, tuple(restored), tuple(short), f"max_minutes {max_minutes:g} used")
+        state.to_float(name)
+        restored.append(name)
+        short = shortfalls(write_state(state, flavour))
+        log(f"int8: {name} back to float32; {'the gates hold' if not short else '; '.join(short)}")
+    return Restored(state, tuple(restored), tuple(short), "the gates hold" if not short else "no layer is left")

@@ -1,4 +1,4 @@
-"""What calibration keeps of an activation, and how a quantization range is chosen from it.
+"""Observe the activations of a graph over calibration data, and choose a quantization range from what was kept.
 
 An `Observer` holds a histogram over [-m, m], m a power of two that grows with what it sees (bins merge in pairs), so
 one pass over the data serves every method. `choose_range` turns it into the real interval [low, high] that 256 levels
@@ -7,11 +7,14 @@ will cover.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import onnx_ir as ir
+
+from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
@@ -19,6 +22,7 @@ LOWEST_EXPONENT = -100
 """Lowest exponent of the bound: the number of bins for each unit stays a float32."""
 Score = Callable[[np.ndarray, np.ndarray, float, float], float]
 """(centres, counts, low, high) -> the error of that interval."""
+Progress = Callable[[Iterable[Feeds], str], Iterable[Feeds]]
 
 
 @dataclass(eq=False)
@@ -160,3 +164,49 @@ def _divergence(centres: np.ndarray, counts: np.ndarray, low: float, high: float
     q = (np.bincount(levels, counts[inside], minlength=256) / occupied)[levels]
     p, q = p / p.sum(), q / q.sum()
     return float(np.sum(p * np.log(p / q)))
+
+
+def observe(
+    model: ir.Model, axes: Mapping[str, int | None], batches: Iterable[Feeds], threads: int = 0
+) -> dict[str, Observer]:
+    """Run `batches` and watch the tensors named in `axes` (name -> channel axis, None: no channel statistics).
+
+    Returns one Observer for each. Raises ValueError, naming the tensor, when one holds NaN or Inf, or when there is no
+    batch.
+    """
+    seen = {name: Observer(axis) for name, axis in axes.items()}
+    if not seen:
+        return {}
+    session = open_session(tap(model, list(axes)), threads)
+    n_batches = 0
+    for outputs in run_batches(session, batches):
+        n_batches += 1
+        for name, values in outputs.items():
+            name = name.removesuffix(TAPPED)
+            try:
+                seen[name].update(values)
+            except ValueError as error:
+                raise ValueError(f"tensor {name!r}: {error} on calibration batch {n_batches}") from error
+    if n_batches == 0:
+        raise ValueError("there is no calibration data")
+    return seen
+
+
+def collect_rows(
+    model: ir.Model, names: Iterable[str], batches: Iterable[Feeds], n_rows: int, seed: int, threads: int = 0
+) -> dict[str, np.ndarray]:
+    """Return at most `n_rows` random rows [n, channels] of each tensor, channels last, spread over all batches."""
+    rng = np.random.default_rng(seed)
+    kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    batches = list(batches)
+    if not kept or not batches:
+        return {}
+    share = -(-n_rows // len(batches))
+    session = open_session(tap(model, list(kept)), threads)
+    for outputs in run_batches(session, batches):
+        for name, values in outputs.items():
+            rows = values.reshape(-1, values.shape[-1])
+            chosen = rng.choice(len(rows), min(share, len(rows)), replace=False)
+            kept[name.removesuffix(TAPPED)].append(rows[chosen])
+    rows_of = {name: np.concatenate(parts) for name, parts in kept.items()}
+    return {name: rows[rng.permutation(len(rows))[:n_rows]] for name, rows in rows_of.items()}

@@ -1,16 +1,22 @@
-"""Scales and rounding of weights: symmetric or asymmetric, per output channel or per group of inputs."""
+"""Round weights: symmetric or asymmetric, per output channel or per group of inputs, zeros of an earlier pass kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Fitted = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """(values [out, groups, group], scales [out, groups], zero points [out, groups] or None)."""
 Fit = Callable[[np.ndarray, int, np.float32], Fitted]
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+LEAST_ZEROS = 0.05
+"""Share of exact zeros from which they are taken for a pass's work; a trained weight has fewer by chance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,3 +119,17 @@ def _fit_asymmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32) -> Fi
     zero_points = np.clip(np.round(-low * shrinkage / scales), 0, top).astype(np.uint8)
     values = np.round(grouped / scales[:, :, None]) + zero_points[:, :, None]
     return np.clip(values, 0, top).astype(np.uint8), scales, zero_points
+
+
+def zeros_to_keep(weight: Tensor) -> Tensor | None:
+    """Return a mask of the exact zeros of `weight`, where they are LEAST_ZEROS of it or more; None: it is dense."""
+    zeros = weight == 0
+    return zeros if int(zeros.sum()) >= LEAST_ZEROS * zeros.numel() else None
+
+
+def keep_zeros(levels: Tensor, gone: Tensor, zero_points: Tensor | None) -> None:
+    """Set `levels` (changed in place) to what stands for zero where `gone`; all of one shape."""
+    if zero_points is None:
+        levels.masked_fill_(gone, 0)
+    else:
+        levels.copy_(zero_points.where(gone, levels))

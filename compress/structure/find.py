@@ -108,7 +108,7 @@ def _find_longest_chain(flow: DataFlow, parent: str) -> tuple[str, ...]:
         call = flow.calls[name][0]
         linked = bool(current) and bool(set(flow.calls[current[-1]][0].outputs[:1]) & set(call.inputs))
         current = [*current, name] if linked else [name]
-        if not _is_block(flow, name):
+        if is_matrix(flow.modules[name]) or not _count_weights(flow, name):  # a layer itself, or it holds none
             current = []
         best = max(best, current, key=len)
     return tuple(best) if len(best) > 1 else ()
@@ -117,11 +117,6 @@ def _find_longest_chain(flow: DataFlow, parent: str) -> tuple[str, ...]:
 def _list_children(name: str, module: nn.Module) -> list[str]:
     """Return the full names of a module's children."""
     return [f"{name}.{key}" if name else key for key, _ in module.named_children()]
-
-
-def _is_block(flow: DataFlow, name: str) -> bool:
-    """Return whether a module is not a layer itself and holds some."""
-    return not is_matrix(flow.modules[name]) and _count_weights(flow, name) > 0
 
 
 def _count_weights(flow: DataFlow, name: str) -> int:

@@ -1,22 +1,29 @@
-"""The steps of `distill`: from whom and from what is learned, training, what is said of it."""
+"""Work `distill`: put the student in the model's place, choose what is learned and from whom, train, and report."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from compress.blocks.sizes import shapes_of
 from compress.context import PassContext, PassResult, TrainSet
 from compress.distill.sequences import Writing, write_sequences
+from compress.distill.student import start_from
 from compress.distill.train import Around, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
+from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.models.load import LoadedModel
+from compress.passes.depth import depth_problem
 from compress.passes.distill import Distill
-from compress.work.distill_student import student_model
+from compress.passes.distill_student import Student
+from compress.prune.depth import Skipping, shorten
 from compress.work.losses import batches_of, objective, teacher_module, training_set
+from compress.work.prune_layers import UNCONFIGURED, removable_blocks
 from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
 
 NAME = "distill"
@@ -44,7 +51,7 @@ def begin_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> 
         return loaded
     sample = batches_of(knobs, training_set(NAME, context), loaded)(np.arange(1), None).feeds
     seed = context.seed if knobs.seed is None else knobs.seed
-    return student_model(knobs.student, loaded, sample, seed, context)
+    return _student_model(knobs.student, loaded, sample, seed, context)
 
 
 def _prepare_training(knobs: Distill, loaded: LoadedModel, context: PassContext) -> tuple[TrainSet, nn.Module]:
@@ -66,3 +73,44 @@ def _make_result(loaded: LoadedModel, log: TrainLog, notes: tuple[Note, ...]) ->
         if not list(part.children()) and any(p.dim() > 1 for p in part.parameters(recurse=False))
     )
     return PassResult(replace(loaded), decisions, (*notes, describe_training(NAME, log)), gather_numbers(NAME, log))
+
+
+def _student_model(
+    student: Student, loaded: LoadedModel, sample: Mapping[str, Tensor], seed: int, context: PassContext
+) -> LoadedModel:
+    """Return the student as it starts: blocks of `loaded` (changed in place), or a new model. PassError.
+
+    `sample`: feeds of one sample, by parameter. The same whenever it is called.
+    """
+    if not student.separate:
+        return _keep_some_blocks(student, loaded, sample, context)
+    if context.student is None:
+        raise PassError("distill: there is nothing to make a student with: an onnx: source has no torch model")
+    made: LoadedModel = context.student(student, seed)
+    if made.input_names != loaded.input_names:
+        raise PassError(
+            f"distill: the student takes {', '.join(made.input_names)}, the teacher {', '.join(loaded.input_names)}; "
+            "give one that takes the same"
+        )
+    if not student.config:
+        return made
+    assert made.module is not None and loaded.module is not None
+    start_from(made.module, loaded.module, student.starts)
+    changed = shapes_of(made.module).since(shapes_of(loaded.module))
+    return replace(made, shapes=loaded.shapes.then(changed))
+
+
+def _keep_some_blocks(
+    student: Student, loaded: LoadedModel, sample: Mapping[str, Tensor], context: PassContext
+) -> LoadedModel:
+    module = loaded.module
+    assert module is not None
+    before, blocks = shapes_of(module), removable_blocks(module, sample)
+    stay = student.stay(len(blocks))
+    if problem := depth_problem(blocks, stay, len(stay)):
+        raise PassError(f"distill: student: {problem}")
+    skipping = Skipping(module, [block.name for block in blocks], sample)
+    gone = [block.name for number, block in enumerate(blocks) if number not in stay]
+    if not shorten(skipping, gone, sample):
+        context.log(f"distill: {UNCONFIGURED}")
+    return replace(loaded, shapes=loaded.shapes.then(shapes_of(module).since(before)))

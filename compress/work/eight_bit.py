@@ -9,9 +9,9 @@ from itertools import islice
 from compress.context import Feeds, PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, matches
+from compress.graph.convolutions import shortcuts_to_convolutions
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
-from compress.graph.shortcut import shortcuts_to_convolutions
 from compress.passes.eight_bit import EightBit
 from compress.passes.int8 import Int8
 from compress.quantize.int8 import (
@@ -29,13 +29,13 @@ from compress.quantize.measure import (
     layer_sqnr_db,
     output_cosine,
     outputs_of,
+    restore_until_held,
     sensitivities,
     spread,
 )
 from compress.quantize.observers import Observer
 from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
-from compress.quantize.restore import restore_until_held
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
 

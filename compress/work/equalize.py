@@ -11,8 +11,8 @@ from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
 from compress.passes.equalize import Equalize
-from compress.quantize.calibrate import observe
 from compress.quantize.equalize import equalize_pair, find_pairs, input_channel_peak
+from compress.quantize.observers import observe
 from compress.quantize.smooth import smoothing_scales
 from compress.quantize.state import GraphState
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from compress.context import PassContext, PassResult
 from compress.facts import LayerDecision
-from compress.graph.batchnorm import fold_batchnorms
+from compress.graph.convolutions import fold_batchnorms
 from compress.graph.run import clone
 from compress.passes.fold_batchnorm import FoldBatchNorm
 from compress.quantize.state import GraphState

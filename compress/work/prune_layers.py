@@ -19,12 +19,9 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Removable
 from compress.passes.depth import evenly_spaced, rename_blocks
 from compress.passes.prune_layers import PruneLayers
-from compress.prune.compensate import compensate
-from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
-from compress.prune.left_alone import explain_left_alone
-from compress.prune.norms import follow_data
+from compress.prune.compensate import compensate, explain_left_alone, follow_data
+from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
 from compress.prune.points import find_points
-from compress.prune.shorten import shorten
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
 from compress.work.prune_batches import pruning_batches, rows_within

@@ -16,7 +16,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading, Residual, Structure
 from compress.passes.rotate import Rotate, values
 from compress.quantize.hadamard import Orthogonal, orthogonal
-from compress.quantize.sparse import zeros_to_keep
+from compress.quantize.rounding import zeros_to_keep
 
 Edit = Callable[[Tensor], Tensor]
 """A new value of a matrix [out, in] or bias [out], from its old one."""

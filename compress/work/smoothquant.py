@@ -1,30 +1,48 @@
-"""The steps of the `smoothquant` pass on an ONNX graph: observe, search each group's strength, rewrite."""
+"""Work the `smoothquant` pass: observe, search each group's strength, rewrite; on an ONNX graph or a torch model.
+
+A torch model's inputs are scaled by row, for W8A8, and scales are folded where that is exact.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from compress.blocks.folding import tie_scales
+from compress.blocks.sharing import gather_from_processes
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision
+from compress.facts import LayerDecision, LayerFacts, Reading
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
 from compress.passes.smoothquant import SmoothQuant
-from compress.quantize.calibrate import collect_rows, observe
-from compress.quantize.smooth import ALPHAS, COSTLY, FREE, search_smoothing
-from compress.quantize.smooth_graph import apply_smoothing, foldable_norm, input_groups
+from compress.quantize.observers import collect_rows, observe
+from compress.quantize.smooth import (
+    ALPHAS,
+    COSTLY,
+    FREE,
+    Smoothing,
+    apply_smoothing,
+    foldable_norm,
+    input_groups,
+    search_smoothing,
+)
 from compress.quantize.state import GraphState
-from compress.work.smoothquant_blocks import smoothquant_blocks
+from compress.work.block_layers import fold_into, step_facts
 
 
 def apply_smoothquant(knobs: SmoothQuant, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
     if isinstance(model, GraphState):
         return _smooth_graph(knobs, model, context)
-    return smoothquant_blocks(knobs, model, context)
+    return _smooth_blocks(knobs, model, context)
 
 
 def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult:
@@ -68,3 +86,98 @@ def _check_weights(group: list[GraphLayer]) -> None:
     for layer in group:
         if not np.isfinite(layer.matrix()).all():
             raise PassError(f"smoothquant: {layer.name}: the weight holds NaN or Inf")
+
+
+def _smooth_blocks(knobs: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult:
+    """Smooth a streamed model. Raises PassError naming the layers."""
+    stream = Stream(model, context)
+    for step in stream:
+        _BlockSmoothing(knobs, step, context).run()
+    return stream.result()
+
+
+class _Sample:
+    """Of what one reading reads: some rows of each micro-batch, and each channel's largest magnitude."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+        self.peak: Tensor | None = None
+
+    def add(self, rows: Tensor, n: int) -> None:
+        if len(rows):
+            self.rows.append(rows[:: -(-len(rows) // n)].clone())
+            peak = rows.abs().amax(0)
+            self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
+
+
+class _BlockSmoothing:
+    """One step."""
+
+    def __init__(self, knobs: SmoothQuant, step: BlockStep, context: PassContext) -> None:
+        self.knobs, self.step = knobs, step
+        taken, self.kept = choose_layers(step_facts(step), (), knobs.ignore, knobs.unfit)
+        self.facts = {layer.name: layer for layer in taken}
+        self.samples: dict[Reading, _Sample] = {}
+        self.n_each = max(1, knobs.rows // max(1, len(context.batches)))
+
+    def run(self) -> None:
+        able = [reading for reading in self.step.readings if self._find_obstacle(reading) is None]
+        if able:
+            self.step.collect(self._visit, able)
+        for reading in self.step.readings:
+            names = [name for name in reading.layers if name in self.facts]
+            smoothed, how = self._smooth(reading)
+            self._report([self.facts.pop(name) for name in names], "smoothed" if smoothed else "kept", how)
+        self._report(list(self.facts.values()), "kept", "nothing reads it in a forward pass")
+        self.step.say(decisions=self.kept)
+
+    def _visit(self, reading: Reading, rows: Tensor) -> None:
+        self.samples.setdefault(reading, _Sample()).add(rows, self.n_each)
+
+    def _find_obstacle(self, reading: Reading) -> str | None:
+        """Return why this reading cannot be smoothed, or None."""
+        if not reading.source:
+            return "left alone: no module before it can take a scale exactly"
+        if other := [name for name in reading.layers if name not in self.facts]:
+            return f"left alone: it reads a tensor with {other[0]}, which is kept"
+        if reading.source in self.step.quantized:
+            return f"left alone: {reading.source} is rounded already"
+        return None
+
+    def _smooth(self, reading: Reading) -> tuple[bool, str]:
+        """Smooth a reading; return whether it was done, and how or why not."""
+        if obstacle := self._find_obstacle(reading):
+            return False, obstacle
+        samples = [
+            sample
+            for sample in gather_from_processes(self.samples.pop(reading, None))
+            if sample is not None and sample.rows
+        ]
+        if not samples:
+            return False, "left alone: no calibration data reaches it"
+        rows = torch.cat([part for sample in samples for part in sample.rows]).numpy()
+        peak = torch.stack([sample.peak for sample in samples]).amax(0).numpy()
+        smoothing = self._search(reading, rows, peak)
+        errors = {"error_before": smoothing.error_before, "error_after": smoothing.error_after}
+        self.step.say(measured=dict.fromkeys(reading.layers, errors))
+        if smoothing.scales is None:
+            return False, "left alone: no strength lowers the error enough"
+        fold_into(self.step, reading, torch.from_numpy(smoothing.scales))
+        return True, f"alpha {smoothing.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
+
+    def _search(self, reading: Reading, rows: np.ndarray, peak: np.ndarray) -> Smoothing:
+        if not np.isfinite(peak).all():
+            raise PassError(
+                f"smoothquant: {', '.join(reading.layers)}: NaN or Inf among its inputs on the calibration data"
+            )
+        knobs = self.knobs
+        alphas, gain = (ALPHAS, FREE) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
+        weights = [self.step.matrix(name).numpy() for name in reading.layers]
+        return search_smoothing(rows, peak, weights, alphas, gain, partial(_tie, reading), by_row=True)
+
+    def _report(self, layers: list[LayerFacts], action: str, how: str) -> None:
+        self.step.say(decisions=[LayerDecision(layer.name, layer.type, action, how) for layer in layers])
+
+
+def _tie(reading: Reading, scales: np.ndarray) -> np.ndarray:
+    return tie_scales(reading, torch.from_numpy(scales)).numpy()

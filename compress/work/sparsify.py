@@ -20,10 +20,8 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note, Reading
 from compress.passes.sparsify import CONVOLUTIONS, Sparsify
-from compress.prune.inputs import visit_inputs
-from compress.prune.masks import Scope, choose_zeros, global_counts, wanda_scores
-from compress.prune.matrix import as_matrices, as_weight, groups_of
-from compress.prune.refit import refit
+from compress.prune.masks import Scope, choose_zeros, global_counts, refit, wanda_scores
+from compress.prune.matrix import as_matrices, as_weight, groups_of, visit_inputs
 from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
 from compress.quantize.gptq import Hessian, invert_hessian

@@ -20,7 +20,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note
 from compress.models.load import LoadedModel
 from compress.passes.sparsify_iteratively import SparsifyIteratively
-from compress.prune.lottery import round_shares, set_to_zero, smallest
+from compress.prune.masks import round_shares, set_to_zero, smallest
 from compress.work.block_layers import layer_facts
 from compress.work.losses import batches_of, objective, teacher_module, training_set
 from compress.work.training import describe_training, gather_numbers, zero_keeper

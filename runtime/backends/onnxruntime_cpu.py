@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.bundle.columns import Array
 from runtime.bundle.files import model_files
-from runtime.bundle.float8 import holds_float8
+from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
@@ -149,7 +149,7 @@ def open_handle(path: Path, settings: SessionOptions, providers: list[str]) -> O
 def create(model: str | bytes, settings: SessionOptions, providers: list[str]) -> InferenceSession:
     """Create onnxruntime's InferenceSession of a file's path or of its content.
 
-    Float8 is kept as it is written (`runtime.bundle.float8`). Raises whatever onnxruntime raises.
+    Float8 is kept as it is written (`runtime.bundle.onnx_file.holds_float8`). Raises whatever onnxruntime raises.
     """
     ort = onnxruntime_library()
     if holds_float8(model) and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:

@@ -15,8 +15,7 @@ import numpy as np
 
 from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.bundle.columns import Array
-from runtime.bundle.engine import ENGINES, EngineRecord, Here, why_not_here
-from runtime.bundle.profiles import InputShapes, Profile, profile_for
+from runtime.bundle.engine import ENGINES, EngineRecord, Here, InputShapes, Profile, profile_for, why_not_here
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.nvidia import cuda

@@ -1,16 +1,19 @@
-"""What an .onnx file holds, found in its bytes: no onnx package, no weights loaded.
+"""Read what an .onnx file holds from its bytes: no onnx package, no weights loaded.
 
-A bundle may come from anyone, and an external-data location is a path that a runtime will open. Only the wire format
-and the field numbers of onnx.proto are needed to see them.
+A bundle may come from anyone, and an external-data location is a path that a runtime will open (`external_files`). Why
+a quantized model may be slow shows in its operators (`graph_facts`), and whether it holds float8 in its types
+(`holds_float8`). Only the wire format (https://protobuf.dev/programming-guides/encoding/) and the field numbers of
+onnx.proto are needed.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.bundle.protobuf import Data, fields
 from runtime.errors import BundleError
 
 # message -> {field number: the message it holds}, for every way that leads to a TensorProto
@@ -25,6 +28,16 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "tensor": {13: "entry"},
     "entry": {},
 }
+Data = bytes | mmap.mmap
+Field = tuple[int, int, int, int]
+"""(field number, first byte, last byte + 1, value): value for a varint, the bytes for anything longer."""
+_DATA_TYPES = {2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 17: "float8e4m3fn", 21: "uint4", 22: "int4"}
+FLOAT8 = range(17, 21)
+"""Of TensorProto.DataType: FLOAT8E4M3FN, FLOAT8E4M3FNUZ, FLOAT8E5M2, FLOAT8E5M2FNUZ."""
+DATA_TYPE, NAME, INTEGER = 2, 1, 3
+"""Fields of onnx.proto: TensorProto.data_type, AttributeProto.name, AttributeProto.i."""
+MAKES = (b"to", b"output_dtype", b"dtype")
+"""Attributes that say which type an operator gives."""
 
 
 def external_files(path: Path) -> frozenset[str]:
@@ -41,22 +54,149 @@ def external_files(path: Path) -> frozenset[str]:
         raise BundleError(f"{path}: not an ONNX model ({error}); build the bundle again") from error
 
 
-def messages(data: Data) -> Iterator[tuple[str, int, int]]:
+def _find_locations(data: Data) -> Iterator[str]:
+    for kind, start, stop in _messages(data):
+        if kind == "entry":
+            entry = {n: bytes(data[a:b]) for n, a, b, _ in _fields(data, start, stop)}
+            if entry.get(1) == b"location":
+                yield entry.get(2, b"").decode()
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """Operators of the main graph by type, and the zero points' dtypes of its QuantizeLinear nodes."""
+
+    operators: dict[str, int]
+    activations: dict[str, int]
+
+    def count(self, *types: str) -> int:
+        """Return how many nodes are of these types."""
+        return sum(self.operators.get(kind, 0) for kind in types)
+
+
+def graph_facts(path: Path) -> GraphFacts:
+    """Read the graph of a file that `verify` has accepted; the weights are passed over, not loaded."""
+    operators: Counter[str] = Counter()
+    dtypes: dict[str, str] = {}
+    zero_points: list[str] = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for number, first, last, _ in _graph_fields(data):
+            if number == 1:
+                kind, inputs = _read_node(data, first, last)
+                operators[kind] += 1
+                if kind == "QuantizeLinear":
+                    zero_points.append(inputs[2] if len(inputs) > 2 else "")
+            elif number == 5:
+                name, dtype = _read_tensor(data, first, last)
+                dtypes[name] = dtype
+    activations = Counter(dtypes.get(name, "other") if name else "uint8" for name in zero_points)
+    return GraphFacts(dict(operators), dict(activations))
+
+
+def _graph_fields(data: mmap.mmap) -> Iterator[Field]:
+    for number, first, last, _ in _fields(data, 0, len(data)):
+        if number == 7:
+            yield from _fields(data, first, last)
+
+
+def _read_node(data: mmap.mmap, start: int, stop: int) -> tuple[str, list[str]]:
+    texts = [(number, data[a:b].decode()) for number, a, b, _ in _fields(data, start, stop) if number in (1, 4)]
+    kinds = [text for number, text in texts if number == 4]
+    return kinds[0] if kinds else "", [text for number, text in texts if number == 1]
+
+
+def _read_tensor(data: mmap.mmap, start: int, stop: int) -> tuple[str, str]:
+    name, dtype = "", "other"
+    for number, first, last, value in _fields(data, start, stop):
+        if number == 2:
+            dtype = _DATA_TYPES.get(value, "other")
+        elif number == 8:
+            name = data[first:last].decode()
+    return name, dtype
+
+
+def holds_float8(model: str | bytes) -> bool:
+    """Return whether a constant is float8, or an operator gives it. `model`: a file's path, or its content.
+
+    ONNX Runtime 1.31 optimizes such a model to one that computes something else: it takes a Relu before a
+    QuantizeLinear for done by its zero point, as it would be in uint8, and makes integer products of float8 ones.
+    Models that hold float8 are therefore opened with basic optimizations alone. False of what is no ONNX model: who
+    opens it will say so.
+    """
+    if isinstance(model, bytes):
+        return _scan_for_float8(model)
+    try:
+        with Path(model).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _scan_for_float8(data)
+    except (OSError, ValueError):  # not there, or empty
+        return False
+
+
+def _scan_for_float8(data: Data) -> bool:
+    checks = {"tensor": _is_float8, "attribute": _gives_float8}
+    try:
+        return any(kind in checks and checks[kind](data, start, stop) for kind, start, stop in _messages(data))
+    except (IndexError, ValueError):
+        return False
+
+
+def _is_float8(data: Data, start: int, stop: int) -> bool:
+    return any(number == DATA_TYPE and value in FLOAT8 for number, _, _, value in _fields(data, start, stop))
+
+
+def _gives_float8(data: Data, start: int, stop: int) -> bool:
+    found_fields = {number: (first, last, value) for number, first, last, value in _fields(data, start, stop)}
+    if NAME not in found_fields or INTEGER not in found_fields:
+        return False
+    first, last, _ = found_fields[NAME]
+    return bytes(data[first:last]) in MAKES and found_fields[INTEGER][2] in FLOAT8
+
+
+def _messages(data: Data) -> Iterator[tuple[str, int, int]]:
     """Yield (kind, first byte, last byte + 1) of each message on a way to a tensor, the model first.
 
-    Errors are those of `fields`.
+    Errors are those of `_fields`.
     """
     pending = [("model", 0, len(data))]
     while pending:
         kind, start, stop = pending.pop()
         yield kind, start, stop
         children = _CHILDREN[kind]
-        pending += [(children[n], first, last) for n, first, last, _ in fields(data, start, stop) if n in children]
+        pending += [(children[n], first, last) for n, first, last, _ in _fields(data, start, stop) if n in children]
 
 
-def _find_locations(data: Data) -> Iterator[str]:
-    for kind, start, stop in messages(data):
-        if kind == "entry":
-            entry = {n: bytes(data[a:b]) for n, a, b, _ in fields(data, start, stop)}
-            if entry.get(1) == b"location":
-                yield entry.get(2, b"").decode()
+def _fields(data: Data, start: int, stop: int) -> Iterator[Field]:
+    """Yield the fields of the message in data[start:stop], in order.
+
+    ValueError where a field is longer than the message, of a type that proto3 lacks, or a number of more than 64 bits;
+    IndexError where the data ends inside a number.
+    """
+    while start < stop:
+        tag, start = _read_varint(data, start)
+        wire_type, value, length = tag & 7, 0, 0
+        if wire_type == 0:
+            value, start = _read_varint(data, start)
+        elif wire_type == 2:
+            length, start = _read_varint(data, start)
+            if start + length > stop:
+                raise ValueError("a field is longer than the message around it")
+        elif wire_type in (1, 5):
+            length = 8 if wire_type == 1 else 4
+        else:
+            raise ValueError(f"wire type {wire_type}")
+        yield tag >> 3, start, start + length, value
+        start += length
+
+
+def _read_varint(data: Data, at: int) -> tuple[int, int]:
+    """Read the number at `at`, seven bits a byte with the lowest first; return it and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")

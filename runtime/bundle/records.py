@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
     unknown = sorted(map(str, data.keys() - known.keys()))
     if unknown:
         raise Mismatch(f"{where}.{unknown[0]}: unknown key; known: {', '.join(known)}")
-    missing = [name for name, f in known.items() if name not in data and _is_required(f)]
+    required = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in data]
     if missing:
         raise Mismatch(f"{where}.{missing[0]}: missing")
     hints = get_type_hints(cls)
@@ -57,10 +58,6 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
         return cls(**values)
     except ValueError as error:
         raise Mismatch(f"{where}: {error}") from error
-
-
-def _is_required(f: Field[Any]) -> bool:
-    return f.default is MISSING and f.default_factory is MISSING
 
 
 def _read_value(hint: Any, data: Any, where: str) -> Any:

@@ -147,14 +147,11 @@ def _vocab_size(session: Session) -> int:
 def _run_logits(session: Session, feeds: dict[str, Array]) -> Array:
     """Return the logits of one call, float [n, t, vocab]; no other output is asked for."""
     if "logits" not in {spec.name for spec in session.outputs}:
-        raise BundleError(f"a language model has an output 'logits'; this has {_list_outputs(session)}")
+        names = ", ".join(spec.name for spec in session.outputs)
+        raise BundleError(f"a language model has an output 'logits'; this has {names}")
     logits = session.run(feeds, ("logits",))["logits"]
     if logits.ndim != 3 or logits.shape[:2] != feeds["input_ids"].shape:
         raise BundleError(
             f"logits have shape {logits.shape} for tokens {feeds['input_ids'].shape}; scoring needs them at every token"
         )
     return logits
-
-
-def _list_outputs(session: Session) -> str:
-    return ", ".join(spec.name for spec in session.outputs)

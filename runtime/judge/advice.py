@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.bundle.onnx_graph import GraphFacts
+from runtime.bundle.onnx_file import GraphFacts
 from runtime.judge.evidence import Evidence
 from runtime.report.units import interval_words
 

@@ -1,4 +1,4 @@
-"""What is known about each metric of a bundle: baseline, candidate and their difference, each with its interval.
+"""Tell what is known about each metric of a bundle: baseline, candidate, their difference, each with its interval.
 
 Gates are decided from this alone, whatever kind of metric it is.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.format import Judgement
+from runtime.bundle.columns import Array
+from runtime.bundle.format import Benchmark, Judgement
 from runtime.errors import UsageError
 from runtime.judge.stats import (
     HALL,
@@ -29,9 +30,10 @@ from runtime.judge.stats import (
     subtract,
     unknown,
 )
+from runtime.measure.timing import Best, RequestTimes
 from runtime.metrics import METRICS, Metric, Outputs, why_not
 from runtime.metrics.base import Columns, Link
-from runtime.metrics.measured import MEASURED
+from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED
 
 
 @dataclass(frozen=True)
@@ -208,11 +210,13 @@ def timing_evidence(
     its calls.
     """
     if batch_size is None:
-        return percentile_evidence(name, percentile, seconds, judgement.confidence, lambda second: 1000 * second)
-    return percentile_evidence(name, percentile, seconds, judgement.confidence, lambda second: rate(batch_size, second))
+        return _percentile_evidence(name, percentile, seconds, judgement.confidence, lambda second: 1000 * second)
+    return _percentile_evidence(
+        name, percentile, seconds, judgement.confidence, lambda second: _rate(batch_size, second)
+    )
 
 
-def percentile_evidence(
+def _percentile_evidence(
     name: str, percentile: float, seconds: np.ndarray, level: float, to_unit: Callable[[float], float]
 ) -> Evidence:
     """Return evidence of a percentile of times, seconds [2, rounds] or [2, rounds, calls], on the scale `to_unit`."""
@@ -229,7 +233,7 @@ def percentile_evidence(
     )
 
 
-def rate(amount: float, seconds: float) -> float:
+def _rate(amount: float, seconds: float) -> float:
     """Return how much of `amount` a second does; what is not known to take any time has no largest rate."""
     return amount / seconds if seconds > 0 else math.inf
 
@@ -263,10 +267,6 @@ def size_evidence(baseline_bytes: int | None, candidate_bytes: int) -> dict[str,
     }
 
 
-Best = tuple[int, np.ndarray] | None
-"""(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
-
-
 def throughput_under_latency_evidence(
     best: tuple[Best, Best], judgement: Judgement, name: str = "throughput_under_latency"
 ) -> Evidence:
@@ -284,7 +284,7 @@ def _estimate_rate(best: Best, level: float) -> Estimate:
     if best is None:
         return exact(0.0)
     batch_size, seconds = best
-    return change_scale(percentile_interval(seconds, 50, level), lambda second: rate(batch_size, second))
+    return change_scale(percentile_interval(seconds, 50, level), lambda second: _rate(batch_size, second))
 
 
 def make_evidence(
@@ -300,3 +300,61 @@ def make_evidence(
     metric = MEASURED[name]
     counted = "fresh processes" if name in ("peak_memory", "load_time") else "timed rounds"
     return Evidence(name, metric.unit, metric.higher_is_better, n, counted, after, before, difference, speedup)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A percentile of some seconds of each round, on a metric's scale."""
+
+    name: str
+    percentile: float
+    seconds: Callable[[Array, Array], Array]
+    """(first [rounds], steps [rounds, new_tokens - 1]) -> [rounds] or [rounds, calls]."""
+    to_unit: Callable[[float], float]
+
+    def value(self, first: Array, steps: Array) -> float:
+        """Return the metric, in its unit."""
+        return self.to_unit(float(np.percentile(self.seconds(first, steps), self.percentile)))
+
+
+def request_evidence(times: RequestTimes, judgement: Judgement) -> dict[str, Evidence]:
+    """Return evidence of each metric, by name; row 0 of the times is the baseline, row 1 the candidate."""
+    evidence = {}
+    for quantity in quantities(judgement.benchmark):
+        seconds = np.stack([quantity.seconds(times.first[side], times.steps[side]) for side in (0, 1)])
+        evidence[quantity.name] = _percentile_evidence(
+            quantity.name, quantity.percentile, seconds, judgement.confidence, quantity.to_unit
+        )
+    return evidence
+
+
+def quantities(settings: Benchmark) -> list[Quantity]:
+    """Return what is measured with these settings."""
+    batch, n_prompt = settings.batch_size, settings.batch_size * settings.prompt_tokens
+    listed = [
+        Quantity("ttft", 50, lambda first, steps: first, _to_milliseconds),
+        Quantity("tpot", 50, _mean_per_token, _to_milliseconds),
+        *(
+            Quantity(name, percentile, lambda first, steps: steps, _to_milliseconds)
+            for name, percentile in {**ITL_PERCENTILES, **LATENCY_PERCENTILES}.items()
+        ),
+        Quantity("prefill_rate", 50, lambda first, steps: first, lambda second: _rate(n_prompt, second)),
+        Quantity("decode_rate", 50, _mean_per_token, lambda second: _rate(batch, second)),
+    ]
+    if settings.price_per_hour is not None:
+        millions = batch * settings.new_tokens / 1e6
+        price = settings.price_per_hour / 3600 / millions  # for each second that a request takes
+        listed.append(
+            Quantity("cost_per_million", 50, lambda first, steps: first + steps.sum(axis=1), lambda s: price * s)
+        )
+    return listed
+
+
+def _mean_per_token(first: Array, steps: Array) -> Array:
+    """Return the mean over a request's further tokens, [rounds]."""
+    mean: Array = steps.mean(axis=1)
+    return mean
+
+
+def _to_milliseconds(seconds: float) -> float:
+    return 1000 * seconds

@@ -1,19 +1,48 @@
-"""The report as a record: what was measured of both models, and what the gates say of it."""
+"""Hold what is judged, and the report as a record: what was measured of both models, what the gates say of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from runtime.bundle.manifest import Manifest
 from runtime.judge.evidence import Evidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.stats import Estimate
-from runtime.metrics import MEASURED, METRICS
+from runtime.metrics import MEASURED, METRICS, Metric, Outputs
 from runtime.report.steps import StepTable
 
 FORMAT_VERSION = 1
 Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bundle that has been read and found fit to be judged, and how to judge it."""
+
+    root: Path
+    manifest: Manifest
+    columns: Mapping[str, Any]
+    baseline: Outputs
+    metrics: Sequence[Metric]
+    backend: str
+    others: Sequence[str]
+    threads: int | None
+    notes: Sequence[str]
+    elsewhere: str = ""
+    """Why speed and memory are not judged here; "": they are."""
+
+    @property
+    def labels(self) -> Any | None:
+        """Return the labels, int64 [N] or float [N]; None without labels."""
+        return self.columns.get("label")
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Return whether the candidate is a checkpoint, which is not run here."""
+        return self.manifest.candidate_for(self.backend).kind == "checkpoint"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def judge(
         undecided_holds = (gate.undecided or judgement.undecided) == "pass"
         for rule, limit in gate.bounds.items():
             if failures and gate.metric in failures:
-                results.append(_fail_gate(gate.metric, rule, limit, failures[gate.metric]))
+                why = failures[gate.metric]
+                results.append(GateResult(gate.metric, f"{rule} {limit:g}", None, None, "fail", False, why))
             elif elsewhere and gate.metric in elsewhere:
                 counted = "; counted as a pass" if undecided_holds else "; counted as a failure"
                 why = elsewhere[gate.metric] + counted
@@ -124,10 +125,6 @@ def overall(gates: tuple[GateResult, ...]) -> Verdict:
     if any(gate.verdict == "fail" for gate in gates):
         return "fail"
     return "pass" if all(gate.holds for gate in gates) else "undecided"
-
-
-def _fail_gate(metric: str, rule: str, limit: float, why: str) -> GateResult:
-    return GateResult(metric, f"{rule} {limit:g}", None, None, "fail", False, why)
 
 
 def find_bounded(evidence: Evidence, rule: str) -> Estimate:

@@ -14,14 +14,13 @@ import numpy as np
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
-from runtime.bundle.onnx_graph import graph_facts
+from runtime.bundle.onnx_file import graph_facts
 from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.errors import BundleError
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
-from runtime.judge.case import Case
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
-from runtime.judge.findings import differences, ratio_intervals, ratios, side
+from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.measure.benchmark import (
     BenchmarkResult,

@@ -31,21 +31,29 @@ from runtime.decode.kv_cache import Decoder
 from runtime.decode.scoring import language_encoder
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
-    Best,
     Evidence,
     range_evidence,
+    request_evidence,
     size_evidence,
     throughput_under_latency_evidence,
     timing_evidence,
 )
-from runtime.judge.request_evidence import request_evidence
 from runtime.judge.stats import fresh_processes_needed
 from runtime.measure.environment import environment
 from runtime.measure.feeds import make_feeds
-from runtime.measure.in_time import find_limited_batches, goodput, large_batch_rounds
 from runtime.measure.probe import Probe, probe
-from runtime.measure.request_times import RequestTimes, make_prompts, time_requests
-from runtime.measure.timing import SETTLING_S, device_rounds, time_rounds
+from runtime.measure.timing import (
+    SETTLING_S,
+    Best,
+    RequestTimes,
+    device_rounds,
+    find_limited_batches,
+    goodput,
+    large_batch_rounds,
+    make_prompts,
+    time_requests,
+    time_rounds,
+)
 from runtime.metrics import LATENCY_PERCENTILES
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 

@@ -109,7 +109,7 @@ def main(task: str) -> None:
 
 def _run_requests(session: Session, cache: KvCache, prompts: list[np.ndarray], new_tokens: int) -> None:
     from runtime.decode.kv_cache import Decoder
-    from runtime.measure.request_times import run_request
+    from runtime.measure.timing import run_request
 
     decoder = Decoder(session, cache)
     for _ in range(RUNS - 1):  # a request is many calls

@@ -22,7 +22,7 @@ from runtime.judge.findings import MEASURED_FIELDS, OF_DECODERS, Findings, Side
 from runtime.judge.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
 from runtime.report.curves import curve_line, find_curves
-from runtime.report.step_cells import step_cells, step_heads, step_notes
+from runtime.report.steps import step_cells, step_heads, step_notes
 from runtime.report.units import bytes_text, interval_brackets, ms_text
 
 __all__ = [

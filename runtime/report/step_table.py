@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.judge.case import Case
 from runtime.judge.evidence import quality_evidence
-from runtime.judge.findings import Findings, Side
+from runtime.judge.findings import Case, Findings, Side
 from runtime.measure.benchmark import BenchmarkResult
 from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
 from runtime.report.steps import Change, StepModel, StepRow, StepTable
@@ -29,7 +28,8 @@ def step_table(
     """
     rows, before = [_fill_from_side(StepRow(FLOAT), report.baseline, _latency_metric(timed))], case.baseline
     for row, outputs in _measure_steps(case, models, candidate, timed, report):
-        rows.append(replace(row, changes=_compute_changes(case, row, outputs, _find_last_measured(rows), before)))
+        previous = next((earlier for earlier in reversed(rows) if earlier.metrics), rows[0])
+        rows.append(replace(row, changes=_compute_changes(case, row, outputs, previous, before)))
         before = outputs if outputs is not None and row.metrics else before
     return StepTable(
         rows=tuple(rows),
@@ -118,11 +118,6 @@ def _compute_changes(
             low, high = difference.low, difference.high
             changes[name] = Change(difference.value, (low, high) if math.isfinite(high - low) else None)
     return changes
-
-
-def _find_last_measured(rows: Sequence[StepRow]) -> StepRow:
-    """Return the last row that quality was measured of."""
-    return next((row for row in reversed(rows) if row.metrics), rows[0])
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What each step of a build cost and gave: the rows of a report's table, and the file that keeps them.
+"""Hold what each pass of a build cost and gave: the rows of a table, the file that keeps them, and its cells as text.
 
 `report.steps.json` is written by the validation that ends a build, while the models between the steps are still there.
 Later validations show it as it is. Like the reports it is in no manifest, because times differ from run to run.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from runtime.bundle.format import canonical_json
 from runtime.bundle.manifest import KvCache, Manifest
 from runtime.bundle.records import from_json
 from runtime.errors import BundleError
+from runtime.report.units import bytes_text, interval_brackets, ms_text
 
 STEPS = "report.steps.json"
+LATENCY = {"latency_p50": "latency p50", "tpot": "time per token"}
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,49 @@ def read_steps(root: Path, manifest: Manifest) -> StepTable | None:
     if table.manifest_digest != manifest.digest:
         raise BundleError(f"{file}: is of another bundle; remove it, and this one is judged without it")
     return replace(table, recorded=True)
+
+
+def step_heads(table: StepTable) -> tuple[str, ...]:
+    """Return the heads of the columns."""
+    quality = [text for name in table.shown for text in (name, "change")]
+    return ("step", "size", "smaller", *quality, LATENCY[table.latency], "faster", "took", "")
+
+
+def step_cells(table: StepTable) -> list[tuple[str, ...]]:
+    """Return one row for each step, the float model first."""
+    return [tuple(_format_cells(row, table)) for row in table.rows]
+
+
+def step_notes(table: StepTable) -> list[str]:
+    """Return what a reader of the table must know, as sentences."""
+    where = f" on {table.cpu}" if table.cpu else ""
+    notes = ["Each change is to the row above that was measured; smaller and faster are against the float model."]
+    return [*notes, *([f"Measured when the bundle was built{where}, not in this run."] if table.recorded else [])]
+
+
+def _format_cells(row: StepRow, table: StepTable) -> Iterator[str]:
+    yield row.name
+    yield bytes_text(row.size_bytes)
+    yield _format_ratio(row.smaller)
+    for name in table.shown:
+        value = row.metrics.get(name)
+        yield "-" if value is None else f"{value:.4f}"
+        yield _format_change(row.changes.get(name))
+    yield ms_text(row.latency_ms)
+    yield _format_ratio(row.faster)
+    yield "" if row.seconds is None else _format_seconds(row.seconds)
+    yield row.error
+
+
+def _format_change(change: Change | None) -> str:
+    if change is None:
+        return ""
+    return f"{change.value:+z.4f} {interval_brackets(change.interval, '+z.4f')}".strip()
+
+
+def _format_ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"

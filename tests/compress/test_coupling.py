@@ -29,8 +29,7 @@ from transformers import (
 
 from compress.blocks.sizes import fit, shapes_of
 from compress.errors import PassError
-from compress.prune.coupling import Coupling, find_coupling
-from compress.prune.dimension import Dimension
+from compress.prune.coupling import Coupling, Dimension, find_coupling
 from compress.prune.surgery import differs_from_masked, remove
 from compress.zoo.cifar_resnet import CifarResNet
 

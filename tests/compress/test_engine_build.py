@@ -9,12 +9,12 @@ import graphs
 import pytest
 from test_placement_qdq import int8_state
 
-from compress.engine.asked import find_asked_precisions
 from compress.engine.build import Job, build_engine
+from compress.engine.compile import find_asked_precisions
 from compress.export.onnx import save_graph
 from compress.graph.specs import input_specs
 from compress.quantize.qdq import write_state
-from runtime.bundle.profiles import free_dimensions, profile_of
+from runtime.bundle.engine import free_dimensions, profile_of
 
 
 @pytest.mark.skipif(

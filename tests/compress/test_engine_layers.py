@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compress.engine.asked import find_asked_precisions
+from compress.engine.compile import find_asked_precisions
 from compress.engine.layers import EngineLayer, layers_in_json, layers_in_log, outcomes, share_held
 
 LOG = Path(__file__).with_name("engine_log.txt")

@@ -20,8 +20,7 @@ from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.quantize.descent import descend
 from compress.quantize.gptq import Rules, gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
-from compress.quantize.gram import Gram
-from compress.quantize.gram_graph import gram_matrix
+from compress.quantize.gram import Gram, gram_matrix
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.measure import output_cosine
 from compress.quantize.state import GraphState

@@ -8,13 +8,12 @@ import onnx_ir as ir
 import pytest
 from onnx import helper
 
-from compress.graph.batchnorm import fold_batchnorms
+from compress.graph.convolutions import fold_batchnorms, shortcuts_to_convolutions
 from compress.graph.edit import initializer, strip_metadata, tidy
+from compress.graph.fast_forms import keep_norms_apart
 from compress.graph.half import to_half
 from compress.graph.layers import SCOPES, constant, find_layers, node_scope
-from compress.graph.norms import keep_norms_apart
 from compress.graph.run import TAPPED, clone, open_session, run_batches, tap
-from compress.graph.shortcut import shortcuts_to_convolutions
 
 make = helper.make_node
 

@@ -13,13 +13,11 @@ from compress.errors import ExportError
 from compress.export.onnx import finish, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.attention import to_group_query_attention
-from compress.graph.attention_parts import find_attention
-from compress.graph.cache import ATTENTION, MAX_LENGTH, cache_of, n_cached_layers
-from compress.graph.decoder_norms import divide_by_root
-from compress.graph.evaluate import evaluate
+from compress.graph.attention_parts import evaluate, find_attention
+from compress.graph.fast_forms import divide_by_root, merge_products
 from compress.graph.layers import constant, find_layers
-from compress.graph.merged import merge_products
 from compress.graph.run import clone, open_session
+from compress.graph.specs import ATTENTION, MAX_LENGTH, cache_of, n_cached_layers
 from compress.quantize.qdq import in_kernel_blocks, write_state
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState

@@ -28,7 +28,7 @@ from compress.facts import HostNote, Note, Structure
 from compress.models.huggingface import TextModel
 from compress.models.load import load_model
 from compress.models.open_streamed import open_streamed_module
-from compress.planning.cut import explain_unsaid_sizes
+from compress.planning.make_plan import explain_unsaid_sizes
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
 from compress.prune.surgery import remove

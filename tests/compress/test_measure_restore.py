@@ -14,10 +14,18 @@ from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import open_session, run_batches, tap
 from compress.passes import Int8
-from compress.quantize.measure import COLLAPSE, decibel, layer_sqnr_db, output_cosine, sensitivities, spread
+from compress.quantize.measure import (
+    COLLAPSE,
+    Restored,
+    decibel,
+    layer_sqnr_db,
+    output_cosine,
+    restore_until_held,
+    sensitivities,
+    spread,
+)
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import write_state
-from compress.quantize.restore import Restored, restore_until_held
 from compress.quantize.state import GraphState
 from compress.work import apply_pass
 

@@ -6,8 +6,7 @@ import graphs
 import numpy as np
 import pytest
 
-from compress.quantize.calibrate import collect_rows, observe
-from compress.quantize.observers import HALF_BINS, Method, Observer, choose_range
+from compress.quantize.observers import HALF_BINS, Method, Observer, choose_range, collect_rows, observe
 
 METHODS: tuple[Method, ...] = ("minmax", "percentile", "entropy", "mse")
 

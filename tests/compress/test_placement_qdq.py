@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from graphs import context, makers, node_of, operators, written
 
-from compress.graph.channels import pad_input_channels
+from compress.graph.fast_forms import pad_input_channels
 from compress.graph.half import to_half
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import tap

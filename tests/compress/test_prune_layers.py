@@ -36,8 +36,7 @@ from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
-from compress.prune.depth import Outputs, Skipping, angular_distances, least_error
-from compress.prune.shorten import shorten
+from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
 from compress.recipe.load import Recipe
 from compress.store.cache import StepCache
 from compress.store.run_log import Journal

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from compress.models.load import LoadedModel
 from compress.passes import PruneChannels
-from compress.prune.compensate import compensate
-from compress.prune.left_alone import explain_left_alone
+from compress.prune.compensate import compensate, explain_left_alone
 from compress.prune.points import find_points
 from compress.work import apply_pass
 from runtime.bundle.tensors import TensorSpec
@@ -48,7 +47,7 @@ WHY = {
 
 
 def uneven(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    monkeypatch.setattr("compress.prune.left_alone.MAX_OUTPUTS", 24)
+    monkeypatch.setattr("compress.prune.compensate.MAX_OUTPUTS", 24)
     torch.manual_seed(0)
     return Uneven().eval().requires_grad_(False)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from compress.errors import PassError
 from compress.prune import importance, statistics
-from compress.prune.coupling import find_coupling
-from compress.prune.dimension import Dimension
+from compress.prune.coupling import Dimension, find_coupling
 from compress.prune.layers import (
     apply_layer,
     features_of,

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from compress.errors import PassError
 from compress.prune import curves as curves_room
 from compress.prune.compensate import compensate
-from compress.prune.coupling import find_coupling
-from compress.prune.curves import find_curves
-from compress.prune.damage import calibrate_curve, measure_damage, readers_of
-from compress.prune.dimension import Dimension
+from compress.prune.coupling import Dimension, find_coupling
+from compress.prune.curves import calibrate_curve, find_curves, measure_damage, readers_of
 from compress.prune.importance import draw_label_loss
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points

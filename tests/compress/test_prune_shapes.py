@@ -240,7 +240,7 @@ def test_a_mask_with_a_row_for_each_head() -> None:
 
 
 def test_a_layer_that_sees_too_much_is_left_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.prune.left_alone.MAX_FEATURES", 40)
+    monkeypatch.setattr("compress.prune.compensate.MAX_FEATURES", 40)
     monkeypatch.setattr("compress.prune.statistics.MAX_FEATURES", 40)
     net = made(
         lambda m, x: m.c(m.b(m.a(m.wide(x).relu()).relu())),

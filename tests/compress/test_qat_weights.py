@@ -26,8 +26,7 @@ from compress.distill.objective import next_token_term
 from compress.distill.watch import Seen
 from compress.errors import ExportError, PassError
 from compress.export.decoder import export_decoder
-from compress.export.integers import with_rounded_layers
-from compress.export.onnx import finish
+from compress.export.onnx import finish, with_rounded_layers
 from compress.facts import LayerFacts
 from compress.formats.schemes import PRESETS, WeightScheme
 from compress.graph.layers import find_layers

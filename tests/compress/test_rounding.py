@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from compress.graph.layers import find_layers
-from compress.quantize.bias import mean_shift
+from compress.quantize.int8 import mean_shift
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState

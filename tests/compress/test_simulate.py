@@ -19,8 +19,7 @@ from compress.graph.run import Feeds
 from compress.passes import Int8
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.quantize.simulate import LearnedRange, LearnedScales, fake_bias, fake_quantize
-from compress.quantize.simulated import SimulatedGraph
+from compress.quantize.simulated import LearnedRange, LearnedScales, SimulatedGraph, fake_bias, fake_quantize
 from compress.quantize.state import Flavour, GraphState, Range
 from compress.work import apply_pass
 

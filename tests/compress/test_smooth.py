@@ -16,8 +16,7 @@ from compress.graph.layers import find_layers
 from compress.passes import Equalize, Int8, SmoothQuant
 from compress.quantize.observers import Observer, choose_range
 from compress.quantize.rounding import round_to_nearest
-from compress.quantize.smooth import search_smoothing, smoothing_scales
-from compress.quantize.smooth_graph import apply_smoothing, input_groups
+from compress.quantize.smooth import apply_smoothing, input_groups, search_smoothing, smoothing_scales
 from compress.quantize.state import GraphState
 from compress.work import apply_pass
 

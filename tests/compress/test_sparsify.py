@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.prune.masks import choose_zeros, global_counts, lowest, wanda_scores
+from compress.prune.masks import choose_zeros, global_counts, lowest, refit, wanda_scores
 from compress.prune.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
-from compress.prune.refit import refit
 from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
 from compress.quantize.gptq import Hessian, invert_hessian

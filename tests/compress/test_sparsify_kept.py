@@ -19,7 +19,7 @@ from compress.prune.sparsity import Sparsity
 from compress.quantize.fake import FakeWeight, LearnedWeight, ShiftedWeight
 from compress.quantize.gptq import PUBLISHED, Rules, gptq_round, gptq_round_together, invert_hessian, round_columns
 from compress.quantize.grid import fit_grid, round_to_grid
-from compress.quantize.sparse import LEAST, keep_zeros, zeros_to_keep
+from compress.quantize.rounding import LEAST_ZEROS, keep_zeros, zeros_to_keep
 from compress.work import apply_pass
 
 N = 48
@@ -48,9 +48,9 @@ def sparse(rows: int = 12, seed: int = 1) -> Tensor:
 def test_a_weight_with_few_zeros_is_dense() -> None:
     weight = torch.ones(10, 10)
     assert zeros_to_keep(weight) is None
-    weight.view(-1)[: int(100 * LEAST) - 1] = 0
+    weight.view(-1)[: int(100 * LEAST_ZEROS) - 1] = 0
     assert zeros_to_keep(weight) is None
-    weight.view(-1)[: int(100 * LEAST)] = -0.0
+    weight.view(-1)[: int(100 * LEAST_ZEROS)] = -0.0
     assert torch.equal(zeros_to_keep(weight), weight == 0)
 
 

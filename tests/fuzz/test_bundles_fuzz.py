@@ -44,10 +44,9 @@ def _brief() -> Iterator[None]:
     """Judge in milliseconds: no processes for load time and memory, no more rounds than a few."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
-        for name in ("benchmark.LATENCY_BUDGET_S", "benchmark.THROUGHPUT_BUDGET_S", "in_time.LIMIT_BUDGET_S"):
+        for name in ("benchmark.LATENCY_BUDGET_S", "benchmark.THROUGHPUT_BUDGET_S", "timing.LIMIT_BUDGET_S"):
             patch.setattr(f"runtime.measure.{name}", 0.02)
         patch.setattr("runtime.measure.timing.WARMUP_BUDGET_S", 0.1)
-        patch.setattr("runtime.measure.request_times.WARMUP_BUDGET_S", 0.1)
         yield
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from compress.export.decoder import export_decoder
-from compress.graph.cache import n_cached_layers, past_name
 from compress.graph.run import clone, open_session
+from compress.graph.specs import n_cached_layers, past_name
 
 VOCABULARY = 101
 LENGTH = 64

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.bundle.profiles import Ranges, profile_of
+from runtime.bundle.engine import Ranges, profile_of
 from runtime.nvidia import cuda, tensorrt_api
 
 RECORDED = sorted((Path(__file__).parents[1] / "runtime/tensorrt_api").glob("*.json"))

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from runtime.bundle.format import Judgement
-from runtime.bundle.onnx_graph import GraphFacts, graph_facts
+from runtime.bundle.onnx_file import GraphFacts, graph_facts
 from runtime.judge.advice import (
     Subject,
     advise,

@@ -30,8 +30,8 @@ from runtime.bundle.format import (
 from runtime.bundle.manifest import BuildScore, Judgement
 from runtime.decode.scoring import score
 from runtime.errors import BundleError, UsageError
+from runtime.judge.evidence import quantities
 from runtime.judge.findings import OF_DECODERS
-from runtime.judge.request_evidence import quantities
 from runtime.judge.validate import validate
 from runtime.measure.benchmark import benchmark, speed_evidence
 from runtime.measure.probe import Probe

@@ -11,13 +11,11 @@ from typing import Any, get_args
 
 import pytest
 
-from compress.deploy.pbtxt import Word, to_pbtxt
 from compress.deploy.places import Place, deploy, find_place
-from compress.deploy.triton import Serving
+from compress.deploy.triton import Serving, Word, to_pbtxt
 from compress.errors import ExportError, PlaceError
-from runtime.bundle.engine import EngineRecord
+from runtime.bundle.engine import EngineRecord, InputShapes
 from runtime.bundle.format import verify, write_bundle
-from runtime.bundle.profiles import InputShapes
 from runtime.errors import UsageError
 
 

@@ -13,8 +13,7 @@ from tensorrt_fakes import RECORDED, GraphEngine, HostCuda, Library, load_engine
 from compress.commands.parity import compare_outputs, sample_batches
 from runtime.backends import tensorrt
 from runtime.bundle.format import verify
-from runtime.decode.kv_cache import Decoder
-from runtime.decode.kv_engine import ResidentKeys
+from runtime.decode.kv_cache import Decoder, ResidentKeys
 from runtime.errors import UsageError
 
 PROMPTS = [np.arange(5), np.array([3]), np.arange(9, 2, -1)]

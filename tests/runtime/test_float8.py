@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtime.backends.onnxruntime_cpu import create
-from runtime.bundle.float8 import holds_float8
+from runtime.bundle.onnx_file import holds_float8
 
 
 def rounded_after_relu(float8: bool) -> bytes:

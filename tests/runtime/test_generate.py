@@ -14,8 +14,8 @@ import pytest
 import runtime
 from runtime import Bundle, open_bundle
 from runtime.bundle.format import KvCache, read_manifest
+from runtime.decode.generate import TextStream
 from runtime.decode.kv_cache import Decoder
-from runtime.decode.text_stream import TextStream
 from runtime.errors import BundleError, UsageError
 
 MakeBundle = Callable[..., Path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.bundle.profiles import InputShapes, free_dimensions, profile_for, profile_of, range_problems
+from runtime.bundle.engine import InputShapes, free_dimensions, profile_for, profile_of, range_problems
 from runtime.bundle.tensors import TensorSpec
 
 DECODER = (

@@ -1,0 +1,318 @@
+"""Write a finished graph in the forms that ONNX Runtime is fast on, or that are smaller, with the same numbers.
+
+Each function rewrites the graph in place and returns how many places it changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.graph.attention import DOMAIN
+from compress.graph.edit import alone_reads, append, initializer, reroute, take_over, tidy, uses_of
+from compress.graph.layers import constant, int_attribute, is_constant
+from compress.graph.specs import ATTENTION
+
+CHANNEL_MULTIPLE = 4
+TWO_BIT_BLOCKS = (32, 64, 128)
+"""Those that have a fast kernel; at 16 and 256 MatMulNBits unpacks its weights to float32 at every call."""
+TWO_BIT_ACCURACY = 4
+"""Inputs are rounded to int8, block by block: the level at which ONNX Runtime fuses int4 weights too."""
+
+
+def keep_norms_apart(model: ir.Model) -> int:
+    """Turn each Add of two activations that a LayerNormalization reads into Sum, in place; returns how many.
+
+    ONNX Runtime's CPU kernel for the fused SkipLayerNormalization takes several times as long as an addition and a
+    LayerNormalization (measured on 1.31: 255 against 36 microseconds at 128 x 384). The fusion looks for Add; Sum of
+    the same two tensors is the same number.
+    """
+    changed = 0
+    for node in [node for node in model.graph if node.op_type == "LayerNormalization"]:
+        source = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if (
+            source is not None
+            and source.op_type == "Add"
+            and not any(v.const_value is not None for v in source.inputs if v)
+        ):
+            source.op_type = "Sum"
+            changed += 1
+    return changed
+
+
+def divide_by_root(model: ir.Model) -> int:
+    """Turn each Mul(x, Reciprocal(Sqrt(...))) into Div(x, Sqrt(...)), in place; returns how many.
+
+    The exporter writes x times the reciprocal of a root; the fusion into SimplifiedLayerNormalization looks for x
+    divided by the root. The quotient is the same number but for rounding, and standard ONNX as before.
+    """
+    matches = [(node, parts) for node in model.graph if (parts := _match_root(node)) is not None]
+    for node, (x, root) in matches:
+        old = node.outputs[0]
+        quotient = append(model, "Div", [x, root], f"{old.name}/divided")
+        quotient.type, quotient.shape = old.type, old.shape
+        reroute(uses_of(old), quotient)
+    if matches:
+        tidy(model)
+    return len(matches)
+
+
+def _match_root(mul: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, root) of a Mul that is x / root and no output of the graph, else None."""
+    if mul.op_type != "Mul" or mul.outputs[0].is_graph_output():
+        return None
+    for x, other in (mul.inputs, tuple(mul.inputs)[::-1]):
+        reciprocal = other.producer() if other is not None else None
+        if reciprocal is None or reciprocal.op_type != "Reciprocal" or not alone_reads(mul, reciprocal.outputs[0]):
+            continue
+        root = reciprocal.inputs[0]
+        maker = root.producer() if root is not None else None
+        if x is not None and root is not None and maker is not None and maker.op_type == "Sqrt":
+            return x, root
+    return None
+
+
+def pad_input_channels(model: ir.Model) -> int:
+    """Pad the quantized input of every ungrouped Conv whose channels are no multiple, in place; returns how many.
+
+    ONNX Runtime's direct int8 convolution needs the input channels in multiples of four; an image's three send the
+    first, and largest, layer through im2col instead (measured: 32 against 18 + 4 microseconds on a 32 x 32 image). A
+    fourth channel that holds the zero point meets zero weights, so every sum stays the same.
+    """
+    matches = [(node, pair) for node in model.graph if node.op_type == "Conv" and (pair := _match_operands(node))]
+    for node, (source, weight) in matches:
+        values = constant(weight.inputs[0])
+        missing = -values.shape[1] % CHANNEL_MULTIPLE
+        shape = (values.shape[0], missing, *values.shape[2:])
+        name = f"{weight.inputs[0].name}/padded"  # type: ignore[union-attr]
+        wider = np.concatenate([values, np.zeros(shape, np.int8)], axis=1)
+        weight.replace_input_with(0, initializer(model, name, wider))
+        weight.outputs[0].shape = ir.Shape(wider.shape)  # a stale one makes ONNX Runtime warn at every load
+        pads = np.zeros(2 * values.ndim, np.int64)
+        pads[values.ndim + 1] = missing
+        spec = initializer(model, f"{node.name}/channel_padding", pads)
+        quantized, scale, zero_point = source.inputs[0], source.inputs[1], source.inputs[2]
+        padded = append(model, "Pad", [quantized, spec, zero_point], f"{node.name}/padded")
+        restored = append(model, "DequantizeLinear", [padded, scale, zero_point], f"{node.name}/padded/dequantized")
+        node.replace_input_with(0, restored)
+    if matches:
+        tidy(model)
+    return len(matches)
+
+
+def _match_operands(conv: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """Return (DequantizeLinear of the input, that of the weight) of an int8 Conv that needs padding, else None."""
+    source, weight = (value.producer() if value is not None else None for value in conv.inputs[:2])
+    if source is None or weight is None or source.op_type != "DequantizeLinear" or weight.op_type != "DequantizeLinear":
+        return None
+    if int_attribute(conv, "group", 1) != 1:
+        return None
+    if not is_constant(weight.inputs[0]) or len(source.inputs) < 3 or source.inputs[2] is None:
+        return None
+    if weight.outputs[0].is_graph_output() or len(list(weight.outputs[0].uses())) != 1:
+        return None
+    return (source, weight) if constant(weight.inputs[0]).shape[1] % CHANNEL_MULTIPLE else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """x [.., in] times a weight that DequantizeLinear gives from blocks along the inputs."""
+
+    node: ir.Node
+    weight: ir.Node
+    add: ir.Node | None
+    """The Add of a constant [out] that alone reads the product."""
+
+    @property
+    def result(self) -> ir.Value:
+        return (self.add or self.node).outputs[0]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what products must share to be one."""
+        parts = [constant(value) for value in self.weight.inputs]
+        kinds = tuple(part.dtype for part in parts)
+        return (*kinds, parts[0].shape[0], int_attribute(self.weight, "block_size", 0), self.add is None)
+
+    @property
+    def width(self) -> int:
+        return int(constant(self.weight.inputs[0]).shape[1])
+
+
+def merge_products(model: ir.Model) -> int:
+    """Merge block-wise quantized products that read one value, in place; returns how many are gone.
+
+    Decoding multiplies one row: a kernel call then costs as much as it computes, and each call rounds the row to int8
+    again. The numbers are the same.
+    """
+    by_input: dict[tuple[object, ...], list[_Product]] = {}
+    for node in model.graph:
+        product = _match_product(node)
+        if product is not None:
+            by_input.setdefault((node.inputs[0], *product.kind), []).append(product)
+    groups = [products for products in by_input.values() if len(products) > 1]
+    for products in groups:
+        _merge_group(model, products)
+    tidy(model)
+    return sum(len(products) - 1 for products in groups)
+
+
+def _match_product(node: ir.Node) -> _Product | None:
+    weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+    if weight is None or weight.op_type != "DequantizeLinear" or not all(is_constant(v) for v in weight.inputs):
+        return None
+    if int_attribute(weight, "axis", 1) != 0 or not int_attribute(weight, "block_size", 0):
+        return None
+    if node.outputs[0].is_graph_output():
+        return None
+    return _Product(node, weight, _find_bias_add(node))
+
+
+def _find_bias_add(node: ir.Node) -> ir.Node | None:
+    uses = [use.node for use in node.outputs[0].uses()]
+    if len(uses) != 1 or uses[0].op_type != "Add" or uses[0].outputs[0].is_graph_output():
+        return None
+    other = next((v for v in uses[0].inputs if v is not node.outputs[0]), None)
+    return uses[0] if is_constant(other) and constant(other).ndim == 1 else None
+
+
+def _merge_group(model: ir.Model, products: Sequence[_Product]) -> None:
+    reader = _find_attention(products)
+    if reader is not None:
+        products = sorted(products, key=lambda p: list(reader.inputs).index(p.result))  # query, key, value
+    name = "+".join(str(p.result.name) for p in products)
+    parts = []
+    for index, suffix in enumerate(("int", "scale", "zero_point")[: len(products[0].weight.inputs)]):
+        joined = _join_constants([p.weight.inputs[index] for p in products])
+        parts.append(initializer(model, f"{name}/{suffix}", joined))
+    attributes = {"axis": 0, "block_size": int_attribute(products[0].weight, "block_size", 0)}
+    weight = append(model, "DequantizeLinear", parts, f"{name}/weight", attributes)
+    result = append(model, "MatMul", [products[0].node.inputs[0], weight], f"{name}/product")
+    if products[0].add is not None:
+        biases = [next(v for v in p.add.inputs if v is not p.node.outputs[0]) for p in products if p.add is not None]
+        bias = initializer(model, f"{name}/bias", _join_constants(biases))
+        result = append(model, "Add", [result, bias], f"{name}/biased")
+    old = products[0].result
+    result.type = old.type
+    if old.shape is not None:
+        result.shape = ir.Shape((*list(old.shape)[:-1], sum(p.width for p in products)))
+    if reader is not None:
+        for index, value in enumerate((result, None, None)):
+            reader.replace_input_with(index, value)
+    else:
+        _split_result(model, result, products, name)
+
+
+def _join_constants(values: Sequence[ir.Value | None]) -> ir.TensorProtocol:
+    """Join constants side by side along their last axis, in their own type."""
+    arrays = [constant(value) for value in values]
+    first = values[0]
+    assert first is not None and first.const_value is not None
+    return ir.Tensor(np.ascontiguousarray(np.concatenate(arrays, axis=-1)), dtype=first.const_value.dtype)
+
+
+def _find_attention(products: Sequence[_Product]) -> ir.Node | None:
+    """Return the attention that alone reads three products as its query, key and value: it takes them as one."""
+    readers = {use.node for p in products for use in p.result.uses()}
+    if len(products) != 3 or len(readers) != 1 or any(len(list(p.result.uses())) != 1 for p in products):
+        return None
+    reader = readers.pop()
+    same = set(reader.inputs[:3]) == {p.result for p in products}
+    return reader if reader.op_type == ATTENTION and same else None
+
+
+def _split_result(model: ir.Model, value: ir.Value, products: Sequence[_Product], name: str) -> None:
+    widths = initializer(model, f"{name}/widths", np.array([p.width for p in products], np.int64))
+    node = ir.node("Split", [value, widths], {"axis": -1}, num_outputs=len(products), name=f"{name}/split")
+    model.graph.append(node)
+    for product, part in zip(products, node.outputs, strict=True):
+        part.name, part.type, part.shape = f"{product.result.name}/part", product.result.type, product.result.shape
+        reroute(uses_of(product.result), part)
+
+
+def to_two_bits(model: ir.Model) -> int:
+    """Write each product with block-wise int4 weights that need two bits as MatMulNBits, in place; returns how many.
+
+    ONNX's DequantizeLinear has no type of two bits that ONNX Runtime multiplies by, so a graph holds them as int4
+    first.
+    """
+    matches = [(node, weight) for node in model.graph if (weight := _match_two_bits(node)) is not None]
+    for node, weight in matches:
+        _write_product(model, node, weight)
+    if matches:
+        model.opset_imports[DOMAIN] = 1
+        tidy(model)
+    return len(matches)
+
+
+def _match_two_bits(node: ir.Node) -> ir.Node | None:
+    """Return the DequantizeLinear that gives a MatMul's weight, if two bits hold its integers."""
+    weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+    if weight is None or weight.op_type != "DequantizeLinear" or not all(is_constant(v) for v in weight.inputs):
+        return None
+    kind = weight.inputs[0].dtype if weight.inputs[0] is not None else None
+    if kind not in (ir.DataType.INT4, ir.DataType.UINT4) or int_attribute(weight, "axis", 1) != 0:
+        return None
+    if int_attribute(weight, "block_size", 0) not in TWO_BIT_BLOCKS:
+        return None
+    low, high = (-2, 1) if kind == ir.DataType.INT4 else (0, 3)
+    parts = [constant(value).astype(np.int8) for value in (weight.inputs[0], *weight.inputs[2:])]
+    return weight if all(part.min() >= low and part.max() <= high for part in parts) else None
+
+
+def _write_product(model: ir.Model, node: ir.Node, weight: ir.Node) -> None:
+    quantized, scales, zeros = [*weight.inputs, None][:3]
+    assert quantized is not None and scales is not None
+    name, block = quantized.name or node.name, int_attribute(weight, "block_size", 0)
+    offset = 2 if quantized.dtype == ir.DataType.INT4 else 0  # MatMulNBits holds unsigned numbers around 2
+    values = constant(quantized).astype(np.int8).T + np.int8(offset)  # [out, in]
+    n_outputs, n_inputs = values.shape
+    blocks = n_inputs // block
+    inputs = [
+        node.inputs[0],
+        initializer(model, f"{name}/2bit", _pack_bytes(values).reshape(n_outputs, blocks, block // 4)),
+        initializer(model, f"{name}/2bit/scale", np.ascontiguousarray(constant(scales).T)),
+    ]
+    if zeros is not None:
+        padded = np.pad(constant(zeros).astype(np.int8).T + np.int8(offset), ((0, 0), (0, -blocks % 4)))
+        inputs.append(initializer(model, f"{name}/2bit/zero_point", _pack_bytes(padded)))
+    attributes = {"K": n_inputs, "N": n_outputs, "bits": 2, "block_size": block, "accuracy_level": TWO_BIT_ACCURACY}
+    old = node.outputs[0]
+    take_over(model, old, append(model, "MatMulNBits", inputs, f"{old.name}/2bit", attributes, domain=DOMAIN))
+
+
+def _pack_bytes(values: np.ndarray) -> np.ndarray:
+    """Pack four numbers of 0 to 3 along the last axis into each byte, the first one lowest."""
+    parts = values.astype(np.uint8).reshape(*values.shape[:-1], -1, 4)
+    packed: np.ndarray = parts[..., 0] | parts[..., 1] << 2 | parts[..., 2] << 4 | parts[..., 3] << 6
+    return packed
+
+
+def share_tables(model: ir.Model) -> int:
+    """Let each MatMul by an embedding's transpose read the embedding's table, in place; returns how many.
+
+    ONNX Runtime folds the Transpose when it loads the graph: what runs is the same.
+    """
+    tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather" and is_constant(node.inputs[0])]
+    products = [node.inputs[1] for node in model.graph if node.op_type == "MatMul" and is_constant(node.inputs[1])]
+    pairs = [(t, w) for t in dict.fromkeys(tables) for w in dict.fromkeys(products) if t and w and _is_transpose(t, w)]
+    for table, weight in pairs:
+        turned = append(model, "Transpose", [table], f"{weight.name}/turned", {"perm": [1, 0]})
+        turned.type, turned.shape = weight.type, weight.shape
+        reroute(uses_of(weight), turned)
+    if pairs:
+        tidy(model)
+    return len(pairs)
+
+
+def _is_transpose(table: ir.Value, weight: ir.Value) -> bool:
+    """Return whether `weight` is the transpose of `table`, both float matrices."""
+    a, b = table.const_value, weight.const_value
+    if a is None or b is None or a.dtype != b.dtype or len(a.shape) != 2:
+        return False
+    if tuple(a.shape.numpy()) != tuple(b.shape.numpy())[::-1]:
+        return False
+    return np.array_equal(constant(table).T, constant(weight))
