@@ -120,11 +120,10 @@ def change(proto: onnx.ModelProto, chance: random.Random) -> None:
             if len(children) and chance.random() < 0.5:
                 del children[chance.randrange(len(children))]
             else:
-                children.add().CopyFrom(chance.choice(alike or [type(message)()])) if alike else children.add()
+                child = copied(chance.choice(alike)) if alike else None
+                children.add() if child is None else children.add().CopyFrom(child)
         elif alike and chance.random() < 0.5:
-            other = type(alike[0])()
-            other.CopyFrom(chance.choice(alike))
-            getattr(message, field.name).CopyFrom(other)
+            getattr(message, field.name).CopyFrom(copied(chance.choice(alike)))
         else:
             message.ClearField(field.name)
     elif field.is_repeated:
@@ -139,6 +138,13 @@ def change(proto: onnx.ModelProto, chance: random.Random) -> None:
         message.ClearField(field.name)
     else:
         setattr(message, field.name, scalar(field, every, chance))
+
+
+def copied(message: Any) -> Any:
+    """A copy of its own: protobuf dies of one that is taken into what is inside it."""
+    other = type(message)()
+    other.CopyFrom(message)
+    return other
 
 
 def scalar(field: FieldDescriptor, every: list[Any], chance: random.Random) -> Any:
