@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from runtime.bundle.columns import Array
 from runtime.bundle.files import model_files
 from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
-from runtime.errors import BundleError, MissingDependency, UsageError
+from runtime.errors import BundleError, MissingDependency, RuntimeFailure, UsageError
 
 _DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
 _ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
@@ -79,6 +80,8 @@ class SessionOptions(Protocol):
     log_severity_level: int
 
 
+SPARE_THREADS = 2
+"""Beside those of a session, for what it needs of the same limits."""
 Opened = tuple[InferenceSession, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 
 
@@ -117,7 +120,8 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
 
 
 def session_options(threads: int) -> SessionOptions:
-    """Return the options that every session here is opened with."""
+    """Return the options that every session here is opened with. RuntimeFailure where there is no room for threads."""
+    check_threads_start(threads)
     ort = onnxruntime_library()
     settings: SessionOptions = ort.SessionOptions()
     settings.intra_op_num_threads = threads
@@ -126,6 +130,30 @@ def session_options(threads: int) -> SessionOptions:
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     settings.log_severity_level = _ERROR
     return settings
+
+
+def check_threads_start(threads: int) -> None:
+    """Raise RuntimeFailure where so many threads cannot be started.
+
+    ONNX Runtime (1.31) waits forever for those that are missing, under a limit of memory (ulimit -v) or of processes.
+    """
+    if threads == 1:
+        return
+    ended, started = threading.Event(), []
+    try:
+        for _ in range(threads + SPARE_THREADS):
+            one = threading.Thread(target=ended.wait, daemon=True)
+            one.start()
+            started.append(one)
+    except (RuntimeError, MemoryError) as error:
+        raise RuntimeFailure(
+            f"threads: {threads} cannot be started here, only {len(started)}: memory or processes are limited (ulimit, "
+            "a container's pids); give fewer with --threads"
+        ) from error
+    finally:
+        ended.set()
+        for one in started:
+            one.join()
 
 
 def open_handle(path: Path, settings: SessionOptions, providers: list[str]) -> Opened:

@@ -196,3 +196,21 @@ def test_a_message_that_is_no_unicode_is_told_all_the_same(tmp_path: Path, tiny:
     path.write_bytes(path.read_bytes().replace(b"Flatten", b"Fl\xd9tten"))
     with pytest.raises(BundleError, match=r"model\.onnx: ONNX Runtime .* cannot load the model"):
         tiny.open_onnx(path)
+
+
+def test_threads_that_cannot_be_started_are_named(model: Path) -> None:
+    """ONNX Runtime would wait for them forever."""
+    code = f"""
+import resource
+from pathlib import Path
+from runtime.backends import BACKENDS
+BACKENDS["onnxruntime-cpu"].open(Path({str(model)!r}), 1, {{}}).close()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, -1))
+try:
+    BACKENDS["onnxruntime-cpu"].open(Path({str(model)!r}), 200, {{}})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.startswith("RuntimeFailure threads: 200 cannot be started here, only "), done.stderr
