@@ -169,11 +169,20 @@ def _check_shards(folder: Path) -> None:
     if not isinstance(files, dict) or not files:
         raise SourceError(f"{index}: is not an index of shards: it has no weight_map; copy or download it again")
     shards = {name if isinstance(name, str) else json.dumps(name) for name in files.values()}
-    if outside := sorted(name for name in shards if Path(name).name != name or "\0" in name):
-        raise SourceError(f"{index}: {outside[0]!r} is no file's name of this folder; copy or download it again")
+    if outside := sorted(name for name in shards if not _is_file_name(name)):
+        shown = outside[0] if len(outside[0]) <= LONGEST_NAME else outside[0][:LONGEST_NAME] + "..."
+        raise SourceError(f"{index}: {shown!r} is no file's name of this folder; copy or download it again")
     missing = sorted(name for name in shards if not (folder / name).is_file())
     if missing:
         raise SourceError(f"{folder}: shards are missing: {', '.join(missing)}; copy or download them again")
+
+
+LONGEST_NAME = 255
+"""Bytes of a file's name: what the usual file systems hold."""
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and "\0" not in name and len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
 
 
 def read_object(path: Path) -> dict[str, Any]:

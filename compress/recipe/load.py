@@ -133,7 +133,7 @@ def recipe_to_yaml(recipe: Recipe, portable: Portable | None = None) -> str:
     from ruamel.yaml.representer import SafeRepresenter
 
     class Representer(SafeRepresenter):  # a class of its own: representers are kept by class, for the whole process
-        """Writes text that holds line breaks or control characters with escapes."""
+        """Writes text that would read back as something else between quotes, with escapes."""
 
     Representer.add_representer(str, _represent_text)
     yaml: Any = YAML(typ="safe", pure=True)
@@ -147,8 +147,9 @@ def recipe_to_yaml(recipe: Recipe, portable: Portable | None = None) -> str:
 
 
 def _represent_text(representer: Any, text: str) -> Any:
-    # ruamel writes "\x85" and its like between single quotes, which read back as a blank.
-    style = None if text.isprintable() else '"'
+    # ruamel writes "\x85" and its like between single quotes, which read back as a blank, and [?a] and [: a] without
+    # quotes, which read back as mappings.
+    style = None if text.isprintable() and not text.startswith(("?", ":")) else '"'
     return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
