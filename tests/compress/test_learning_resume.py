@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_processes import SEARCH_PATH
 from streaming import context, llama, streamed, texts
 from test_tune import in_two_bits
 
@@ -134,7 +135,7 @@ def test_two_processes_go_on_together(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     here = Path(__file__).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
     done = subprocess.run(
         [*command, str(here), str(tmp_path / "work")], env=environment, capture_output=True, text=True, check=False
     )

@@ -75,7 +75,7 @@ def test_rows_that_have_scales_of_their_own_are_measured_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "task", "stage"), [("torch", "text-generation", "blocks"), ("torch", "fill", "graph")]
+    ("source", "task", "stage"), [("torch", "text-generation", "blocks"), ("torch", "feature-extraction", "graph")]
 )
 def test_a_decoder_is_smoothed_as_blocks(source: Any, task: str, stage: str) -> None:
     facts = ModelFacts(source, "Tiny", task, (), (), ())
