@@ -33,8 +33,8 @@ from runtime.judge.evidence import (
     timing_evidence,
 )
 from runtime.judge.gates import judge
-from runtime.judge.stats import is_drifting, proportion_interval
-from runtime.measure.timing import RequestTimes
+from runtime.judge.stats import proportion_interval
+from runtime.measure.timing import RequestTimes, may_drift
 from runtime.metrics import METRICS, Outputs
 
 NEEDS = ()
@@ -439,7 +439,7 @@ def settling_subjects() -> Iterator[Subject]:
             most = MOST_ADDED * n
             seconds = np.exp(0.05 * rng.normal(size=(2, most)))
             seconds[1] *= machine.calls(rng, machine.pace(rng, most)) / FASTER
-            while n < most and is_drifting(seconds[0, :n] / seconds[1, :n]):
+            while n < most and may_drift(seconds[0, :n] / seconds[1, :n]):
                 n *= 2
             return {"latency_p50": timing_evidence("latency_p50", 50, seconds[:, :n], Judgement())}
 

@@ -28,6 +28,8 @@ from runtime.judge.stats import is_drifting
 
 MIN_ROUNDS = 30
 """Rounds that are made whatever they take: fewer seldom give an interval (`stats.MIN_DRIFTING_ROUNDS`)."""
+SURE_ROUNDS = 200
+"""Of fewer, a slow drift shows too little to be told from none: as many are made where `SETTLING_S` is long enough."""
 SETTLED_S = 0.05
 WARMUP_BUDGET_S = 10.0
 SETTLING_S = 5.0
@@ -57,8 +59,9 @@ def time_rounds(
 
     feeds[m] are model m's batches, taken in turn, round r the r-th. At most `rounds`; fewer, but at least MIN_ROUNDS
     (or `rounds`, if that is less), where they would take more than `budget_s`. Where the ratio of the first two models
-    drifts from round to round, as many are added again and again until it does no longer, for at most `settling_s`.
-    Only the drift decides, never the ratio itself, so that its interval keeps its promise.
+    drifts from round to round, as many are added again and again until it does no longer, for at most `settling_s`; so
+    are they where fewer than SURE_ROUNDS were made. Only that decides, never the ratio itself, so that its interval
+    keeps its promise.
     """
     rng = np.random.default_rng(seed)
     pace = [_warm_up(session, batches, warmup) for session, batches in zip(sessions, feeds, strict=True)]
@@ -79,10 +82,15 @@ def time_rounds(
     with no_garbage_collection():
         seconds = run_rounds(0, made)
         until = time.perf_counter() + settling_s
-        while made >= MIN_ROUNDS and time.perf_counter() < until and is_drifting(seconds[0] / seconds[1]):
+        while made >= MIN_ROUNDS and time.perf_counter() < until and may_drift(seconds[0] / seconds[1]):
             left = int((until - time.perf_counter()) / per_round)
             seconds = np.hstack([seconds, run_rounds(seconds.shape[1], max(1, min(seconds.shape[1], left)))])
     return seconds
+
+
+def may_drift(ratios: np.ndarray) -> bool:
+    """Return whether the ratio drifts from round to round, or there are too few rounds to say that it does not."""
+    return len(ratios) < SURE_ROUNDS or is_drifting(ratios)
 
 
 def device_rounds(sessions: Sequence[Session], feeds: Sequence[Sequence[Feeds]], rounds: int) -> np.ndarray | None:

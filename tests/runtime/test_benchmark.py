@@ -33,7 +33,7 @@ from runtime.measure.benchmark import (
 from runtime.measure.environment import cpu_info, environment
 from runtime.measure.feeds import make_feeds, stretch
 from runtime.measure.probe import probe
-from runtime.measure.timing import MIN_ROUNDS, time_rounds
+from runtime.measure.timing import MIN_ROUNDS, SURE_ROUNDS, time_rounds
 from runtime.metrics import MEASURED
 from runtime.nvidia.gpu import Gpu
 
@@ -151,6 +151,8 @@ def rounds_made(monkeypatch: pytest.MonkeyPatch, pace_of_b: Callable[[int], floa
 
 
 def test_rounds_whose_ratio_drifts_are_added_to_until_it_does_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SURE_ROUNDS <= rounds_made(monkeypatch, lambda call: 0.01) < 2 * SURE_ROUNDS, "too few to see a drift"
+    monkeypatch.setattr("runtime.measure.timing.SURE_ROUNDS", 0)
     assert rounds_made(monkeypatch, lambda call: 0.01) == 40
     slower_once = rounds_made(monkeypatch, lambda call: 0.01 * (2 if 20 <= call < 30 else 1) + 1e-5 * (call * 5 % 11))
     assert slower_once in (80, 160)
