@@ -10,7 +10,7 @@ import numpy as np
 from compress.tasks.base import Columns, LabelReader, Starter, TorchTask
 from compress.tasks.starters import TEXT_PASSES
 from runtime.errors import UsageError
-from runtime.tasks.token_classification import UNLABELLED, join_words
+from runtime.tasks.token_classification import UNLABELLED, join_words, mark_first_tokens
 
 if TYPE_CHECKING:
     from runtime.encode.preprocess import Preprocessor
@@ -52,10 +52,9 @@ def _label_first_tokens(columns: Columns, preprocessor: Preprocessor) -> np.ndar
     words = preprocessor.tokenize(columns, words=True)["word_ids"]
     if preprocessor.padding.left:  # a batch is as wide as its longest text, and places would move with it
         raise UsageError("the tokenizer pads on the left, where labels are counted from: set padding_side: right")
-    first = words >= 0
-    first[:, 1:] &= words[:, 1:] != words[:, :-1]
     labels = np.asarray(columns["label"])
-    return np.where(first, np.take_along_axis(labels, np.clip(words, 0, labels.shape[1] - 1), axis=1), UNLABELLED)
+    of_words = np.take_along_axis(labels, np.clip(words, 0, labels.shape[1] - 1), axis=1)
+    return np.where(mark_first_tokens(words), of_words, UNLABELLED)
 
 
 TOKEN_CLASSIFICATION = TorchTask(

@@ -19,7 +19,7 @@ from runtime.tasks import find_task
 from runtime.tasks.base import MASK, WORDS, Batch
 from runtime.tasks.predict import bundle_preprocessor
 
-IMAGE, TEXT, TEXT_PAIR = "image", "text", "text_pair"
+IMAGE = "image"
 
 
 class Encoder:

@@ -51,9 +51,7 @@ class TokenClassification(Task):
                 f"{describe_shapes(outputs)}; call that output 'logits'"
             )
         of_tokens = candidates[0].astype(np.float32, copy=False)
-        first = (words >= 0) & (words < spec.max_length)
-        first[:, 1:] &= words[:, 1:] != words[:, :-1]
-        rows, places = np.nonzero(first)
+        rows, places = np.nonzero(mark_first_tokens(words) & (words < spec.max_length))
         logits = np.zeros((batch.n, spec.max_length, of_tokens.shape[2]), np.float32)
         read = np.zeros(logits.shape[:2], bool)
         logits[rows, words[rows, places]] = of_tokens[rows, places]
@@ -91,6 +89,13 @@ class TokenClassification(Task):
     def metrics(self) -> tuple[Metric, ...]:
         """Return F1, precision and recall of spans, and how many words get the baseline's tag."""
         return _make_metrics()
+
+
+def mark_first_tokens(words: Array) -> Array:
+    """Return bool [n, T]: where a word's first token is. `words`: each token's word, int64 [n, T], -1 for none."""
+    first: Array = words >= 0
+    first[:, 1:] &= words[:, 1:] != words[:, :-1]
+    return first
 
 
 def join_words(text: Any) -> Any:
@@ -167,11 +172,12 @@ def _count_same_words(outputs: Outputs, baseline: Outputs) -> Columns:
 def _make_metrics() -> tuple[Metric, ...]:
     from runtime.metrics.base import Flaws, Metric  # where metrics are listed, tasks are asked for theirs
 
-    def score(of_labels: float, of_found: float) -> dict[str, Any]:
-        """Return hits / (of_labels * real + of_found * found), and what each sample adds to it."""
+    def ratio(*weights: float) -> dict[str, Any]:
+        """Return the first column's sum over that of the others by weight, and what each sample adds to it."""
 
         def whole(columns: Columns) -> np.ndarray:
-            return of_labels * columns[1] + of_found * columns[2]
+            total: np.ndarray = np.tensordot(weights, np.stack(columns[1:]), axes=1)
+            return total
 
         def statistic(columns: Columns) -> float:
             return float(columns[0].sum() / max(whole(columns).sum(), 1e-9))
@@ -210,7 +216,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             shortage=shortage,
             flaws=flaws,
             on_request=name != "span_f1",
-            **score(of_labels, of_found),
+            **ratio(of_labels, of_found),
         )
         for name, word, of_labels, of_found in kinds
     ]
@@ -223,12 +229,7 @@ def _make_metrics() -> tuple[Metric, ...]:
         about="fraction of words to which candidate and baseline give the same class",
         reduce=_count_same_words,
         kind="statistic",
-        statistic=lambda columns: float(columns[0].sum() / max(columns[1].sum(), 1)),
-        influence=lambda columns: (
-            (columns[0] - columns[0].sum() / max(columns[1].sum(), 1) * columns[1])
-            * len(columns[0])
-            / max(columns[1].sum(), 1)
-        ),
+        **ratio(1.0),
         weights=lambda columns: columns[1].astype(np.float64),
         ideal=1.0,
         flaws=Flaws(
