@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from compress.errors import OutputError, PlaceError
@@ -181,6 +181,9 @@ def _try_to_move(out: Path, work: Path) -> None:
 def _put_back(old: Path, out: Path) -> None:
     """Give the bundle that was moved aside its name again, if it has none now."""
     if not old.exists() or os.path.lexists(out):
+        return
+    with suppress(OSError):  # a disk that fails for a moment would leave nothing under the name
+        os.rename(old, out)
         return
     try:
         os.rename(old, out)

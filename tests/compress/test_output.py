@@ -314,6 +314,21 @@ def test_an_old_bundle_that_could_not_be_put_back_waits_for_the_next_run(
         assert (out / "model/model.onnx").read_text() == "one"
 
 
+def test_one_failure_to_put_the_old_bundle_back_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename, failed = tmp_path / "b", os.rename, []
+    fill(out, "one")
+
+    def fail_once(source: Path, target: Path) -> None:
+        if Path(target) == out and not failed:
+            failed.append(target)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with reserve_output(out):
+        assert failed and (out / "model/model.onnx").read_text() == "one"
+
+
 @pytest.mark.parametrize(
     ("number", "said"),
     [
