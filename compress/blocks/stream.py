@@ -81,7 +81,7 @@ class Stream:
                         yield from self._run_step(work, entry)
         self._said = read_finished_steps(self._folder, len(self._plan))
 
-    def result(self) -> PassResult:
+    def result(self) -> PassResult[StreamedModel]:
         """Return the model as the steps left it, and what they recorded. RuntimeError before the last step is done."""
         if len(self._said) < len(self._plan):
             raise RuntimeError("the stream was not worked through")
@@ -169,7 +169,7 @@ def plan_steps(model: StreamedModel, data: bool = True, readings_outside: bool =
     return [Planned(i, *step, feeds_more=data and step[2] is not None and i < last) for i, step in enumerate(steps)]
 
 
-def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> PassResult:
+def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> PassResult[StreamedModel]:
     """Return the result of a stream over `model` from the records of its steps. `owner`: kept alive with the store."""
     schemes, scales, kv_scales = dict(model.schemes), dict(model.activation_scales), dict(model.kv_scales)
     measured: dict[str, dict[str, float]] = {}

@@ -20,7 +20,7 @@ from compress.context import PassContext, PassResult
 from compress.execution.cached import result_from_record, result_to_record, time_pass
 from compress.execution.quality import score_streamed
 from compress.models.facts import structure_of_module
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
@@ -31,13 +31,12 @@ from runtime.bundle.samples import read_npz, write_npz
 BASELINE, CANDIDATE = "baseline.npz", "candidate.npz"
 
 
-def open_streamed(inputs: Inputs, loaded: LoadedModel | None) -> StreamedModel:
+def open_streamed(inputs: Inputs, loaded: TorchModel | None) -> StreamedModel:
     """Open the recipe's model with its weights left in their files, or what passes over the whole module left of it."""
     recipe, structure = inputs.recipe, inputs.facts.structure
     assert structure is not None
     if loaded is None:
         return open_streamed_model(recipe.model, recipe.root, inputs.feeds, structure)
-    assert loaded.module is not None and loaded.parameters is not None
     feeds = {parameter: inputs.feeds[name] for name, parameter in loaded.parameters.items()}
     structure = structure_of_module(recipe.model, loaded.module, feeds)  # blocks may be gone, or widths
     model = open_streamed_module(loaded.module, structure, loaded.parameters, loaded.folder, loaded.shapes)
@@ -46,7 +45,7 @@ def open_streamed(inputs: Inputs, loaded: LoadedModel | None) -> StreamedModel:
 
 def block_pass_step(
     cache: StepCache, key: str, label: str, config: Pass, model: StreamedModel, context: PassContext
-) -> PassResult:
+) -> PassResult[StreamedModel]:
     """Run one pass over blocks. What a killed run had finished of it lies under `key` and is continued.
 
     `label`: names the step in words, so that work left behind by another version of the recipe is known. Of several

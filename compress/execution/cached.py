@@ -17,7 +17,7 @@ from safetensors.torch import save_model
 
 from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.errors import ExportError, OutputError
 from compress.execution.quality import run_graph
 from compress.export.decoder import export_decoder
@@ -25,13 +25,14 @@ from compress.export.onnx import export_float, float_graph, save_graph, write_gr
 from compress.export.parity import check_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
 from compress.graph.specs import input_specs, output_specs
-from compress.models.load import LoadedModel
+from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.planning.inputs import Batches, Inputs
 from compress.quantize.state import GraphState, restore_state
 from compress.store.cache import CachedResult, StepCache
-from compress.work import apply_pass, begin_pass
+from compress.work import Form, apply_pass, begin_pass
+from compress.work.contexts import GraphContext, ModelContext
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.samples import read_npz, write_npz
@@ -59,7 +60,7 @@ class FloatModel:
 def float_model(
     cache: StepCache,
     key: str,
-    load: Callable[[], LoadedModel],
+    load: Callable[[], TorchModel | OnnxModel],
     batches: MakeBatches,
     opset: int,
 ) -> FloatModel:
@@ -94,7 +95,7 @@ Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float
 """The graph, what it reads and gives, and by how much it differs from torch on real inputs."""
 
 
-def _export_plain(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
+def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
     sample = batches(loaded.inputs)
     example = example_batch(sample, loaded.inputs)
     graph = export_float(loaded, example, opset)
@@ -102,9 +103,9 @@ def _export_plain(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Expo
     return graph, loaded.inputs, loaded.outputs, parity
 
 
-def _export_decoder(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Exported:
+def _export_decoder(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
     """Export a language model with its key-value cache."""
-    if loaded.module is None:
+    if isinstance(loaded, OnnxModel):
         raise ExportError("a language model is exported from torch, and an onnx: source is none")
     graph = export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
     inputs = input_specs(graph)
@@ -112,11 +113,12 @@ def _export_decoder(loaded: LoadedModel, batches: MakeBatches, opset: int) -> Ex
     return graph, inputs, output_specs(graph), parity
 
 
-def model_pass_step(cache: StepCache, key: str, config: Pass, loaded: LoadedModel, context: PassContext) -> PassResult:
+def model_pass_step(
+    cache: StepCache, key: str, config: Pass, loaded: TorchModel, context: ModelContext
+) -> PassResult[TorchModel]:
     """Run one pass over a torch model, whose module is changed in place: its values, or its sizes, too."""
     loaded = begin_pass(config, loaded, context)
     module = loaded.module
-    assert module is not None
     before = shapes_of(module)
 
     def write(folder: Path) -> dict[str, Any]:
@@ -139,7 +141,9 @@ def model_pass_step(cache: StepCache, key: str, config: Pass, loaded: LoadedMode
     return result_from_record(step, replace(loaded, shapes=shapes, rounded=rounded))
 
 
-def pass_step(cache: StepCache, key: str, config: Pass, state: GraphState, context: PassContext) -> PassResult:
+def pass_step(
+    cache: StepCache, key: str, config: Pass, state: GraphState, context: GraphContext
+) -> PassResult[GraphState]:
     """Run one pass over a graph state, or read its result from the cache."""
     step = cache.get(key)
     if step is None:
@@ -149,7 +153,7 @@ def pass_step(cache: StepCache, key: str, config: Pass, state: GraphState, conte
     return _read_result(step)
 
 
-def time_pass(apply: Callable[[], PassResult]) -> PassResult:
+def time_pass(apply: Callable[[], PassResult[Form]]) -> PassResult[Form]:
     """Return a pass's result, with the seconds that it took."""
     begun = time.monotonic()
     return replace(apply(), seconds=time.monotonic() - begun)
@@ -189,15 +193,15 @@ def example_batch(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np
     return feeds
 
 
-def _write_result(folder: Path, result: PassResult) -> dict[str, Any]:
-    state: GraphState = result.model
+def _write_result(folder: Path, result: PassResult[GraphState]) -> dict[str, Any]:
+    state = result.model
     write_graph(state.model, folder / GRAPH)
     _save_arrays({name: np.ascontiguousarray(array) for name, array in state.arrays().items()}, folder / ARRAYS)
     (folder / STATE).write_text(json.dumps(state.record(), indent=1))
     return result_to_record(result)
 
 
-def result_to_record(result: PassResult) -> dict[str, Any]:
+def result_to_record(result: PassResult[object]) -> dict[str, Any]:
     """Return the record of a result: all that it has beside its model, as JSON values."""
     return {
         "decisions": [asdict(decision) for decision in result.decisions],
@@ -207,7 +211,7 @@ def result_to_record(result: PassResult) -> dict[str, Any]:
     }
 
 
-def result_from_record(step: CachedResult, model: Any) -> PassResult:
+def result_from_record(step: CachedResult, model: Form) -> PassResult[Form]:
     """Restore a result from the step's record, which `result_to_record` made, and from its model."""
     return PassResult(
         model,
@@ -225,7 +229,7 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
         raise OutputError(f"{path}: cannot be written: {error}; finished steps are kept, run again") from error
 
 
-def _read_result(step: CachedResult) -> PassResult:
+def _read_result(step: CachedResult) -> PassResult[GraphState]:
     with step.reading() as folder:
         record = json.loads((folder / STATE).read_text())
         state = restore_state(ir.load(folder / GRAPH), record, load_file(folder / ARRAYS))

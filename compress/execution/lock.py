@@ -25,7 +25,7 @@ def make_lock(
     keys: StepKeys,
     sets: Mapping[str, Samples],
     parity: float | None,
-    results: Sequence[PassResult],
+    results: Sequence[PassResult[object]],
     portable: Portable,
 ) -> dict[str, Any]:
     """Return JSON values that are the same for the same recipe, inputs and versions, on any machine."""
@@ -67,7 +67,7 @@ def _describe_data(inputs: Inputs, name: str, samples: Samples, source: str) -> 
     return {"source": source, "file_digest": digest, "samples": samples.n, "digest": samples.digest}
 
 
-def steps_by_the_clock(recipe: Recipe, results: Sequence[PassResult]) -> Iterator[tuple[str, int]]:
+def steps_by_the_clock(recipe: Recipe, results: Sequence[PassResult[object]]) -> Iterator[tuple[str, int]]:
     """Yield (index of a pass, its optimizer steps) for those whose training a clock may have ended."""
     for number, (config, result) in enumerate(zip(recipe.passes, results, strict=True)):
         steps = result.measured.get(config.kind, {}).get("steps")

@@ -21,7 +21,7 @@ from compress.execution.quality import run_graph
 from compress.export.onnx import export_float, finish, float_graph, save_graph
 from compress.formats.targets import TARGETS, Target
 from compress.graph.specs import cache_of, input_specs
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.planning.inputs import Batches
 from compress.planning.measurements import step_names
 from compress.planning.plan import Plan
@@ -45,7 +45,7 @@ TIMING_BUDGET_S = 30.0
 TimeModules = Callable[[Sequence[nn.Module]], list[float]]
 
 
-def module_timer(recipe: Recipe, loaded: LoadedModel, batches: Batches) -> TimeModules | None:
+def module_timer(recipe: Recipe, loaded: TorchModel, batches: Batches) -> TimeModules | None:
     """Return a function: modules with the inputs of `loaded` -> milliseconds of one sample, from calls made in turn.
 
     The first's is its median; each other's is that times the median of the rounds' own ratios to the first. Other work
@@ -90,7 +90,7 @@ class Chain:
     steps: list[StepModel] = field(default_factory=list)
     """One for each pass so far."""
 
-    def add(self, index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
+    def add(self, index: int, result: PassResult[object], graph: Callable[[], GraphState]) -> None:
         """Write and score the model that the pass of that number left. If it cannot be measured, the step says why."""
         passes = self.plan.recipe.passes
         # a pass that trains reports its seconds itself, with those of runs broken off

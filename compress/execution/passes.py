@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.models.load import LoadedModel, load_model
+from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.inputs import Batches, make_student
@@ -32,9 +32,13 @@ from compress.recipe.exports import CheckpointExport
 from compress.store.cache import StepCache, step_key
 from compress.store.durable import blame
 from compress.store.run_log import Journal
+from compress.work import Form
+from compress.work.contexts import GraphContext, ModelContext, Timing
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
+
+Context = TypeVar("Context", ModelContext, GraphContext)
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,17 @@ class Passed:
     torch model before and after the passes over blocks; None where there is neither such a pass nor a checkpoint.
     """
 
-    results: tuple[PassResult, ...]
+    results: tuple[PassResult[object], ...]
     state: GraphState | None
     source: StreamedModel | None
     streamed: StreamedModel | None
 
 
-Left = Callable[[int, PassResult, Callable[[], GraphState]], None]
+Left = Callable[[int, PassResult[object], Callable[[], GraphState]], None]
 """(number of a pass, its result, what gives the graph that it left)."""
 
 
-def not_kept(index: int, result: PassResult, graph: Callable[[], GraphState]) -> None:
+def not_kept(index: int, result: PassResult[object], graph: Callable[[], GraphState]) -> None:
     """Ignore what a pass left."""
 
 
@@ -86,7 +90,7 @@ def run_passes(
         blocked[-1] = replace(blocked[-1], notes=(*blocked[-1].notes, *notes))
     elif exported is not None and loaded is not None:
         state = _export_module(run, run.plan.keys.passed_graph, loaded)
-    graphed: list[PassResult] = []
+    graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
         state, graphed = _run_graph_passes(run, state, exported, baseline, left)
     results = (*modelled, *blocked, *graphed)
@@ -107,17 +111,22 @@ def block_passes_alone(run: RunContext) -> None:
     _run_block_passes(run, loaded, None, not_kept)
 
 
-def export(run: RunContext, key: str, load: Callable[[], LoadedModel]) -> FloatModel:
+def export(run: RunContext, key: str, load: Callable[[], TorchModel | OnnxModel]) -> FloatModel:
     """Export the model as a float graph; check parity on calibration samples (evaluation samples without a set)."""
     plan = run.plan
     samples = run.sets.get("calibration", run.sets["evaluation"])
     return float_model(run.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset)
 
 
-def load(plan: Plan) -> LoadedModel:
+def load(plan: Plan) -> TorchModel | OnnxModel:
     """Load the recipe's model with its weights."""
     with blame(plan.recipe.root, SourceError):
         return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+
+
+def _load_torch(plan: Plan) -> TorchModel:
+    with blame(plan.recipe.root, SourceError):
+        return load_torch_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
 
 
 def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]]:
@@ -128,28 +137,25 @@ def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]
             yield index, config, key
 
 
-def _make_context(run: RunContext, specs: Any, **more: Any) -> PassContext:
+def _common(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+    """Return the fields of a PassContext, for a model with these inputs."""
     plan, calibration = run.plan, run.sets.get("calibration")
-    return PassContext(
-        batches=Batches(calibration, plan.inputs, specs) if calibration is not None else (),
-        target=TARGETS[plan.recipe.target],
-        seed=plan.recipe.seed,
-        log=run.journal.log,
-        progress=run.journal.progress,
-        memory_mib=None if plan.recipe.limits.memory_gib is None else 1024 * plan.recipe.limits.memory_gib,
-        **more,
-    )
+    limit = plan.recipe.limits.memory_gib
+    return {
+        "batches": Batches(calibration, plan.inputs, specs) if calibration is not None else (),
+        "target": TARGETS[plan.recipe.target],
+        "seed": plan.recipe.seed,
+        "log": run.journal.log,
+        "progress": run.journal.progress,
+        "memory_mib": None if limit is None else 1024 * limit,
+    }
 
 
-def _run_model_passes(run: RunContext, left: Left) -> tuple[LoadedModel | None, list[PassResult]]:
-    loaded, results = None, []
+def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
+    loaded, results = None, list[PassResult[TorchModel]]()
     for index, config, key in _iter_stage(run, "model"):
-        loaded = loaded or load(run.plan)
-        context = _make_context(
-            run, loaded.inputs, **_training_arguments(run, loaded.inputs), **_measuring_arguments(run, loaded)
-        )
-        make = partial(make_student, run.plan.recipe, run.plan.inputs.feeds, loaded)
-        context = replace(context, student=make)
+        loaded = loaded or _load_torch(run.plan)
+        context = _make_model_context(run, loaded)
         step = partial(model_pass_step, run.cache, key, config, loaded)
         with run.journal.step(config.kind):
             results.append(_resume_pass(run, index, key, step, context))
@@ -159,8 +165,8 @@ def _run_model_passes(run: RunContext, left: Left) -> tuple[LoadedModel | None, 
 
 
 def _resume_pass(
-    run: RunContext, index: int, key: str, step: Callable[[PassContext], PassResult], context: PassContext
-) -> PassResult:
+    run: RunContext, index: int, key: str, step: Callable[[Context], PassResult[Form]], context: Context
+) -> PassResult[Form]:
     """Run the pass of that number. What a killed run had done of it lies under `key`, and is continued.
 
     Several processes do the same work together; what the first one finds in the cache counts for all.
@@ -171,27 +177,33 @@ def _resume_pass(
         return step(replace(context, work=work))
 
 
-def _measuring_arguments(run: RunContext, loaded: LoadedModel) -> dict[str, Any]:
-    """Return the arguments of a PassContext that a pass measures with."""
+def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
+    """Return what a pass over the whole torch module is given beside it."""
+    return ModelContext(
+        **_common(run, loaded.inputs),
+        **_learning(run, loaded.inputs),
+        student=partial(make_student, run.plan.recipe, run.plan.inputs.feeds, loaded),
+        timing=_make_timing(run, loaded),
+    )
+
+
+def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     recipe = run.plan.recipe
     samples = run.sets.get("calibration", run.sets["evaluation"])
     folder = run.cache.root / "measured"
-    return {
-        "time_modules": module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
-        "threads": recipe.validate_.benchmark.threads,
-        "measurements": lambda key: folder / f"{step_key('measured', to_json(key))}.json",
-    }
+    return Timing(
+        module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
+        recipe.validate_.benchmark.threads,
+        lambda key: folder / f"{step_key('measured', to_json(key))}.json",
+    )
 
 
-def _training_arguments(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
-    """Return the arguments of a PassContext that a pass learns from.
-
-    They are the training set, encoded for the model's inputs, and the model as it came.
-    """
+def _learning(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+    """Return the fields of a TrainingContext beside a PassContext's, for a model with these inputs."""
     source_is_torch = run.plan.before.source == "torch"
     return {
         "train": _train_set(run, specs),
-        "teacher": (lambda: load(run.plan)) if source_is_torch else None,
+        "teacher": (lambda: _load_torch(run.plan)) if source_is_torch else None,
     }
 
 
@@ -205,8 +217,8 @@ def _train_set(run: RunContext, specs: tuple[TensorSpec, ...]) -> EncodedSet | N
 
 
 def _run_block_passes(
-    run: RunContext, loaded: LoadedModel | None, exported: FloatModel | None, left: Left
-) -> tuple[StreamedModel | None, StreamedModel | None, list[PassResult]]:
+    run: RunContext, loaded: TorchModel | None, exported: FloatModel | None, left: Left
+) -> tuple[StreamedModel | None, StreamedModel | None, list[PassResult[StreamedModel]]]:
     """Run the passes over blocks; return (the model before, after, results)."""
     plan, results = run.plan, []
     steps = list(_iter_stage(run, "blocks"))
@@ -215,7 +227,7 @@ def _run_block_passes(
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:
         run.journal.log(note)
-    context = _make_context(run, plan.before.inputs)
+    context = PassContext(**_common(run, plan.before.inputs))
     for index, config, key in steps:
         with run.journal.step(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"
@@ -225,7 +237,7 @@ def _run_block_passes(
     return source, streamed, results
 
 
-def _export_module(run: RunContext, key: str, loaded: LoadedModel) -> GraphState:
+def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
     """Export what passes over the torch module left, as a graph."""
     return with_rounded_layers(export(run, key, lambda: loaded).state, loaded.rounded)
 
@@ -234,7 +246,7 @@ def _export_after_pass(
     run: RunContext,
     index: int,
     exported: FloatModel | None,
-    loaded: LoadedModel | None,
+    loaded: TorchModel | None,
     source: StreamedModel,
     streamed: StreamedModel,
 ) -> GraphState:
@@ -247,7 +259,7 @@ def _export_blocks(
     run: RunContext,
     key: str,
     exported: FloatModel,
-    loaded: LoadedModel | None,
+    loaded: TorchModel | None,
     source: StreamedModel | None,
     streamed: StreamedModel,
 ) -> tuple[GraphState, tuple[Note, ...]]:
@@ -263,11 +275,11 @@ def _export_blocks(
 
 def _run_graph_passes(
     run: RunContext, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray], left: Left
-) -> tuple[GraphState, list[PassResult]]:
+) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
     finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, run.journal.log)
-    context = _make_context(run, exported.inputs, shortfalls=finder, **_training_arguments(run, exported.inputs))
-    results: list[PassResult] = []
+    context = GraphContext(**_common(run, exported.inputs), **_learning(run, exported.inputs), shortfalls=finder)
+    results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
         step = partial(pass_step, run.cache, key, config, state)
         with run.journal.step(config.kind):
@@ -281,15 +293,14 @@ def _return_state(state: GraphState) -> GraphState:
     return state
 
 
-def _build_module(run: RunContext, streamed: StreamedModel) -> LoadedModel:
+def _build_module(run: RunContext, streamed: StreamedModel) -> TorchModel:
     """Build a whole module of what passes over blocks left, with dequantized weights, for the export."""
     plan = run.plan
     module = streamed.materialise()
     choose = getattr(getattr(module, "wrapped", None), "set_attn_implementation", None)
     if choose is not None:
         choose("eager")  # as a loaded model has it: the form that attention is recognized in
-    return LoadedModel(
-        kind="torch",
+    return TorchModel(
         architecture=plan.before.architecture,
         inputs=plan.before.inputs,
         outputs=plan.before.outputs,

@@ -243,7 +243,7 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     return sets
 
 
-def layer_rows(names: Sequence[str], results: Sequence[PassResult]) -> list[dict[str, Any]]:
+def layer_rows(names: Sequence[str], results: Sequence[PassResult[object]]) -> list[dict[str, Any]]:
     """Return one row for each layer: its last deciding pass, what was done and why, and what every pass measured of it.
 
     `names`: of the passes, as `step_names` gives them. What a pass measured under its own name ("distill: training

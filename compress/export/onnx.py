@@ -39,7 +39,7 @@ from compress.graph.half import to_half
 from compress.graph.layers import find_layers
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
-from compress.models.load import LoadedModel
+from compress.models.load import OnnxModel, TorchModel
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
@@ -50,15 +50,13 @@ ACTIVATION_LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
 
 
-def export_float(loaded: LoadedModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
+def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
     """Export the model as a float32 graph with dynamic batch and sequence. `feeds`: a batch of two samples or more.
 
     Raises ExportError with what the exporter said.
     """
-    if loaded.onnx_path is not None:
-        return read_graph(loaded.onnx_path)
-    assert loaded.module is not None
-    assert loaded.parameters is not None
+    if isinstance(loaded, OnnxModel):
+        return read_graph(loaded.path)
     arguments = {
         loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names
     }
@@ -168,8 +166,7 @@ def write_graph(model: ir.Model, path: Path) -> None:
     ir.save(model, path, external_data=f"{path.name}.data" if weight_bytes(model) > IN_MEMORY else None)
 
 
-def _make_dynamic_shapes(loaded: LoadedModel) -> dict[str, dict[int, object]]:
-    assert loaded.parameters is not None
+def _make_dynamic_shapes(loaded: TorchModel) -> dict[str, dict[int, object]]:
     names = {dim for spec in loaded.inputs for dim in spec.shape if isinstance(dim, str)}
     dims = {name: torch.export.Dim(name) for name in sorted(names)}
     return {

@@ -18,7 +18,7 @@ from compress.errors import ExportError
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.specs import n_cached_layers, past_name, present_name
-from compress.models.load import LoadedModel
+from compress.models.load import OnnxModel, TorchModel
 from runtime.backends.onnxruntime_cpu import InferenceSession
 
 TOLERANCE = 1e-4
@@ -27,13 +27,13 @@ DECODED = 4
 """Tokens of each prompt that are read one at a time."""
 
 
-def check_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
+def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
     """Compare torch with the graph over batches of real inputs and return the largest relative difference.
 
     Raises ExportError that names the first layer whose outputs differ beyond the tolerance. An ONNX source is its own
     graph: 0.
     """
-    if loaded.module is None:
+    if isinstance(loaded, OnnxModel):
         return 0.0
     session = open_session(model)
     worst = 0.0
@@ -61,7 +61,7 @@ def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
     return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
 
 
-def first_difference(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> str:
+def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> str:
     """Return a sentence that names the first layer, in graph order, whose output differs."""
     calls = _record_module_outputs(loaded, batches[0])
     known = {name for name, _ in calls}
@@ -88,9 +88,8 @@ def _take_until_next_layer(calls: Calls, layer: str, layers: Collection[str]) ->
     return [calls[start][1], *(array for _, array in after)]
 
 
-def _record_module_outputs(loaded: LoadedModel, feeds: Feeds) -> Calls:
+def _record_module_outputs(loaded: TorchModel, feeds: Feeds) -> Calls:
     """Record the outputs of every module without modules of its own, in the order of the calls."""
-    assert loaded.module is not None
     calls: Calls = []
     leaves = [(name, module) for name, module in loaded.module.named_modules() if not any(module.children())]
     hooks = [module.register_forward_hook(_make_recording_hook(calls, plain(name))) for name, module in leaves]
@@ -110,20 +109,17 @@ def _make_recording_hook(calls: Calls, name: str) -> Callable[[torch.nn.Module, 
     return hook
 
 
-def _run_torch(loaded: LoadedModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    assert loaded.module is not None
-    assert loaded.parameters is not None
+def _run_torch(loaded: TorchModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     tensors = {loaded.parameters[n]: torch.from_numpy(np.ascontiguousarray(feeds[n])) for n in loaded.input_names}
     outputs = run(loaded.module, tensors)
     return {name: part.numpy() for name, part in zip(loaded.output_names, outputs.values(), strict=True)}
 
 
-def check_decoder_parity(loaded: LoadedModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
+def check_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
     """Return the largest difference of any logits, relative to the largest logit. ExportError beyond the tolerance.
 
     `batches`: feeds of one text each, with empty caches.
     """
-    assert loaded.module is not None
     session = open_session(model)
     worst = 0.0
     for feeds in batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,28 +29,20 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.tasks.base import Task
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model to compress: `module` (eval mode, float32, CPU) for torch, `onnx_path` for ONNX.
+@dataclass(frozen=True, kw_only=True)
+class SourceModel:
+    """What a model to compress is, whatever its form.
 
-    `inputs` and `outputs` name dynamic dimensions "batch" and "sequence". `parameters`: input name -> the parameter of
-    `module.forward` that takes it. `folder` holds the config and tokenizer files that travel into the bundle. `shapes`:
-    how the module's sizes differ from those that its code, or config.json, builds. `rounded`: the integers of layers
-    that a pass left in few bits; the module holds what they stand for.
+    `inputs` and `outputs` name dynamic dimensions "batch" and "sequence". `folder` holds the config and tokenizer files
+    that travel into the bundle.
     """
 
-    kind: Literal["torch", "onnx"]
     architecture: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    module: nn.Module | None = None
-    onnx_path: Path | None = None
-    parameters: Mapping[str, str] | None = None
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
     task: str = Task.name
-    shapes: Shapes = AS_BUILT
-    rounded: RoundedLayers = field(default_factory=dict)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -61,15 +53,43 @@ class LoadedModel:
         return tuple(spec.name for spec in self.outputs)
 
 
-def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> LoadedModel:
-    """Load a recipe's model with its weights. `feeds_shapes`: by input name, as for `model_facts`.
+@dataclass(frozen=True, kw_only=True)
+class TorchModel(SourceModel):
+    """A torch model, whole in memory: `module` in eval mode, float32, on the CPU.
+
+    `parameters`: input name -> the parameter of `module.forward` that takes it. `shapes`: how the module's sizes differ
+    from those that its code, or config.json, builds. `rounded`: the integers of layers that a pass left in few bits;
+    the module holds what they stand for.
+    """
+
+    module: nn.Module
+    parameters: Mapping[str, str]
+    shapes: Shapes = AS_BUILT
+    rounded: RoundedLayers = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxModel(SourceModel):
+    """A model that came as an ONNX file."""
+
+    path: Path
+
+
+def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
+    """Load a recipe's model with its weights. `feeds_shapes`: by input name, as for `model_facts`. SourceError."""
+    source = locate(spec, root)
+    return load_torch_model(spec, root, feeds_shapes) if source.onnx is None else _load_onnx(spec, source, source.onnx)
+
+
+def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    """Load a torch model with its weights.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
     """
     source = locate(spec, root)
     if source.onnx is not None:
-        return _load_onnx(spec, source, source.onnx)
+        raise SourceError(f"{spec.source}: an ONNX file has no torch model; give the model that it was exported from")
     module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
     unstack_experts(module)
@@ -81,8 +101,7 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Loade
     except factory.USER_ERRORS as error:
         raise forward_failure(spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
-    return LoadedModel(
-        kind="torch",
+    return TorchModel(
         architecture=architecture(module),
         inputs=input_specs(spec, names, feeds_shapes),
         outputs=output_specs(spec, shapes),
@@ -111,16 +130,15 @@ def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
     return huggingface.class_names(huggingface.load_config(spec, source))
 
 
-def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> LoadedModel:
+def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
     proto = read_onnx(path)
     _check_finite_onnx(proto, path)
     inputs, outputs = onnx_io(proto, spec.task)
-    return LoadedModel(
-        kind="onnx",
+    return OnnxModel(
         architecture=proto.graph.name or path.stem,
         inputs=inputs,
         outputs=outputs,
-        onnx_path=path,
+        path=path,
         folder=source.folder,
         class_names=spec.class_names,
         task=spec.task,

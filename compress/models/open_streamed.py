@@ -23,7 +23,7 @@ from compress.models import factory, huggingface
 from compress.models.checkpoint import NotAsNamed, open_store
 from compress.models.facts import architecture
 from compress.models.feeds import check_feeds, parameters
-from compress.models.load import load_model
+from compress.models.load import load_torch_model
 from compress.models.packed import quantization_of
 from compress.models.source import Source, locate
 from compress.specs import ModelSpec
@@ -90,8 +90,7 @@ def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
 
 def _load_in_memory(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:
     """Load the model and return its module without weights, and a store of the weights in memory."""
-    module = load_model(spec, root, feeds_shapes).module
-    assert module is not None
+    module = load_torch_model(spec, root, feeds_shapes).module
     return copy_without_weights(module), memory_store(module)
 
 

@@ -31,8 +31,9 @@ class TrainingCost:
 class Pass(Record):
     """One step of a recipe.
 
-    `stage` says what it works on: the torch module ("model": a `LoadedModel`), the torch module streamed block by
-    block ("blocks": a `StreamedModel`), the ONNX graph ("graph": a `GraphState`). In a recipe they come in this order.
+    `stage` says what it works on: the torch module ("model": a `TorchModel`), the torch module streamed block by
+    block ("blocks": a `StreamedModel`), the ONNX graph ("graph": a `GraphState`). In a recipe they come in this order,
+    and what the work is given beside the model follows from it (`compress.work.contexts`).
     """
 
     stage: ClassVar[Stage] = "graph"

@@ -17,7 +17,7 @@ from compress.tasks.base import Loss
 
 if TYPE_CHECKING:
     from compress.distill.losses import Pooling
-    from compress.models.load import LoadedModel
+    from compress.models.load import TorchModel
 
 Weight = Annotated[float, Field(gt=0)]
 Layers = tuple[tuple[str, str], ...] | LayerPattern
@@ -181,7 +181,7 @@ class LearningPass(TrainingPass):
             return [f"{self.kind}: held_out {self.held_out:g} leaves nothing of {n_samples} samples to learn from"]
         return []
 
-    def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
+    def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         """Return the bytes of the teacher's outputs that are kept on disk; 0: they are computed each time."""
         if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.augment.any:
             return 0
@@ -189,7 +189,7 @@ class LearningPass(TrainingPass):
         again = course.steps * course.samples > n_samples
         return n_bytes if self.teacher_cache is True or (again and n_bytes <= CACHE_BYTES) else 0
 
-    def _find_width(self, facts: ModelFacts | LoadedModel) -> int:
+    def _find_width(self, facts: ModelFacts | TorchModel) -> int:
         """Count the numbers that the teacher's only output has for one sample; 0 where that is not fixed."""
         terms, shapes = self.terms(facts.task), [spec.shape for spec in facts.outputs]
         pooled = terms.pooling(facts.task) != "none"

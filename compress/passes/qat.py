@@ -22,7 +22,7 @@ from compress.specs import LayerPattern, find_changes
 from compress.tasks import find_torch_task
 
 if TYPE_CHECKING:
-    from compress.models.load import LoadedModel
+    from compress.models.load import TorchModel
 
 NO_LABELS = ("logits", "hidden", "attention", "output")
 """Terms of the loss that need a teacher."""
@@ -140,7 +140,7 @@ class Qat(LearningPass, WeightPass):
             return super().explain_refusal(target)
         return _refuse_checkpoint(target) or _rename_pass(self.int8().explain_refusal(target) or "") or None
 
-    def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
+    def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         return super().cache_bytes(facts, n_samples) if self.teacher else 0
 
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:

@@ -17,7 +17,7 @@ from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, find_tied_problems,
 from compress.specs import LayerPattern
 
 if TYPE_CHECKING:
-    from compress.models.load import LoadedModel
+    from compress.models.load import TorchModel
 
 
 class SparsifyIteratively(LearningPass):
@@ -62,7 +62,7 @@ class SparsifyIteratively(LearningPass):
     def train_runs(self, n_samples: int) -> float:
         return self.trainings * super().train_runs(n_samples)
 
-    def cache_bytes(self, facts: ModelFacts | LoadedModel, n_samples: int) -> int:
+    def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0
 
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:

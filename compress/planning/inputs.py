@@ -24,7 +24,7 @@ from compress.models import huggingface
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.generation import read_generation
-from compress.models.load import LoadedModel, load_model
+from compress.models.load import TorchModel, load_torch_model
 from compress.models.preprocess import find_class_names, resolve_preprocess
 from compress.models.source import Source, locate, model_digest
 from compress.models.tokenizer import tokenizer_folder
@@ -234,7 +234,7 @@ def student_spec(spec: ModelSpec, student: Student) -> ModelSpec:
     return spec.model_copy(update=changes)
 
 
-def make_student(recipe: Recipe, feeds: SampleShapes, loaded: LoadedModel, student: Student, seed: int) -> LoadedModel:
+def make_student(recipe: Recipe, feeds: SampleShapes, loaded: TorchModel, student: Student, seed: int) -> TorchModel:
     """Build the student that takes the place of `loaded`, with its own weights.
 
     Given by its configuration, or where its source has none, it gets those of a seed.
@@ -243,7 +243,7 @@ def make_student(recipe: Recipe, feeds: SampleShapes, loaded: LoadedModel, stude
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if not student.config:
-            return load_model(student_spec(spec, student), root, feeds)
+            return load_torch_model(student_spec(spec, student), root, feeds)
         source = locate(spec, root)
         source = replace(source, config=_collect_changes(spec, source, student))
         module = huggingface.build_untrained(spec, source).float().eval().requires_grad_(False)

@@ -1,20 +1,26 @@
 """How each pass does its work: one file of the pass's name, found by `WORK`.
 
-A function takes the pass's record, the model in the form that its stage works on, and a `PassContext`; it may change
-the model in place, and gives a `PassResult` with the model to go on with. It raises PassError, naming layers.
+A function takes the pass's record, the model in the form that its stage works on (`TorchModel`, `StreamedModel`,
+`GraphState`), and the context of that stage; it may change the model in place, and gives a `PassResult` with the model
+to go on with, in the same form. It raises PassError, naming layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
+from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
+from compress.models.load import TorchModel
 from compress.passes import KINDS, Pass
+from compress.quantize.state import GraphState
+from compress.work.contexts import ModelContext
 from runtime.plugins import PASS_GROUP, find_plugin
 
-Work = Callable[[Any, Any, PassContext], PassResult]
+Form = TypeVar("Form", TorchModel, StreamedModel, GraphState)
+"""A model at the stage of the pass: the torch module, its blocks left in their files, the ONNX graph."""
 WORK: dict[str, str] = {
     "autocast": "compress.work.autocast:apply_autocast",
     "autoround": "compress.work.autoround:apply_autoround",
@@ -42,24 +48,30 @@ BEGINNINGS: dict[str, str] = {"distill": "compress.work.distill:begin_distill"}
 """Kind of pass over the whole torch model -> what makes the model that it works on, where that is not the given one."""
 
 
-def find_work(kind: str) -> Work:
+def find_work(kind: str) -> Callable[..., Any]:
     """Return the function that does the work of passes of a kind. PluginError where one from outside has none."""
     plugin = None if kind in WORK else find_plugin(PASS_GROUP, kind)
-    work: Work = _import_function(WORK[kind]) if plugin is None else plugin.import_object(KINDS[kind].work)
+    work: Callable[..., Any] = (
+        _import_function(WORK[kind]) if plugin is None else plugin.import_object(KINDS[kind].work)
+    )
     return work
 
 
-def apply_pass(config: Pass, model: Any, context: PassContext) -> PassResult:
+def apply_pass(config: Pass, model: Form, context: PassContext) -> PassResult[Form]:
     """Do what a pass says to a model in the form of its stage; the model may be changed in place. Raises PassError."""
-    return find_work(config.kind)(config, model, context)
+    result: PassResult[Form] = find_work(config.kind)(config, model, context)
+    return result
 
 
-def begin_pass(config: Pass, model: Any, context: PassContext) -> Any:
-    """Return what a pass over the whole torch model works on: the `LoadedModel`, or another in its place.
+def begin_pass(config: Pass, model: TorchModel, context: ModelContext) -> TorchModel:
+    """Return what a pass over the whole torch model works on: the `TorchModel`, or another in its place.
 
     Called again where the result is taken from the cache, so it gives the same model each time. Raises PassError.
     """
-    return _import_function(BEGINNINGS[config.kind])(config, model, context) if config.kind in BEGINNINGS else model
+    if config.kind not in BEGINNINGS:
+        return model
+    begun: TorchModel = _import_function(BEGINNINGS[config.kind])(config, model, context)
+    return begun
 
 
 def _import_function(path: str) -> Any:

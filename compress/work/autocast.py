@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.graph.half import layer_nodes
@@ -13,9 +13,10 @@ from compress.passes.autocast import Autocast
 from compress.passes.choosing import choose_layers
 from compress.quantize.ranges import overflowing_nodes
 from compress.quantize.state import GraphState
+from compress.work.contexts import GraphContext
 
 
-def apply_autocast(config: Autocast, state: GraphState, context: PassContext) -> PassResult:
+def apply_autocast(config: Autocast, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Record the type to compute in, and the nodes that stay float32 because of their range. Raises PassError."""
     taken, kept = choose_layers(state.facts(), (), config.ignore, config.unfit)
     try:

@@ -22,7 +22,7 @@ from compress.work.block_layers import matrix, nearest, remark, step_layers
 from compress.work.learning import block_lessons, open_saved_run
 
 
-def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Learn block after block, each on what the rounded ones before it give. PassError naming the layer."""
     stream = Stream(model, context, float_too=True)
     for step in stream:

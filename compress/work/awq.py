@@ -23,7 +23,7 @@ from compress.quantize.gram import Compute, Gram
 from compress.work.block_layers import StepLayers, fold_into, matrix, may_be_negative, nearest, remark, step_layers
 
 
-def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from compress.blocks.sizes import shapes_of
-from compress.context import PassContext, PassResult, TrainSet
+from compress.context import PassResult, TrainSet
 from compress.distill.sequences import Writing, write_sequences
 from compress.distill.student import start_from
 from compress.distill.train import Around, Lessons, train
@@ -17,11 +17,12 @@ from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.depth import depth_problem
 from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
 from compress.prune.depth import Skipping, shorten
+from compress.work.contexts import ModelContext
 from compress.work.losses import batches_of, objective, teacher_module, training_set
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
 from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
@@ -29,11 +30,10 @@ from compress.work.training import describe_kept_steps, describe_training, gathe
 NAME = "distill"
 
 
-def apply_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> PassResult:
+def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Train `loaded.module` in place. PassError: no training set, no teacher, other outputs than its, a broken loss."""
     trainset, teacher = _prepare_training(knobs, loaded, context)
     student = loaded.module
-    assert student is not None
     with objective(knobs, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
         fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
@@ -45,7 +45,7 @@ def apply_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> 
     return _make_result(loaded, log, goal.notes)
 
 
-def begin_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> LoadedModel:
+def begin_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:
     """Return the student, which learns in the place of `loaded`; `loaded` itself where there is none. PassError."""
     if knobs.student is None:
         return loaded
@@ -54,7 +54,7 @@ def begin_distill(knobs: Distill, loaded: LoadedModel, context: PassContext) -> 
     return _student_model(knobs.student, loaded, sample, seed, context)
 
 
-def _prepare_training(knobs: Distill, loaded: LoadedModel, context: PassContext) -> tuple[TrainSet, nn.Module]:
+def _prepare_training(knobs: Distill, loaded: TorchModel, context: ModelContext) -> tuple[TrainSet, nn.Module]:
     """Return the training set, which the teacher may have continued, and the teacher."""
     trainset, teacher = training_set(NAME, context), teacher_module(NAME, context, loaded)
     if knobs.sequences is None:
@@ -64,9 +64,8 @@ def _prepare_training(knobs: Distill, loaded: LoadedModel, context: PassContext)
     return write_sequences(teacher, trainset, how, context.work, context.progress), teacher
 
 
-def _make_result(loaded: LoadedModel, log: TrainLog, notes: tuple[Note, ...]) -> PassResult:
+def _make_result(loaded: TorchModel, log: TrainLog, notes: tuple[Note, ...]) -> PassResult[TorchModel]:
     """Return what the report says: a decision for each layer, the numbers, and the curves as step -> loss."""
-    assert loaded.module is not None
     decisions = tuple(
         LayerDecision(name, type(part).__name__, "distilled", describe_kept_steps(log))
         for name, part in module_names(loaded.module).items()
@@ -76,8 +75,8 @@ def _make_result(loaded: LoadedModel, log: TrainLog, notes: tuple[Note, ...]) ->
 
 
 def _student_model(
-    student: Student, loaded: LoadedModel, sample: Mapping[str, Tensor], seed: int, context: PassContext
-) -> LoadedModel:
+    student: Student, loaded: TorchModel, sample: Mapping[str, Tensor], seed: int, context: ModelContext
+) -> TorchModel:
     """Return the student as it starts: blocks of `loaded` (changed in place), or a new model. PassError.
 
     `sample`: feeds of one sample, by parameter. The same whenever it is called.
@@ -86,7 +85,7 @@ def _student_model(
         return _keep_some_blocks(student, loaded, sample, context)
     if context.student is None:
         raise PassError("distill: there is nothing to make a student with: an onnx: source has no torch model")
-    made: LoadedModel = context.student(student, seed)
+    made = context.student(student, seed)
     if made.input_names != loaded.input_names:
         raise PassError(
             f"distill: the student takes {', '.join(made.input_names)}, the teacher {', '.join(loaded.input_names)}; "
@@ -94,17 +93,15 @@ def _student_model(
         )
     if not student.config:
         return made
-    assert made.module is not None and loaded.module is not None
     start_from(made.module, loaded.module, student.starts)
     changed = shapes_of(made.module).since(shapes_of(loaded.module))
     return replace(made, shapes=loaded.shapes.then(changed))
 
 
 def _keep_some_blocks(
-    student: Student, loaded: LoadedModel, sample: Mapping[str, Tensor], context: PassContext
-) -> LoadedModel:
+    student: Student, loaded: TorchModel, sample: Mapping[str, Tensor], context: ModelContext
+) -> TorchModel:
     module = loaded.module
-    assert module is not None
     before, blocks = shapes_of(module), removable_blocks(module, sample)
     stay = student.stay(len(blocks))
     if problem := depth_problem(blocks, stay, len(stay)):

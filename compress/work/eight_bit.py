@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 
-from compress.context import Feeds, PassContext, PassResult
+from compress.context import Feeds, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, matches
 from compress.graph.convolutions import shortcuts_to_convolutions
@@ -38,12 +38,13 @@ from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
+from compress.work.contexts import GraphContext
 
 MEASURE_BATCHES = 16
 """Calibration batches on which errors are measured (not observed: that is all of them)."""
 
 
-def apply_eight_bit(knobs: EightBit, state: GraphState, context: PassContext) -> PassResult:
+def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     kind, dynamic = _choose_placement(knobs, state), knobs.is_dynamic
     if kind == "all":
         state = replace(state, model=clone(state.model))
@@ -106,7 +107,7 @@ def _make_settings(knobs: EightBit, state: GraphState) -> Callable[[str], Settin
 
 
 def _heal_collapse(
-    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: PassContext
+    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: GraphContext
 ) -> tuple[GraphState, list[Note]]:
     """Compare outputs with float; where they collapsed, blame an operator kind, name its tensors, leave it float.
 
@@ -145,7 +146,7 @@ def _describe_collapse(kind: str, worst: Suspect, cosine: float, seen: dict[str,
 
 
 def _restore(
-    knobs: EightBit, state: GraphState, context: PassContext
+    knobs: EightBit, state: GraphState, context: GraphContext
 ) -> tuple[GraphState, dict[str, float], list[Note]]:
     if context.shortfalls is None or knobs.restore.max_layers == 0:
         return state, {}, []
@@ -196,7 +197,7 @@ def _measure(
     seen: dict[str, Observer],
     sensitivity: dict[str, float],
     sample: list[Feeds],
-    context: PassContext,
+    context: GraphContext,
 ) -> dict[str, dict[str, float]]:
     names = [*state.integer, *state.weight_only]
     noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision
 from compress.graph.layers import find_layers
@@ -15,9 +15,10 @@ from compress.quantize.equalize import equalize_pair, find_pairs, input_channel_
 from compress.quantize.observers import observe
 from compress.quantize.smooth import smoothing_scales
 from compress.quantize.state import GraphState
+from compress.work.contexts import GraphContext
 
 
-def apply_equalize(config: Equalize, state: GraphState, context: PassContext) -> PassResult:
+def apply_equalize(config: Equalize, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Equalize the channel ranges of layers that follow each other in the float graph. Raises PassError."""
     graph = clone(state.model)
     taken, kept = choose_layers(state.facts(), (), config.ignore, config.unfit)

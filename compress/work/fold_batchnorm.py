@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.facts import LayerDecision
 from compress.graph.convolutions import fold_batchnorms
 from compress.graph.run import clone
 from compress.passes.fold_batchnorm import FoldBatchNorm
 from compress.quantize.state import GraphState
+from compress.work.contexts import GraphContext
 
 
-def apply_fold_batchnorm(config: FoldBatchNorm, state: GraphState, context: PassContext) -> PassResult:
+def apply_fold_batchnorm(config: FoldBatchNorm, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Fold every batch normalisation of the float graph into the convolution before it."""
     graph = clone(state.model)
     folded = fold_batchnorms(graph)

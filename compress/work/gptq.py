@@ -38,13 +38,15 @@ from compress.work.block_layers import InputRanges, StepLayers, matrix, may_be_n
 T = TypeVar("T")
 
 
-def apply_gptq(knobs: Gptq, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
+def apply_gptq(
+    knobs: Gptq, model: GraphState | StreamedModel, context: PassContext
+) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
         return _round_graph(knobs, model, context)
     return _round_blocks(knobs, model, context)
 
 
-def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassResult:
+def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
     taken, kept = knobs.graph_layers(state)
     facts = {layer.name: layer for layer in taken}
     working = clone(state.model)
@@ -93,7 +95,7 @@ def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[
     return [Note("warning", text) for text in remarks]
 
 
-def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult:
+def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Round a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:

@@ -11,7 +11,7 @@ from compress.quantize.hqq import hqq_round
 from compress.work.block_layers import matrix, may_be_negative, remark, step_layers
 
 
-def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=False)
     for step in stream:
         work = step_layers(knobs, step, context.target)

@@ -25,7 +25,7 @@ from compress.work.block_layers import full_name
 LEVELS = {"int8": 127.0, "fp8": LARGEST_FLOAT8}
 
 
-def apply_kv_cache(knobs: KvCache, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_kv_cache(knobs: KvCache, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Record two scales for each attention of a streamed model. Raises PassError naming it."""
     stream = Stream(model, context)
     for step in stream:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from compress.blocks.trace import name_outputs
-from compress.context import PassContext, TrainSet
+from compress.context import TrainSet
 from compress.distill.attention import use_fused_attention
 from compress.distill.batch import Batch
 from compress.distill.layer_map import Pairs, pair_modules
@@ -34,10 +34,11 @@ from compress.distill.teacher import Answer, keep_outputs
 from compress.distill.watch import Seen, Watched, attention_modules, module_names
 from compress.errors import PassError
 from compress.facts import Note
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.loss_terms import UNIFORM, LearningPass, Terms
 from compress.structure.find import find_structure
 from compress.tasks import find_torch_task
+from compress.work.contexts import TrainingContext
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ class Objective:
     notes: tuple[Note, ...] = ()
 
 
-def training_set(kind: str, context: PassContext) -> TrainSet:
+def training_set(kind: str, context: TrainingContext) -> TrainSet:
     """Return the training set. PassError where there is none. `kind`: the pass, for the message."""
     if context.train is None:
         raise PassError(f"{kind}: there is no training set; give the recipe data.train")
     return context.train
 
 
-def teacher_module(kind: str, context: PassContext, student: LoadedModel) -> nn.Module:
+def teacher_module(kind: str, context: TrainingContext, student: TorchModel) -> nn.Module:
     """Return the model as it came, called as the student is. PassError where there is none.
 
     Its kernels are held channels last as the images are (measured: ResNet-56 in bfloat16 on a CPU answers 1.3 times as
@@ -86,18 +87,14 @@ def teacher_module(kind: str, context: PassContext, student: LoadedModel) -> nn.
     """
     if context.teacher is None:
         raise PassError(f"{kind}: there is no teacher: an onnx: source has no torch model; give a torch source")
-    given: LoadedModel = context.teacher()
-    assert given.module is not None
+    given = context.teacher()
     module = given.module.requires_grad_(False).eval()
     module = convert_conv2d_weight_memory_format(module, torch.channels_last)
-    if given.parameters is None or student.parameters is None:
-        return module
     return rename_inputs(module, given.parameters, student.parameters)
 
 
-def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: LoadedModel) -> BatchOf:
+def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: TorchModel) -> BatchOf:
     """Return a function that makes batches: samples as the model reads them, images changed at random."""
-    assert loaded.parameters is not None
     augment = Augment(knobs.augment.flip, knobs.augment.crop, knobs.augment.mixup)
     return batch_maker(trainset, loaded.parameters, augment, find_torch_task(loaded.task).loss == "next tokens")
 
@@ -105,11 +102,11 @@ def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: LoadedModel) -> 
 @contextmanager
 def objective(
     knobs: LearningPass,
-    loaded: LoadedModel,
+    loaded: TorchModel,
     student: nn.Module,
     teacher: nn.Module | None,
     trainset: TrainSet,
-    context: PassContext,
+    context: TrainingContext,
 ) -> Iterator[Objective]:
     """Yield the loss of `student` against `teacher` (None: against the labels alone).
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compress.blocks.activations import ROWS, MicroBatch, micro_batches
-from compress.context import PassContext
 from compress.errors import PassError
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
+from compress.work.contexts import ModelContext
 from runtime.bundle.tensors import TensorSpec
 
 AT_ONCE = 4 * ROWS
@@ -16,9 +16,8 @@ OUTPUT_BYTES = 512 * 2**20
 """What the outputs of one forward pass may take in float64: vocabularies are wide."""
 
 
-def pruning_batches(kind: str, loaded: LoadedModel, context: PassContext) -> list[MicroBatch]:
+def pruning_batches(kind: str, loaded: TorchModel, context: ModelContext) -> list[MicroBatch]:
     """Return the calibration data in micro-batches. PassError if there is none. `kind`: the pass, for the message."""
-    assert loaded.parameters is not None
     rows = rows_within(loaded.outputs, AT_ONCE, OUTPUT_BYTES)
     batches = list(micro_batches(context.batches, loaded.parameters, rows))
     if not batches:

@@ -9,7 +9,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, shapes_of, transformers_config
 from compress.blocks.trace import is_layer, layer_type
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
+from compress.models.load import TorchModel
 from compress.passes.prune_channels import PruneChannels
 from compress.passes.widths import count_kept_units
 from compress.prune.budget import Options, choose_widths, list_widths
@@ -44,6 +44,7 @@ from compress.prune.shrink import ShrinkResult, remove_all, renumber_dimension, 
 from compress.prune.surgery import differs_from_masked, remove
 from compress.store.durable import seal, unseal
 from compress.tasks import find_torch_task
+from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
 from runtime.bundle.files import write_whole
 from runtime.measure.environment import cpu_info
@@ -57,9 +58,9 @@ NEAR = 0.02
 """Of the speed-up that is asked for: what a measured one may be above it."""
 
 
-def apply_prune_channels(knobs: PruneChannels, loaded: Any, context: PassContext) -> PassResult:
+def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Make `loaded.module` smaller in place. PassError names the dimension, or the best that is within reach."""
-    module: nn.Module = loaded.module
+    module = loaded.module
     built = shapes_of(module)
     batches = [batch.feeds for batch in pruning_batches(knobs.kind, loaded, context)]
     sample = {name: tensor[:1] for name, tensor in batches[0].items()}
@@ -165,7 +166,7 @@ class Choosing:
     dimensions: Sequence[Dimension]
     curves: Sequence[Elimination]
     sample: Mapping[str, Tensor]
-    context: PassContext
+    context: ModelContext
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
 
     What a measurement teaches of the table's errors goes into the next choice.
     """
-    time_all, wanted_speedup = given.context.time_modules, knobs.speedup
+    time_all, wanted_speedup = given.context.timing.time_modules, knobs.speedup
     if time_all is None or wanted_speedup is None:
         raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use max_flops or max_params")
     full = [dimension.n_units for dimension in given.dimensions]
@@ -294,13 +295,13 @@ def _cut_copy(given: Choosing, widths: Sequence[int]) -> nn.Module:
     return smaller
 
 
-def _measure_tables(layers: Sequence[Wanted], context: PassContext) -> list[LatencyTable]:
+def _measure_tables(layers: Sequence[Wanted], context: ModelContext) -> list[LatencyTable]:
     """Measure the layers' times, or read what an earlier run on this machine measured."""
-    backend, threads = context.target.name, context.threads
-    if context.measurements is None:
+    backend, threads = context.target.name, context.timing.threads
+    if context.timing.file_of is None:
         return measure(layers, backend, threads, seed=context.seed)
     shapes = [[layer.shape, layer.outs, layer.ins] for layer in layers]
-    path = context.measurements(["latency", *cpu_info(), backend, threads, shapes])
+    path = context.timing.file_of(["latency", *cpu_info(), backend, threads, shapes])
     kept = unseal(path.read_bytes()) if path.is_file() else None
     if kept is not None:
         return from_json(kept["tables"])

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,9 +13,10 @@ from compress.blocks.activations import MicroBatch
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import shapes_of
 from compress.blocks.trace import is_layer, layer_type
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Removable
+from compress.models.load import TorchModel
 from compress.passes.depth import evenly_spaced, rename_blocks
 from compress.passes.prune_layers import PruneLayers
 from compress.prune.compensate import compensate, explain_left_alone, follow_data
@@ -24,6 +24,7 @@ from compress.prune.depth import Outputs, Skipping, angular_distances, least_err
 from compress.prune.points import find_points
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
+from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches, rows_within
 
 TRIED_ROWS, TRIED_BYTES = 32768, 2**30
@@ -42,9 +43,9 @@ class Ranking:
     measured: Mapping[str, dict[str, float]]
 
 
-def apply_prune_layers(knobs: PruneLayers, loaded: Any, context: PassContext) -> PassResult:
+def apply_prune_layers(knobs: PruneLayers, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Make `loaded.module` shallower in place. PassError: nothing to remove, a speed-up out of reach."""
-    module: nn.Module = loaded.module
+    module = loaded.module
     batches = pruning_batches(knobs.kind, loaded, context)
     sample = batches[0].first
     blocks = removable_blocks(module, sample)
@@ -97,7 +98,7 @@ def _rank_blocks(
     skipping: Skipping,
     batches: Sequence[MicroBatch],
     few: Sequence[MicroBatch],
-    context: PassContext,
+    context: ModelContext,
 ) -> Ranking:
     """Rank every block that may go, the first to go first. `few`: what they are tried on one by one."""
     names, n = skipping.blocks, len(skipping.blocks)
@@ -141,13 +142,13 @@ def _take_rows(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
 
 
 def _count_gone(
-    knobs: PruneLayers, skipping: Skipping, ranking: Ranking, sample: Mapping[str, Tensor], context: PassContext
+    knobs: PruneLayers, skipping: Skipping, ranking: Ranking, sample: Mapping[str, Tensor], context: ModelContext
 ) -> tuple[int, list[Note]]:
     """Return how many of the ranking go: as few as the speed-up takes, where one is asked for, found by halving."""
     if knobs.speedup is None:
         n = len(skipping.blocks)
         return (len(ranking.order) if knobs.layers is not None else n - knobs.n_kept(n)), []
-    if context.time_modules is None:
+    if context.timing.time_modules is None:
         raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use keep or drop")
 
     def measure_speed(n_gone: int) -> float:
@@ -171,12 +172,12 @@ def _count_gone(
 
 
 def _measure_speed_without(
-    skipping: Skipping, names: Sequence[str], sample: Mapping[str, Tensor], context: PassContext
+    skipping: Skipping, names: Sequence[str], sample: Mapping[str, Tensor], context: ModelContext
 ) -> float:
-    assert context.time_modules is not None
+    assert context.timing.time_modules is not None
     smaller = copy.deepcopy(skipping.module)
     shorten(Skipping(smaller, skipping.blocks, sample), names, sample)
-    before_ms, after_ms = context.time_modules([skipping.module, smaller])
+    before_ms, after_ms = context.timing.time_modules([skipping.module, smaller])
     return before_ms / after_ms
 
 
@@ -186,7 +187,7 @@ def _fit_without(
     gone: Sequence[str],
     batches: Sequence[MicroBatch],
     few: Sequence[MicroBatch],
-    context: PassContext,
+    context: ModelContext,
 ) -> tuple[tuple[float, float], dict[str, str]]:
     """Fit anew what is left without the blocks.
 

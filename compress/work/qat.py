@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
+from compress.models.load import TorchModel
 from compress.passes.qat import Qat
+from compress.quantize.state import GraphState
+from compress.work.contexts import GraphContext, ModelContext
 from compress.work.qat_int8 import apply_qat_int8
 from compress.work.qat_weights import apply_qat_weights
 
 
-def apply_qat(knobs: Qat, model: Any, context: PassContext) -> PassResult:
-    """Train with rounding. Weights alone: a LoadedModel, trained in place; W8A8: a GraphState. Raises PassError."""
-    work = apply_qat_int8 if knobs.integer_inputs else apply_qat_weights
-    return work(knobs, model, context)
+def apply_qat(
+    knobs: Qat, model: TorchModel | GraphState, context: ModelContext | GraphContext
+) -> PassResult[TorchModel | GraphState]:
+    """Train with rounding. Weights alone: a TorchModel, trained in place; W8A8: a GraphState. Raises PassError."""
+    if isinstance(model, GraphState):
+        assert isinstance(context, GraphContext)
+        return apply_qat_int8(knobs, model, context)
+    assert isinstance(context, ModelContext)
+    return apply_qat_weights(knobs, model, context)

@@ -17,18 +17,19 @@ from torch import Tensor, nn
 
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.trace import name_outputs
-from compress.context import Feeds, PassContext, PassResult
+from compress.context import Feeds, PassResult
 from compress.distill.train import Around, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.graph.torch_graph import TorchGraph, check_operators
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.qat import Qat
 from compress.quantize.measure import layer_sqnr_db, outputs_of
 from compress.quantize.qdq import write_state
 from compress.quantize.simulated import SimulatedGraph
 from compress.quantize.state import GraphState
+from compress.work.contexts import GraphContext
 from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
 from compress.work.losses import batches_of, objective, training_set
 from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
@@ -70,7 +71,7 @@ class Teacher(nn.Module):
         return name_outputs(self.wrapped(**{name: feeds[name] for name in self.names}))
 
 
-def apply_qat_int8(knobs: Qat, state: GraphState, context: PassContext) -> PassResult:
+def apply_qat_int8(knobs: Qat, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Round as `int8` would, train, decide.
 
     PassError: no training set, no torch model, an operator that cannot be trained through, a loss that breaks.
@@ -109,24 +110,22 @@ def check_in_torch(state: GraphState, feeds: Feeds) -> None:
         )
 
 
-def _load_source(context: PassContext) -> LoadedModel:
+def _load_source(context: GraphContext) -> TorchModel:
     """Return the torch model before all passes: it teaches, and the samples are made for its inputs."""
     if context.teacher is None:
         raise PassError(f"{NAME}: there is no torch model to train: an onnx: source has none; use int8")
-    loaded: LoadedModel = context.teacher()
-    return loaded
+    return context.teacher()
 
 
-def _feed_as_graph(loaded: LoadedModel, feeds: Feeds) -> tuple[LoadedModel, Teacher]:
+def _feed_as_graph(loaded: TorchModel, feeds: Feeds) -> tuple[TorchModel, Teacher]:
     """Return the model with all of the graph's inputs, named as forward's parameters where possible, and a teacher."""
-    assert loaded.module is not None and loaded.parameters is not None
     taken = loaded.parameters
     return replace(loaded, parameters={name: taken.get(name, name) for name in feeds}), Teacher(
         loaded.module, taken.values()
     )
 
 
-def _output_names(loaded: LoadedModel, teacher: Teacher, feeds: Feeds) -> tuple[str, ...]:
+def _output_names(loaded: TorchModel, teacher: Teacher, feeds: Feeds) -> tuple[str, ...]:
     names = loaded.parameters or {}
     with torch.no_grad():
         return tuple(teacher(**{names[name]: torch.from_numpy(array) for name, array in feeds.items()}))
@@ -138,7 +137,7 @@ def _note_not_simulated(knobs: Qat) -> tuple[Note, ...]:
     return (Note("info", f"{NAME}: trained with products in {knobs.precision}; the graph's are those of integers"),)
 
 
-def _make_callbacks(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: PassContext) -> Around:
+def _make_callbacks(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: GraphContext) -> Around:
     """Return callbacks by which ranges follow for a part of the run, then stay; zeros stay throughout."""
     keep = zero_keeper(simulated.graph) if knobs.keep_zeros else no_keeper
 
@@ -163,13 +162,13 @@ def _compute_rates(pupil: nn.Module, simulated: SimulatedGraph) -> dict[str, flo
 
 
 def _make_result(
-    begun: PassResult,
+    begun: PassResult[GraphState],
     state: GraphState,
     log: TrainLog,
     notes: tuple[Note, ...],
     sample: list[Feeds],
-    context: PassContext,
-) -> PassResult:
+    context: GraphContext,
+) -> PassResult[GraphState]:
     """Return what the report says: as of `int8`, measured again, and the numbers and curves of training."""
     names = [*state.integer, *state.weight_only]
     noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from compress.blocks.rounded import Rounded
 from compress.blocks.trace import is_hf_conv1d, is_layer
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.distill.train import Around, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note
 from compress.formats.schemes import Scheme
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.qat import Qat
 from compress.quantize.fake import ScaledWeight
 from compress.work.block_layers import layer_facts, nearest
+from compress.work.contexts import ModelContext
 from compress.work.losses import batches_of, objective, teacher_module, training_set
 from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
 
@@ -45,13 +46,12 @@ class Trained:
     weights: Mapping[str, ScaledWeight]
 
 
-def apply_qat_weights(knobs: Qat, loaded: LoadedModel, context: PassContext) -> PassResult:
+def apply_qat_weights(knobs: Qat, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Train `loaded.module` in place; it is left with what its integers stand for.
 
     PassError: no training set, no teacher, other outputs than its, a weight that cannot be rounded, a loss that breaks.
     """
     trainset, student = training_set(NAME, context), loaded.module
-    assert student is not None
     teacher = teacher_module(NAME, context, loaded) if knobs.teacher else None
     trained, kept = _round_layers(knobs, student, context)
     with objective(knobs, loaded, student, teacher, trainset, context) as goal, rounding(student, trained):
@@ -66,7 +66,7 @@ def apply_qat_weights(knobs: Qat, loaded: LoadedModel, context: PassContext) -> 
     return _make_result(knobs, loaded, trained, kept, log, goal.notes, context)
 
 
-def _round_layers(knobs: Qat, student: nn.Module, context: PassContext) -> tuple[Trained, list[LayerDecision]]:
+def _round_layers(knobs: Qat, student: nn.Module, context: ModelContext) -> tuple[Trained, list[LayerDecision]]:
     """Round layers to the nearest with scales searched for; return them, and a decision for each of the others."""
     modules = {name: part for name, part in module_names(student).items() if is_layer(part)}
     facts, kept = knobs.choose_layers([layer_facts(name, part) for name, part in modules.items()])
@@ -139,7 +139,7 @@ def rounding(module: nn.Module, trained: Trained) -> Iterator[None]:
         after.remove()
 
 
-def _make_callbacks(knobs: Qat, student: nn.Module, trained: Trained, context: PassContext) -> Around:
+def _make_callbacks(knobs: Qat, student: nn.Module, trained: Trained, context: ModelContext) -> Around:
     """Return callbacks that keep positions and scales in bounds and zeros zero; rates of what is no plain parameter."""
     keep: Callable[[int], None] = zero_keeper(student) if knobs.keep_zeros else no_keeper
     rates = {}
@@ -158,13 +158,13 @@ def _make_callbacks(knobs: Qat, student: nn.Module, trained: Trained, context: P
 @torch.no_grad()
 def _make_result(
     knobs: Qat,
-    loaded: LoadedModel,
+    loaded: TorchModel,
     trained: Trained,
     kept: list[LayerDecision],
     log: TrainLog,
     notes: tuple[Note, ...],
-    context: PassContext,
-) -> PassResult:
+    context: ModelContext,
+) -> PassResult[TorchModel]:
     """Return the module with what the integers stand for, the integers beside it, and what the report says."""
     rounded: dict[str, Rounded] = {}
     changed, decisions = {}, []

@@ -27,7 +27,7 @@ OUTSIDE = "/"
 """Stands for what is in no block."""
 
 
-def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Rotate a streamed model, block by block, without data. PassError if it is quantized already, or has no stream."""
     from compress.blocks.stream import Stream
 

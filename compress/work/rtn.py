@@ -16,13 +16,15 @@ from compress.quantize.state import GraphState
 from compress.work.block_layers import InputRanges, find_shared_peaks, matrix, nearest, remark, step_layers
 
 
-def apply_rtn(knobs: Rtn, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
+def apply_rtn(
+    knobs: Rtn, model: GraphState | StreamedModel, context: PassContext
+) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
         return _round_graph(knobs, model, context)
     return _round_blocks(knobs, model, context)
 
 
-def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassResult:
+def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassResult[GraphState]:
     taken, kept = knobs.graph_layers(state)
     layers = {layer.name: layer for layer in find_layers(state.model)}
     weights, target = {}, context.target
@@ -36,7 +38,7 @@ def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassRes
     return PassResult(state, (*(knobs.decision(facts, target) for facts in taken), *kept))
 
 
-def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult:
+def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=knobs.needs_calibration)
     for step in stream:
         work = step_layers(knobs, step, context.target)

@@ -39,13 +39,15 @@ from compress.quantize.state import GraphState
 from compress.work.block_layers import fold_into, step_facts
 
 
-def apply_smoothquant(knobs: SmoothQuant, model: GraphState | StreamedModel, context: PassContext) -> PassResult:
+def apply_smoothquant(
+    knobs: SmoothQuant, model: GraphState | StreamedModel, context: PassContext
+) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
         return _smooth_graph(knobs, model, context)
     return _smooth_blocks(knobs, model, context)
 
 
-def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult:
+def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult[GraphState]:
     model = clone(state.model)
     taken, kept = choose_layers(state.facts(), (), knobs.ignore, knobs.unfit)
     wanted = {layer.name for layer in taken}
@@ -88,7 +90,7 @@ def _check_weights(group: list[GraphLayer]) -> None:
             raise PassError(f"smoothquant: {layer.name}: the weight holds NaN or Inf")
 
 
-def _smooth_blocks(knobs: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult:
+def _smooth_blocks(knobs: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Smooth a streamed model. Raises PassError naming the layers."""
     stream = Stream(model, context)
     for step in stream:

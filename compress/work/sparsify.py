@@ -33,7 +33,7 @@ JUDGED_ROWS = 128
 T = TypeVar("T")
 
 
-def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Make a streamed model sparse. Raises PassError naming the layer."""
     amounts = _compute_global_amounts(knobs, model) if knobs.scope == "global" else {}
     stream = Stream(model, context, data=knobs.needs_calibration)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.blocks.trace import is_layer
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.distill.course import Course
 from compress.distill.rewind import Rewind
 from compress.distill.train import Around, Lessons, train
@@ -18,10 +18,11 @@ from compress.distill.training_log import TrainLog, numbers
 from compress.distill.watch import module_names
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.prune.masks import round_shares, set_to_zero, smallest
 from compress.work.block_layers import layer_facts
+from compress.work.contexts import ModelContext
 from compress.work.losses import batches_of, objective, teacher_module, training_set
 from compress.work.training import describe_training, gather_numbers, zero_keeper
 
@@ -36,14 +37,15 @@ class Round:
     log: TrainLog
 
 
-def apply_sparsify_iteratively(knobs: SparsifyIteratively, loaded: LoadedModel, context: PassContext) -> PassResult:
+def apply_sparsify_iteratively(
+    knobs: SparsifyIteratively, loaded: TorchModel, context: ModelContext
+) -> PassResult[TorchModel]:
     """Train `loaded.module` in place, in rounds.
 
     PassError: no training set, no teacher, other outputs than its, a layer that would have no weight left, a training
     that ends before the point to go back to, a broken loss.
     """
     trainset, student = training_set(NAME, context), loaded.module
-    assert student is not None
     teacher = teacher_module(NAME, context, loaded) if knobs.needs_teacher(loaded.task) else None
     modules: dict[str, Any] = {name: part for name, part in module_names(student).items() if is_layer(part)}
     taken, kept = knobs.choose_layers([layer_facts(name, part) for name, part in modules.items()])
@@ -77,7 +79,7 @@ class _IterativePruning:
     weights: Mapping[str, Tensor]
     lessons: Lessons
     course: Course
-    context: PassContext
+    context: ModelContext
 
     def run(self) -> list[Round]:
         """Run all trainings, in order; those that a killed run has finished are read from its work."""

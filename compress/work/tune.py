@@ -52,7 +52,7 @@ class Learned:
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult:
+def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Learn, then write all of it in one stream without data. PassError: no data, or `strict` and something is left."""
     if not len(context.batches):
         raise PassError("tune: there is no calibration data; give the recipe a calibration set")
@@ -182,7 +182,7 @@ def _write_learned(
     start: Mapping[str, QuantizedWeight],
     learned: Learned,
     context: PassContext,
-) -> PassResult:
+) -> PassResult[StreamedModel]:
     """Write all that was learned into the files of this pass."""
     weights = {layer: integers(rounded, layer) for layer in rounded.quantized_layers()} if rounded is not model else {}
     weights |= learned.weights

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 from distilling import Arrays, conv_net, images, noisy
-from streaming import TEXT, bert, context, llama, output_of
+from streaming import TEXT, bert, llama, model_context, output_of
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from compress.context import PassContext
 from compress.data.samples import samples_of
 from compress.data.training import make_encoded_set, n_rows
 from compress.distill.batch import Batch
@@ -36,12 +35,13 @@ from compress.errors import PassError, SourceError
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
 from compress.formats.targets import TARGETS
 from compress.models.huggingface import TextModel
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.distill import Distill, Sequences
 from compress.passes.distill_student import Student
 from compress.passes.loss_terms import AttentionTerm, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.passes.training import Augmentation
 from compress.work import apply_pass
+from compress.work.contexts import ModelContext
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 
@@ -72,13 +72,20 @@ def token_set(n: int = 12, width: int = 10, seed: int = 0) -> Arrays:
     return Arrays({"input_ids": random.integers(1, 60, (n, width)) * mask, "attention_mask": mask})
 
 
-def image_model(net: nn.Module) -> LoadedModel:
+def image_model(net: nn.Module) -> TorchModel:
     outputs = (TensorSpec("logits", "float32", ("batch", 4)),)
     names = {"pixel_values": "x"}
-    return LoadedModel("torch", "ConvNet", IMAGES, outputs, net, parameters=names, task="image-classification")
+    return TorchModel(
+        architecture="ConvNet",
+        inputs=IMAGES,
+        outputs=outputs,
+        module=net,
+        parameters=names,
+        task="image-classification",
+    )
 
 
-def text_model(net: nn.Module) -> LoadedModel:
+def text_model(net: nn.Module) -> TorchModel:
     """A Hugging Face model in its wrapper."""
     output = output_of(net)
     task = "text-generation" if output == "logits" else "feature-extraction"
@@ -88,11 +95,13 @@ def text_model(net: nn.Module) -> LoadedModel:
     net.set_attn_implementation("eager")  # type: ignore[operator]
     outputs = (TensorSpec(output, "float32", ("batch", "sequence", width)),)
     module = TextModel(net, output).eval().requires_grad_(False)
-    return LoadedModel("torch", type(net).__name__, TOKENS, outputs, module, parameters=TEXT, task=task)
+    return TorchModel(
+        architecture=type(net).__name__, inputs=TOKENS, outputs=outputs, module=module, parameters=TEXT, task=task
+    )
 
 
-def around(trainset: Any, teacher: Callable[[], LoadedModel] | None, work: Path | None = None) -> PassContext:
-    return context(work=work, train=trainset, teacher=teacher)
+def around(trainset: Any, teacher: Callable[[], TorchModel] | None, work: Path | None = None) -> ModelContext:
+    return model_context(work=work, train=trainset, teacher=teacher)
 
 
 def small(**more: Any) -> Distill:

@@ -15,7 +15,7 @@ import torch
 from distilling import Arrays
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from streaming import VOCABULARY, context
+from streaming import VOCABULARY, model_context
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from compress.execution.passes import RunContext, _run_model_passes, not_kept
 from compress.export.checkpoint import write_checkpoint
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Removable, Structure
 from compress.formats.targets import TARGETS
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
 from compress.planning.inputs import load_set
@@ -220,26 +220,24 @@ validate: {{benchmark: {{iterations: 3, warmup: 1, sequence_length: 8}}, steps: 
     return compress.load_recipe(folder / "recipe.yaml")
 
 
-def taught(own: Recipe, folder: Path, name: str = "checkpoint") -> tuple[LoadedModel, Any]:
+def taught(own: Recipe, folder: Path, name: str = "checkpoint") -> tuple[TorchModel, Any]:
     """The pass alone, as a run does it: its model, and its result. The model's folder is written to `name`."""
     plan = make_plan(own, folder / "cache")
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
     ground = RunContext(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
     loaded, results = _run_model_passes(ground, not_kept)
-    assert loaded is not None
     write_checkpoint(folder / name, open_streamed(plan.inputs, loaded), CheckpointExport(), "")
     return loaded, results[0]
 
 
-def reloaded(folder: Path, loaded: LoadedModel) -> Any:
+def reloaded(folder: Path, loaded: TorchModel) -> Any:
     """By transformers alone; it gives what was taught."""
     assert not (folder / "shapes.json").exists()
     model: Any = AutoModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False)
     model.requires_grad_(False)
     ids = torch.arange(3, 11)[None]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-    assert loaded.module is not None
     assert torch.allclose(model(**given).last_hidden_state, loaded.module(**given), atol=1e-6)
     return model
 
@@ -352,9 +350,9 @@ def test_a_student_that_takes_something_else_is_refused() -> None:
     """Where no plan was made: by the pass itself."""
     module = nn.Linear(2, 2)
     spec = (TensorSpec("x", "float32", ("batch", 2)),)
-    loaded = LoadedModel("torch", "Net", spec, spec, module, parameters={"x": "input"})
+    loaded = TorchModel(architecture="Net", inputs=spec, outputs=spec, module=module, parameters={"x": "input"})
     other = replace(loaded, inputs=(TensorSpec("z", "float32", ("batch", 2)),))
-    given = context(train=Arrays({"x": np.zeros((4, 2), np.float32)}), student=lambda student, seed: other)
+    given = model_context(train=Arrays({"x": np.zeros((4, 2), np.float32)}), student=lambda student, seed: other)
     knobs = Distill(student=Student(source="python:a:b"))
     with pytest.raises(PassError, match="the student takes z, the teacher x"):
         begin_pass(knobs, loaded, given)

@@ -89,7 +89,6 @@ def pruned(spec: ModelSpec, kinds: tuple[str, ...]) -> StreamedModel:
     """With one unit of every dimension of these kinds taken out."""
     feeds = FEEDS[spec.task]
     loaded = load_model(spec, Path(), feeds)
-    assert loaded.module is not None and loaded.parameters is not None
     before = shapes_of(loaded.module)
     sample = {name: torch.from_numpy(values) for name, values in samples(spec)[0].items()}
     for dimension in find_coupling(loaded.module, sample).dimensions:

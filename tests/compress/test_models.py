@@ -21,7 +21,7 @@ from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
-from compress.models.load import load_model
+from compress.models.load import OnnxModel, load_model
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import model_digest
 from compress.specs import ModelSpec
@@ -122,7 +122,6 @@ def test_loaded_model_agrees_with_its_facts() -> None:
     facts, loaded = model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS), load_model(DIGITS_SPEC, Path(), DIGITS_FEEDS)
     assert (loaded.inputs, loaded.outputs, loaded.architecture) == (facts.inputs, facts.outputs, facts.architecture)
     assert loaded.parameters == {"pixel_values": "x"}
-    assert loaded.module is not None
     assert not loaded.module.training
     stored = load_file(DIGITS / "digits_resnet.safetensors")
     assert all(torch.equal(tensor, stored[name]) for name, tensor in loaded.module.state_dict().items())
@@ -242,7 +241,6 @@ def test_torch_files_load_when_they_hold_tensors_only(tmp_path: Path) -> None:
     spec = DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "w.pt")})
     assert model_facts(spec, Path(), DIGITS_FEEDS) == model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS)
     loaded = load_model(spec, Path(), DIGITS_FEEDS).module
-    assert loaded is not None
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
     torch.save(nn.Linear(2, 2), tmp_path / "w.pt")
     with pytest.raises(SourceError, match=r"w\.pt: holds Python objects.*could run code.*save_file"):
@@ -330,7 +328,6 @@ def test_bert_classifier(bert: Path) -> None:
     assert loaded.folder == bert
     reference = BertForSequenceClassification.from_pretrained(bert).eval()
     ids, mask = torch.arange(12).reshape(2, 6), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    assert loaded.module is not None
     with torch.no_grad():
         expected = reference(input_ids=ids, attention_mask=mask, token_type_ids=mask * 0).logits
         torch.testing.assert_close(loaded.module(ids, mask, mask * 0), expected)
@@ -442,7 +439,7 @@ def test_onnx_facts(tmp_path: Path, external: bool) -> None:
     assert facts.inputs == loaded.inputs == (TensorSpec("x", "float32", ("batch", 3, 6, 6)),)
     assert facts.outputs == loaded.outputs == (TensorSpec("logits", "float32", ("batch", 5)),)
     assert facts.peak_activation_bytes == 4 * (3 * 36 + 4 * 16)  # the input and the convolution's output
-    assert (loaded.kind, loaded.onnx_path) == ("onnx", tmp_path / "m.onnx")
+    assert isinstance(loaded, OnnxModel) and loaded.path == tmp_path / "m.onnx"
 
 
 def test_onnx_files_that_cannot_be_used(tmp_path: Path) -> None:
@@ -517,7 +514,6 @@ EXPORT: dict[str, Any] = {"input_names": ["pixel_values"], "dynamo": True, "verb
 @pytest.mark.parametrize("optimize", [False, True])
 def test_exported_graph_has_the_layers_that_the_plan_named(tmp_path: Path, optimize: bool) -> None:
     facts, loaded = model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS), load_model(DIGITS_SPEC, Path(), DIGITS_FEEDS)
-    assert loaded.module is not None
     batch = {0: torch.export.Dim("batch")}
     torch.onnx.export(
         loaded.module,

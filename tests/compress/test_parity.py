@@ -13,7 +13,7 @@ from compress.export.onnx import export_float
 from compress.export.parity import TOLERANCE, check_parity, relative_difference
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
-from compress.models.load import LoadedModel, load_model
+from compress.models.load import TorchModel, load_model
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 
@@ -26,17 +26,17 @@ BATCHES = [{"pixel_values": np.random.default_rng(n).normal(size=(n, 1, 8, 8)).a
 
 
 @pytest.fixture(scope="module")
-def exported() -> tuple[LoadedModel, ir.Model]:
+def exported() -> tuple[TorchModel, ir.Model]:
     loaded = load_model(SPEC, DIGITS, {"pixel_values": ((1, 8, 8), "float32")})
     return loaded, export_float(loaded, BATCHES[0], 20)
 
 
-def test_the_export_is_the_model(exported: tuple[LoadedModel, ir.Model]) -> None:
+def test_the_export_is_the_model(exported: tuple[TorchModel, ir.Model]) -> None:
     assert 0 <= check_parity(*exported, BATCHES) < TOLERANCE / 5
 
 
 @pytest.mark.parametrize("name", ["conv1", "layer2.conv1", "linear"])
-def test_the_layer_that_differs_is_named(exported: tuple[LoadedModel, ir.Model], name: str) -> None:
+def test_the_layer_that_differs_is_named(exported: tuple[TorchModel, ir.Model], name: str) -> None:
     loaded, graph = exported[0], clone(exported[1])
     layer = next(layer for layer in find_layers(graph) if layer.name == name)
     wrong = layer.weight.const_value.numpy() * np.float32(1.01)  # type: ignore[union-attr]
@@ -45,7 +45,7 @@ def test_the_layer_that_differs_is_named(exported: tuple[LoadedModel, ir.Model],
         check_parity(loaded, graph, BATCHES)
 
 
-def test_a_difference_outside_the_layers_is_said_to_be_there(exported: tuple[LoadedModel, ir.Model]) -> None:
+def test_a_difference_outside_the_layers_is_said_to_be_there(exported: tuple[TorchModel, ir.Model]) -> None:
     loaded, graph = exported[0], clone(exported[1])
     (output,) = graph.graph.outputs
     doubled = ir.node("Add", [output, output])
@@ -57,7 +57,7 @@ def test_a_difference_outside_the_layers_is_said_to_be_there(exported: tuple[Loa
         check_parity(loaded, graph, BATCHES)
 
 
-def test_outputs_of_another_shape(exported: tuple[LoadedModel, ir.Model]) -> None:
+def test_outputs_of_another_shape(exported: tuple[TorchModel, ir.Model]) -> None:
     node = helper.make_node("Flatten", ["pixel_values"], ["logits"])
     graph = build([node], {}, {"pixel_values": ("n", 1, 8, 8)}, {"logits": ("n", 64)})
     with pytest.raises(ExportError, match=r"output 'logits' has shape \(2, 64\), torch gives \(2, 10\)"):

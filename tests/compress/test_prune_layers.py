@@ -16,7 +16,7 @@ import torch
 from architectures import MODELS, build, feeds
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from streaming import TEXT, context, llama, texts
+from streaming import TEXT, llama, model_context, texts
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -25,13 +25,12 @@ from compress.blocks.activations import MicroBatch
 from compress.blocks.depth import keep_blocks, numbers_of
 from compress.blocks.experts import unstack_experts
 from compress.blocks.sizes import Shapes, fit, shapes_from, shapes_of
-from compress.context import PassContext
 from compress.errors import PassError, PlanError, SourceError
 from compress.execution.passes import RunContext, _run_model_passes, not_kept
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
 from compress.formats.targets import TARGETS
 from compress.models.huggingface import ImageModel, TextModel
-from compress.models.load import LoadedModel, load_model
+from compress.models.load import TorchModel, load_model
 from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.planning.inputs import load_set
@@ -40,6 +39,7 @@ from compress.prune.depth import Outputs, Skipping, angular_distances, least_err
 from compress.recipe.load import Recipe
 from compress.store.cache import StepCache
 from compress.store.run_log import Journal
+from compress.work.contexts import ModelContext, Timing
 from compress.work.prune_layers import apply_prune_layers, removable_blocks
 from compress.zoo.cifar_resnet import CifarResNet
 from runtime.bundle.tensors import TensorSpec
@@ -68,22 +68,31 @@ def images(n: int = 32, seed: int = 3) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(n, 3, 8, 8)).astype(np.float32)
 
 
-def loaded_images(net: nn.Module) -> LoadedModel:
+def loaded_images(net: nn.Module) -> TorchModel:
     names = {"pixel_values": "x"}
-    return LoadedModel("torch", "CifarResNet", PIXELS, LOGITS, net, parameters=names, task="image-classification")
+    return TorchModel(
+        architecture="CifarResNet",
+        inputs=PIXELS,
+        outputs=LOGITS,
+        module=net,
+        parameters=names,
+        task="image-classification",
+    )
 
 
-def loaded_text(net: Any) -> LoadedModel:
+def loaded_text(net: Any) -> TorchModel:
     net.config.use_cache = False
     net.set_attn_implementation("eager")
     module = TextModel(net, "logits").eval().requires_grad_(False)
     inputs = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in TEXT)
     outputs = (TensorSpec("logits", "float32", ("batch", "sequence", net.config.vocab_size)),)
-    return LoadedModel("torch", "Llama", inputs, outputs, module, parameters=TEXT, task="text-generation")
+    return TorchModel(
+        architecture="Llama", inputs=inputs, outputs=outputs, module=module, parameters=TEXT, task="text-generation"
+    )
 
 
-def around(batches: Any, **more: Any) -> PassContext:
-    return context(batches, **more)
+def around(batches: Any, **more: Any) -> ModelContext:
+    return model_context(batches, **more)
 
 
 def image_batches(n: int = 4) -> list[dict[str, np.ndarray]]:
@@ -171,7 +180,6 @@ def test_a_pruned_decoder_reloads_with_from_pretrained(tmp_path: Path) -> None:
     """And its key-value cache still counts from 0."""
     loaded = loaded_text(llama(layers=4))
     result = apply_prune_layers(PruneLayers(keep=2, compensate=False), loaded, around(texts()))
-    assert loaded.module is not None
     loaded.module.wrapped.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     ids = torch.arange(3, 11)[None]
@@ -254,7 +262,6 @@ def test_angular_distances_are_one_minus_the_cosine() -> None:
     """Padding left out, against sums over single tokens."""
     loaded = loaded_text(llama(layers=3))
     module = loaded.module
-    assert module is not None
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
     given = {"input_ids": torch.arange(3, 11)[None], "attention_mask": mask}
     found = angular_distances(module, ["model.layers.0", "model.layers.2"], [MicroBatch(given, mask.bool(), 5)])
@@ -310,7 +317,6 @@ def test_the_blocks_behind_move_up_and_are_named_anew() -> None:
     assert said["model.layers.1.mlp.up_proj"].reason == "was model.layers.3.mlp.up_proj"
     assert said["model.layers.1"].action == "pruned" and said["model.layers.3"].action == "kept"
     assert "model.layers.2.mlp.up_proj" not in said
-    assert loaded.module is not None
     assert numbers_of(loaded.module.wrapped.model.layers) == (0, 3)
 
 
@@ -323,12 +329,12 @@ def test_a_speedup_takes_as_few_blocks_as_it_needs(choose: str) -> None:
 
     net = conv_net()  # 19 convolutions, two in a block
     knobs = PruneLayers(speedup=1.4, choose=choose, compensate=False)
-    result = apply_prune_layers(knobs, loaded_images(net), around(image_batches(), time_modules=times))
+    result = apply_prune_layers(knobs, loaded_images(net), around(image_batches(), timing=Timing(times)))
     assert sum(isinstance(part, nn.Conv2d) for part in net.modules()) == 13
     assert "1.46 times as fast" in result.notes[0].text
     net = conv_net()
     with pytest.raises(PassError, match=r"speedup 9 is out of reach"):
-        apply_prune_layers(PruneLayers(speedup=9.0), loaded_images(net), around(image_batches(), time_modules=times))
+        apply_prune_layers(PruneLayers(speedup=9.0), loaded_images(net), around(image_batches(), timing=Timing(times)))
     with pytest.raises(PassError, match="speedup needs a target that runs here"):
         apply_prune_layers(PruneLayers(speedup=1.4), loaded_images(net), around(image_batches()))
 
@@ -484,18 +490,16 @@ def test_the_bundle_is_smaller_and_its_weights_load_again(tmp_path: Path) -> Non
     session = ort.InferenceSession(files[0], providers=["CPUExecutionProvider"])
     expected = session.run(None, {"pixel_values": x})[0]
     for loaded in (again, from_the_cache(own, tmp_path)):
-        assert loaded.module is not None
         assert np.abs(loaded.module(torch.from_numpy(x)).numpy() - expected).max() < 1e-4
 
 
-def from_the_cache(own: Recipe, folder: Path) -> LoadedModel:
+def from_the_cache(own: Recipe, folder: Path) -> TorchModel:
     plan = make_plan(own, folder / "cache")
     assert plan.steps[-1].cached
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
     ground = RunContext(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
     loaded, _ = _run_model_passes(ground, not_kept)
-    assert loaded is not None
     return loaded
 
 

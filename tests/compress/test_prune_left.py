@@ -7,10 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from streaming import context
+from streaming import model_context
 from torch import Tensor, nn
 
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes import PruneChannels
 from compress.prune.compensate import compensate, explain_left_alone
 from compress.prune.points import find_points
@@ -73,10 +73,10 @@ def test_the_report_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(0).integers(0, 20, (16, 5))
     spec = TensorSpec("ids", "int64", ("batch", 5))
     batches = [{"ids": rows[i : i + 4]} for i in range(0, 16, 4)]
-    given = context(batches)
+    given = model_context(batches)
     for on in (True, False):
         module = uneven(monkeypatch)
-        loaded = LoadedModel("torch", "Uneven", (spec,), (), module=module, parameters={"ids": "ids"})
+        loaded = TorchModel(architecture="Uneven", inputs=(spec,), outputs=(), module=module, parameters={"ids": "ids"})
         result = apply_pass(PruneChannels(ratio=0.5, compensate=on, importance="l2"), loaded, given)
         said = {decision.layer: decision.reason for decision in result.decisions}
         assert said["up"] == "16 of 32 neurons stay"

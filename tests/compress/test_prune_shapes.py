@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from streaming import context
+from streaming import model_context
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.blocks.sizes import shapes_of
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes import PruneChannels
 from compress.prune.configuration import fit_config
 from compress.prune.costs import macs_cost
@@ -52,9 +52,11 @@ def made(forward: Any, **parts: nn.Module) -> Net:
 
 def pruned(module: nn.Module, x: np.ndarray, **knobs: Any) -> Any:
     inputs = (TensorSpec("x", "float32", ("batch", *x.shape[1:])),)
-    loaded = LoadedModel("torch", "Net", inputs, (), module, parameters={"x": "x"}, task="generic")
+    loaded = TorchModel(
+        architecture="Net", inputs=inputs, outputs=(), module=module, parameters={"x": "x"}, task="generic"
+    )
     batches = [{"x": part} for part in np.split(x, 4)]
-    return apply_pass(PruneChannels(**{"ratio": 0.5, "round_to": 1} | knobs), loaded, context(batches=batches))
+    return apply_pass(PruneChannels(**{"ratio": 0.5, "round_to": 1} | knobs), loaded, model_context(batches=batches))
 
 
 def images(n: int = 64, channels: int = 3) -> np.ndarray:

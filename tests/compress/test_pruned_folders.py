@@ -18,7 +18,7 @@ from compress.errors import SourceError
 from compress.export.checkpoint import write_checkpoint
 from compress.facts import Note, Structure
 from compress.models.facts import model_facts
-from compress.models.load import LoadedModel, load_model
+from compress.models.load import TorchModel, load_model
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
 from compress.models.source import model_digest
 from compress.prune.configuration import fit_config
@@ -52,12 +52,11 @@ def whole(folder: Path, kind: str) -> ModelSpec:
     return ModelSpec(source=f"dir:{folder}", task="text-generation")
 
 
-def pruned(spec: ModelSpec, folder: Path, kinds: tuple[str, ...], unit: int = 1) -> tuple[LoadedModel, list[Note]]:
+def pruned(spec: ModelSpec, folder: Path, kinds: tuple[str, ...], unit: int = 1) -> tuple[TorchModel, list[Note]]:
     """The model of `spec` with a unit of every dimension of these kinds taken out, written to `folder`; and notes."""
     feeds = FEEDS[spec.task]
     loaded = load_model(spec, folder, feeds)
     module = loaded.module
-    assert module is not None and loaded.parameters is not None
     before = shapes_of(module)
     for one in find_coupling(module, inputs(spec)).dimensions:
         if one.kind in kinds:
@@ -104,7 +103,6 @@ def test_where_config_says_the_sizes_there_is_no_record(tmp_path: Path, kind: st
     assert all(note.level == "info" for note in notes)
     model_class = BertModel if kind == "bert" else GPT2LMHeadModel
     plain = model_class.from_pretrained(tmp_path / "small", attn_implementation="eager")
-    assert loaded.module is not None
     torch.testing.assert_close(plain(**inputs(spec))[0], loaded.module(**inputs(spec)))
 
 

@@ -15,7 +15,6 @@ from distilling import Arrays, conv_net, images
 from onnx import helper
 from streaming import context
 
-from compress.context import PassContext
 from compress.distill import train as loop
 from compress.distill.course import Course
 from compress.errors import PassError
@@ -26,7 +25,7 @@ from compress.graph.edit import append, initializer
 from compress.graph.layers import constant
 from compress.graph.specs import input_specs, output_specs
 from compress.graph.torch_graph import TorchGraph
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes import Int8
 from compress.passes.qat import Qat
 from compress.passes.training import Augmentation, TrainingPass
@@ -34,6 +33,7 @@ from compress.quantize.measure import outputs_of
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
 from compress.work import apply_pass
+from compress.work.contexts import GraphContext
 from compress.work.qat_int8 import apply_qat_int8, check_in_torch
 from runtime.bundle.tensors import TensorSpec
 
@@ -86,11 +86,13 @@ def mlp() -> ir.Model:
     return graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"logits": ("n", 4)})
 
 
-def loaded_of(graph: ir.Model, task: str = "image-classification") -> LoadedModel:
+def loaded_of(graph: ir.Model, task: str = "image-classification") -> TorchModel:
     """The graph as the torch model that it might have come from."""
     inputs, outputs = input_specs(graph), output_specs(graph)
     names = {spec.name: spec.name for spec in inputs}
-    return LoadedModel("torch", "Net", inputs, outputs, TorchGraph(graph, ()), parameters=names, task=task)
+    return TorchModel(
+        architecture="Net", inputs=inputs, outputs=outputs, module=TorchGraph(graph, ()), parameters=names, task=task
+    )
 
 
 def pictures(n: int = 48, seed: int = 0) -> Arrays:
@@ -102,9 +104,10 @@ def texts(n: int = 24, seed: int = 0) -> Arrays:
     return Arrays({"ids": np.random.default_rng(seed).integers(0, graphs.VOCABULARY, (n, graphs.LENGTH))})
 
 
-def around(loaded: LoadedModel, data: Arrays, work: Path | None = None, target: str = "onnxruntime-cpu") -> PassContext:
+def around(loaded: TorchModel, data: Arrays, work: Path | None = None, target: str = "onnxruntime-cpu") -> GraphContext:
     calibration = [data.feeds(np.arange(start, start + 8)) for start in (0, 8)]
-    return context(calibration, work, target=target, train=data, teacher=lambda: loaded)
+    given = context(calibration, work, target=target)
+    return GraphContext(**vars(given), train=data, teacher=lambda: loaded)
 
 
 def knobs(**more: Any) -> Qat:
@@ -163,7 +166,9 @@ def test_batch_norms_lie_in_the_convolutions_that_are_trained() -> None:
         (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),),
         (TensorSpec("logits", "float32", ("batch", 4)),),
     )
-    loaded = LoadedModel("torch", "Net", inputs, outputs, net, parameters=names, task="image-classification")
+    loaded = TorchModel(
+        architecture="Net", inputs=inputs, outputs=outputs, module=net, parameters=names, task="image-classification"
+    )
     graph = GraphState(export_float(loaded, data.feeds(np.arange(2)), 20))
     assert "BatchNormalization" not in graphs.operators(graph.model)
     before = {name: value.clone() for name, value in net.state_dict().items()}

@@ -31,7 +31,7 @@ from compress.facts import LayerFacts
 from compress.formats.schemes import PRESETS, WeightScheme
 from compress.graph.layers import find_layers
 from compress.graph.run import clone, open_session
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_module
 from compress.passes.gptq import Gptq
 from compress.passes.loss_terms import LabelsTerm, LogitsTerm
@@ -61,7 +61,7 @@ def peaked(net: nn.Module) -> nn.Module:
     return net
 
 
-def model(net: nn.Module | None = None) -> LoadedModel:
+def model(net: nn.Module | None = None) -> TorchModel:
     return text_model(peaked(llama(layers=2)) if net is None else net)
 
 
@@ -77,14 +77,13 @@ def small(**more: Any) -> Qat:
     return Qat(**{**common, **more})
 
 
-def qat(loaded: LoadedModel, knobs: Qat, trainset: Arrays | None = None, work: Path | None = None) -> PassResult:
+def qat(loaded: TorchModel, knobs: Qat, trainset: Arrays | None = None, work: Path | None = None) -> PassResult:
     teacher = copy.deepcopy(loaded)
     return apply_pass(knobs, loaded, around(trainset or token_set(32), lambda: copy.deepcopy(teacher), work))
 
 
-def logits(loaded: LoadedModel, n: int = 4) -> Tensor:
+def logits(loaded: TorchModel, n: int = 4) -> Tensor:
     feeds = {name: torch.from_numpy(values) for name, values in token_set(n).columns.items()}
-    assert loaded.module is not None
     with torch.no_grad():
         return loaded.module(**feeds)
 
@@ -94,7 +93,6 @@ def test_what_is_simulated_is_what_the_integers_stand_for(scheme: str) -> None:
     """To the last bit, whatever was learned; number by number, as DequantizeLinear reads them."""
     loaded = model()
     module = loaded.module
-    assert module is not None
     begun, _ = _round_layers(small(scheme=scheme), module, around(None, None))
     torch.manual_seed(0)
     for one in begun.weights.values():
@@ -165,7 +163,6 @@ def test_the_loss_held_out_is_that_of_the_model_that_is_left() -> None:
     rows = loop.split_rows(trainset.n, 0.25, 0)[1]
     batch = batches_of(knobs, trainset, loaded)(rows, None)
     assert len(rows) == knobs.batch_size
-    assert loaded.module is not None
     with torch.no_grad(), use_fused_attention(loaded.module):
         seen = Seen({"logits": loaded.module(**batch.feeds)})
         loss = (next_token_term(batch, seen, seen) * batch.weights).sum() / batch.weights.sum()
@@ -185,8 +182,7 @@ def test_attention_is_fused_while_training_alone() -> None:
         pass
 
 
-def config_of(loaded: LoadedModel) -> Any:
-    assert loaded.module is not None
+def config_of(loaded: TorchModel) -> Any:
     return loaded.module.wrapped.config  # type: ignore[union-attr]
 
 
@@ -236,7 +232,6 @@ def test_few_zeros_stay_too_and_an_average_is_saved(tmp_path: Path) -> None:
 def test_a_forward_pass_that_fails_leaves_the_weights_in_place() -> None:
     loaded = model()
     module = loaded.module
-    assert module is not None
     begun, _ = _round_layers(small(), module, around(None, None))
     with rounding(module, begun), pytest.raises(ValueError, match="specify exactly one"):
         module.wrapped()  # type: ignore[operator]
@@ -273,7 +268,7 @@ def _bytes(layers: dict[str, Rounded]) -> dict[str, tuple[bytes, bytes]]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> LoadedModel:
+def trained() -> TorchModel:
     """A model in 4 bits, unsigned in one layer."""
     override = {"targets": ("model.layers.0.mlp.down_proj",), "symmetric": False}
     loaded = model(peaked(llama(layers=2, intermediate_size=64)))
@@ -282,12 +277,12 @@ def trained() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def graph(trained: LoadedModel) -> ir.Model:
+def graph(trained: TorchModel) -> ir.Model:
     """Its float graph. Not to be changed."""
     return export_decoder(trained.module.wrapped, 21)  # type: ignore[union-attr, arg-type]
 
 
-def test_integers_are_kept_as_they_are(trained: LoadedModel, tmp_path: Path) -> None:
+def test_integers_are_kept_as_they_are(trained: TorchModel, tmp_path: Path) -> None:
     write_rounded(tmp_path, trained.rounded)
     found = read_rounded(tmp_path)
     assert found.keys() == trained.rounded.keys()
@@ -303,17 +298,15 @@ def _same(one: QuantizedWeight, other: QuantizedWeight) -> None:
     assert one.zero_points is None or np.array_equal(one.zero_points, other.zero_points)
 
 
-def taken_up(trained: LoadedModel) -> StreamedModel:
+def taken_up(trained: TorchModel) -> StreamedModel:
     """A stream of a copy of the module, with the integers."""
     module = copy.deepcopy(trained.module)
-    assert module is not None and trained.parameters is not None
     feeds = {name: torch.from_numpy(values) for name, values in token_set(2).columns.items()}
     streamed = open_streamed_module(module, find_structure(module, feeds, compute=True), trained.parameters)
     return with_rounded(streamed, trained.rounded)
 
 
-def test_a_stream_takes_the_integers_up(trained: LoadedModel) -> None:
-    assert trained.module is not None
+def test_a_stream_takes_the_integers_up(trained: TorchModel) -> None:
     found = taken_up(trained)
     assert set(found.quantized_layers()) == set(trained.rounded)
     for name, one in trained.rounded.items():
@@ -324,7 +317,7 @@ def test_a_stream_takes_the_integers_up(trained: LoadedModel) -> None:
     assert whole.keys() == left.keys() and all(torch.equal(whole[name], left[name]) for name in left)
 
 
-def test_passes_over_blocks_go_on_from_the_integers(trained: LoadedModel) -> None:
+def test_passes_over_blocks_go_on_from_the_integers(trained: TorchModel) -> None:
     """Tuning that changes nothing hands them on as they are, and nothing is left for gptq."""
     before = taken_up(trained)
     after = apply_pass(Tune(steps=1, rounding_rate=0.0, scale_rate=0.0, norm_rate=0.0), before, context(texts())).model
@@ -334,7 +327,7 @@ def test_passes_over_blocks_go_on_from_the_integers(trained: LoadedModel) -> Non
     assert all(left.store.quantized(name) is one.weight for name, one in trained.rounded.items())
 
 
-def test_the_graph_holds_the_integers_and_gives_what_training_gave(trained: LoadedModel, graph: ir.Model) -> None:
+def test_the_graph_holds_the_integers_and_gives_what_training_gave(trained: TorchModel, graph: ir.Model) -> None:
     state = with_rounded_layers(GraphState(clone(graph)), trained.rounded)
     layers = {layer.name: layer.matrix() for layer in find_layers(state.model)}
     for name, one in trained.rounded.items():
@@ -372,7 +365,7 @@ def _decoder_feeds(session: Any, feeds: dict[str, np.ndarray]) -> dict[str, np.n
     return found
 
 
-def test_a_layer_that_the_graph_lacks_is_named(trained: LoadedModel, graph: ir.Model) -> None:
+def test_a_layer_that_the_graph_lacks_is_named(trained: TorchModel, graph: ir.Model) -> None:
     lost = {"model.layers.9.mlp": trained.rounded["model.layers.0.mlp.up_proj"]}
     with pytest.raises(ExportError, match=r"model\.layers\.9\.mlp: is rounded, but not a layer of the exported graph"):
         with_rounded_layers(GraphState(graph), lost)

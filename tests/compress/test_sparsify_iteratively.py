@@ -15,22 +15,23 @@ import torch
 from distilling import Arrays, ConvNet, conv_net, images, noisy
 from onnx import numpy_helper
 from pydantic import ValidationError
-from streaming import context
+from streaming import model_context
 from torch import Tensor, nn
 
 import compress
 import compress.work.sparsify_iteratively as steps_room
-from compress.context import PassContext, PassResult
+from compress.context import PassResult
 from compress.distill.rewind import Rewind
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
 from compress.formats.targets import TARGETS
-from compress.models.load import LoadedModel
+from compress.models.load import TorchModel
 from compress.passes import SparsifyIteratively
 from compress.passes.loss_terms import LabelsTerm, LogitsTerm
 from compress.prune.masks import round_shares, set_to_zero, smallest
 from compress.store.training_state import module_state
 from compress.work import apply_pass
+from compress.work.contexts import ModelContext
 from runtime.bundle.tensors import TensorSpec
 
 RECIPE = Path(__file__).parents[2] / "recipes/claims/digits-lottery-ticket.yaml"
@@ -77,13 +78,15 @@ def test_what_is_zero_stays_zero_from_round_to_round() -> None:
     assert int((weights["a"] == 0).sum()) == 360
 
 
-def image_model(net: nn.Module) -> LoadedModel:
+def image_model(net: nn.Module) -> TorchModel:
     names = {"pixel_values": "x"}
-    return LoadedModel("torch", "ConvNet", IMAGES, LOGITS, net, parameters=names, task="image-classification")
+    return TorchModel(
+        architecture="ConvNet", inputs=IMAGES, outputs=LOGITS, module=net, parameters=names, task="image-classification"
+    )
 
 
-def around(work: Path | None = None, trainset: Any = None, teacher: Callable[[], Any] | None = None) -> PassContext:
-    return context(work=work, train=images() if trainset is None else trainset, teacher=teacher)
+def around(work: Path | None = None, trainset: Any = None, teacher: Callable[[], Any] | None = None) -> ModelContext:
+    return model_context(work=work, train=images() if trainset is None else trainset, teacher=teacher)
 
 
 def small(**more: Any) -> SparsifyIteratively:
@@ -208,7 +211,7 @@ def test_a_teacher_is_asked_unless_labels_are_all() -> None:
     unlabelled = Arrays(images().columns)
     asked = []
 
-    def teacher() -> LoadedModel:
+    def teacher() -> TorchModel:
         asked.append(1)
         return image_model(conv_net())
 

@@ -9,13 +9,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from compress.context import PassContext
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS
 from compress.graph.layers import layer_facts
 from compress.graph.run import Feeds, open_session, run_batches
 from compress.quantize.qdq import write_state
 from compress.quantize.state import Flavour, GraphState
+from compress.work.contexts import GraphContext
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 256, 32, 64, 6
 
@@ -199,10 +199,10 @@ def context(
     target: str = "onnxruntime-cpu",
     log: list[str] | None = None,
     shortfalls: Callable[[Any], list[str]] | None = None,
-) -> PassContext:
+) -> GraphContext:
     """What a pass is given; `log` collects its lines."""
     lines = [] if log is None else log
-    return PassContext(batches, TARGETS[target], 0, lines.append, lambda items, text: items, shortfalls)
+    return GraphContext(batches, TARGETS[target], 0, lines.append, lambda items, text: items, shortfalls=shortfalls)
 
 
 def operators(model: ir.Model) -> list[str]:

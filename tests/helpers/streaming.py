@@ -21,6 +21,7 @@ from compress.models.checkpoint import open_store
 from compress.models.huggingface import TextModel
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.structure.find import find_structure
+from compress.work.contexts import ModelContext
 
 VOCABULARY, N_TOKENS = 64, 12
 TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
@@ -93,8 +94,13 @@ def context(
     target: str = "onnxruntime-cpu",
     **more: Any,
 ) -> PassContext:
-    """What a pass is given, quietly; `more`: further fields."""
+    """What a pass over blocks is given, quietly; `more`: further fields."""
     return PassContext(batches, TARGETS[target], 0, log, lambda items, label: items, work=work, **more)
+
+
+def model_context(batches: Any = (), **more: Any) -> ModelContext:
+    """What a pass over the whole torch module is given, quietly; `more`: further fields of ModelContext."""
+    return ModelContext(**vars(context(batches)) | more)
 
 
 def nearest(matrix: Tensor, scheme: Scheme = W4) -> QuantizedWeight:
