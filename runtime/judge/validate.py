@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from runtime.bundle.files import name_file
 from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
 from runtime.bundle.onnx_file import graph_facts
 from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
-from runtime.errors import BundleError
+from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
@@ -36,6 +36,7 @@ from runtime.report.render import prepare_folder, write_report
 from runtime.report.report import Report
 from runtime.report.step_table import step_table
 from runtime.report.steps import StepModel, read_steps, write_steps
+from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
 BASELINE_TOLERANCE = 1e-3
@@ -64,12 +65,27 @@ def validate(
         case = replace(case, notes=[*case.notes, *notes])
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
-    with name_file(case.root):
+    with name_file(case.root), name_batches(case):
         report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case, steps)
     if report.steps is not None and not report.steps.recorded:
         write_steps(report.steps, case.root)
     write_report(report, folder)
     return report
+
+
+@contextmanager
+def name_batches(case: Case) -> Iterator[None]:
+    """Turn a lack of memory into a RuntimeFailure that says what was asked for."""
+    try:
+        yield
+    except MemoryError as error:
+        judgement = case.manifest.judgement
+        benchmark = judgement.benchmark
+        raise RuntimeFailure(
+            f"{case.root}: out of memory: {error}; the judgement takes {judgement.batch_size} samples at once, its "
+            f"benchmark {benchmark.batch_size} and {benchmark.throughput_batch_size}: build with fewer, or judge where "
+            "there is more memory"
+        ) from error
 
 
 def judge_model(case: Case, steps: Sequence[StepModel] = ()) -> Report:
@@ -115,6 +131,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     """Read the bundle and refuse what cannot be judged, before any model runs; errors as `validate` says."""
     manifest = verify(root)
     columns, baseline = read_samples(root, manifest), read_outputs(root, manifest)
+    find_task(manifest.task).check_frozen(f"{root}: the baseline's outputs", baseline)
     labels = columns.get("label")
     check_gates(manifest.judgement, manifest.task, labels is not None)
     _, batch_note = settings_for(manifest, threads)
@@ -159,7 +176,9 @@ def run_candidate(case: Case) -> Outputs:
     """
     manifest = case.manifest
     if case.is_checkpoint:
-        return read_candidate_outputs(case.root, manifest)
+        outputs = read_candidate_outputs(case.root, manifest)
+        find_task(manifest.task).check_frozen(f"{case.root}: the candidate's outputs", outputs)
+        return outputs
     threads = case.threads or manifest.judgement.benchmark.threads
     with ExitStack() as stack:
         before, after = pair(manifest, case.backend)

@@ -46,6 +46,8 @@ class Task:
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
+    always: tuple[str, ...] = ()
+    """The outputs that there always are, numbers all: of `read_outputs`, or the sums of a model that generates."""
     generates: bool = False
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     token_facts: tuple[str, ...] = ()
@@ -69,6 +71,12 @@ class Task:
                     "sample"
                 )
         return dict(outputs)
+
+    def check_frozen(self, file: str, outputs: Tensors) -> None:
+        """Raise BundleError where outputs that were read from a bundle's `file` lack some that there always are."""
+        for name in self.always:
+            if name not in outputs or outputs[name].dtype.kind not in "biuf":
+                raise BundleError(f"{file}: holds no numbers under {name}, as of {self.name}; build the bundle again")
 
     def join_batches(self, name: str, parts: Sequence[Array]) -> Array:
         """Return one output of all samples, of its batches. UsageError where they do not fit together."""

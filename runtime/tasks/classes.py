@@ -17,6 +17,7 @@ class Classification(Task):
     """Choose one class for each sample. Outputs: {"logits": float32 [N, C]}."""
 
     outputs = "classes"
+    always = ("logits",)
 
     def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
         """Return {"logits": float32 [n, C]}: the output of that name, else the only one [B, C]. BundleError."""

@@ -21,6 +21,7 @@ class FeatureExtraction(ReadsTexts):
     name = "feature-extraction"
     about = "an embedding for each text, pooled over its tokens"
     outputs = "embeddings"
+    always = ("embeddings",)
     token_facts = (MASK,)
 
     def split_views(self, columns: Columns) -> list[dict[str, Any]]:

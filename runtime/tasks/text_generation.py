@@ -13,4 +13,5 @@ class TextGeneration(Task):
     columns = ("text",)
     preprocess = "language"
     outputs = "tokens"
+    always = ("nll", "n_tokens")
     generates = True

@@ -38,6 +38,7 @@ class TokenClassification(Task):
     columns = ("text",)
     preprocess = "text"
     outputs = "tags"
+    always = ("logits", "read")
     token_facts = (WORDS,)
 
     def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:

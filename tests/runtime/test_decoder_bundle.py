@@ -132,6 +132,10 @@ def test_a_baseline_that_is_not_the_frozen_one_is_refused(make_decoder_bundle: M
     write_bundle(root, manifest)
     with pytest.raises(BundleError, match="tokens are scored, the frozen sums are of"):
         validate(root)
+    write_outputs(root, {"n_tokens": columns["n_tokens"]})
+    write_bundle(root, manifest)
+    with pytest.raises(BundleError, match="the baseline's outputs: holds no numbers under nll"):
+        validate(root)
 
 
 # timing

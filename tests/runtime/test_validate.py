@@ -27,7 +27,7 @@ from runtime.bundle.format import (
     write_outputs,
 )
 from runtime.encode.preprocess import TensorPreprocess
-from runtime.errors import BundleError, UsageError
+from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.validate import validate
 
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
@@ -215,6 +215,17 @@ def test_a_broken_baseline_is_refused(make_bundle: MakeBundle) -> None:
     write_bundle(root, read_manifest(root))
     with pytest.raises(BundleError, match="the baseline cannot be compared with: output 'logits' holds NaN"):
         validate(root, ONE)
+
+
+def test_a_judgement_beyond_memory_says_what_it_asked_for(
+    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any) -> None:
+        raise MemoryError("43.0 MiB")
+
+    monkeypatch.setattr("runtime.judge.validate.measure", measure)
+    with pytest.raises(RuntimeFailure, match=r"out of memory: 43.0 MiB; the judgement takes \d+ samples at once"):
+        validate(make_bundle(), ONE)
 
 
 def test_a_run_that_fails_leaves_no_earlier_report(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
