@@ -9,8 +9,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "transformers", "onnx", "pydantic", "yaml", "ruamel", "PIL", "tokenizers", "openvino", "compress")
 BUILD = ("torch", "transformers", "onnx", "onnxruntime", "onnx_ir", "onnxscript", "openvino")
 BLOCKER = """

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import BENCHMARKS
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
     *("tensorrt_rtx_build", "engine_speed"),

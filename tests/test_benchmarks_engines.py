@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import BENCHMARKS
 
 from runtime.nvidia.gpu import gpu_here
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 GPU = {"name": "a GPU", "capability": "8.9", "driver": "580"}
 CLAIM = {"name": "int8 over float32", "value": 1.5, "bar": 1.0, "holds": True}
 

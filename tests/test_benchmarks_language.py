@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+from places import BENCHMARKS
 
 
 @pytest.fixture

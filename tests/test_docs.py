@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

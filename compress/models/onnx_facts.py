@@ -40,7 +40,7 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
     _check_feeds(path, inputs, feeds)
     _check_outputs(path, task, outputs)
     model = open_graph(path)
-    shapes, batch = sample_shapes(proto, feeds, path.parent), read_fixed_batch(proto)
+    shapes, batch = sample_shapes(proto, feeds, path), read_fixed_batch(proto)
     graph_layers = find_layers(model)
     layers = tuple(_describe_layer(layer, shapes, batch) for layer in graph_layers)
     unknown = [

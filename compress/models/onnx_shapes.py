@@ -10,28 +10,35 @@ from typing import Any
 import onnx
 from onnx.external_data_helper import load_external_data_for_tensor
 
+from compress.errors import SourceError
 from compress.facts import SampleShapes
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Tensor name -> (shape, bytes per element)."""
 
 
-def sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, folder: Path) -> Shapes:
+def sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, path: Path) -> Shapes:
     """Return shapes for a batch of 1 (or the graph's fixed batch), of the tensors whose dimensions can all be told.
 
     What the graph declares, with the names of its input dimensions replaced by numbers; over that, what ONNX infers.
+    `path`: of the file. SourceError where ONNX says that such a sample does not pass.
     """
     fixed = onnx.ModelProto()
     fixed.CopyFrom(proto)
     for tensor in fixed.graph.initializer:  # shapes and axes are read even where weights are not
         if tensor.data_location == onnx.TensorProto.EXTERNAL and math.prod(tensor.dims) <= 64:
-            load_external_data_for_tensor(tensor, str(folder))
+            load_external_data_for_tensor(tensor, str(path.parent))
     sizes = _bind_inputs(fixed, feeds)
     declared = _collect_known_shapes((*fixed.graph.value_info, *fixed.graph.output), sizes)
     del fixed.graph.value_info[:]  # they may name dimensions that are numbers here
     for value in fixed.graph.output:
         value.type.tensor_type.ClearField("shape")
-    inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+    try:
+        inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
+        samples = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in feeds.items())
+        why = " ".join(str(error).split())[:500]
+        raise SourceError(f"{path}: its shapes cannot be told for a sample of {samples}: {why}") from error
     return declared | _collect_known_shapes((*inferred.value_info, *inferred.input, *inferred.output), {})
 
 

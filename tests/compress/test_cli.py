@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from places import ROOT
 from typer.testing import CliRunner, Result
 
 import compress
@@ -120,7 +121,7 @@ def test_importing_compress_imports_almost_nothing() -> None:
 
 def test_the_face_of_the_package() -> None:
     assert compress.load_recipe is load_recipe
-    version = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert compress.__version__ == version
     assert run("--version").stdout == f"compress {version}\n"
     with pytest.raises(AttributeError, match="no attribute 'aply'"):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import REPOSITORY, apply, cli, image_recipe
+from makers import apply, cli, image_recipe
+from places import ROOT
 
 from compress.models.fresh_reader import answer
 from runtime.measure.probe import Probe
@@ -62,7 +63,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The bundle of recipes/quickstart.yaml by the real command, its speed gate made lenient, and what was printed."""
     folder = tmp_path_factory.mktemp("quickstart")
     speed = ["--set", "validate.gates.3.min_speedup=0.001", "--set", "validate.benchmark.iterations=40"]
-    recipe = str(REPOSITORY / "recipes/quickstart.yaml")
+    recipe = str(ROOT / "recipes/quickstart.yaml")
     done = cli(["apply", recipe, "--out", "out/q", "--cache", "cache", *speed], folder)
     assert done.returncode == 0, done.stderr
     return folder / "out/q", done.stdout

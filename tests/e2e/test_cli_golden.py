@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import REPOSITORY, changed, write_recipe
+from makers import changed, write_recipe
+from places import ROOT
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
@@ -18,7 +19,7 @@ from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 
 Net = tuple[Path, dict[str, Any]]
-QUICKSTART = str(REPOSITORY / "recipes/quickstart.yaml")
+QUICKSTART = str(ROOT / "recipes/quickstart.yaml")
 
 
 def run(*args: str | Path) -> Result:
@@ -46,7 +47,7 @@ def test_the_runtime_judges_it_again(quickstart: tuple[Path, str], tmp_path: Pat
     for name in ("report.json", "report.md", "report.xml", "compress.log"):
         (bundle / name).unlink()
     command = [sys.executable, "-m", "runtime", "validate", str(bundle), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass" and (bundle / "report.json").is_file()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import REPOSITORY, apply, changed, cli, plan
+from makers import apply, changed, cli, plan
+from places import ROOT
 from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
 import compress
@@ -74,7 +75,7 @@ def test_the_quickstart_becomes_an_engine(cache: Path, tmp_path: Path, passes: s
         *("target=tensorrt-rtx", "export=[{kind: tensorrt-rtx}]", f"passes={passes}", "data.evaluation.samples=64"),
         *("validate.gates=[{metric: top1, max_drop: 0.2}]", "validate.benchmark.iterations=10"),
     )
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart.yaml", sets)
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", sets)
     compress.apply(recipe, tmp_path / "b", cache=cache)
     record = verify(tmp_path / "b").artifact("engine-tensorrt-rtx").engine
     assert record is not None and record.compute_capabilities == ("8.0", "8.6", "8.9", "12.0")

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from makers import REPOSITORY, changed, image_recipe, write_recipe
+from makers import changed, image_recipe, write_recipe
 from onnx import numpy_helper
+from places import ROOT
 
-PAGE = REPOSITORY / "docs/howto/extend.md"
+PAGE = ROOT / "docs/howto/extend.md"
 FILE = re.compile(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -68,7 +69,7 @@ def bundle(acme: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(*words: Any, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python with the folder `words[0]` among those where distributions are installed."""
-    search = os.pathsep.join([str(words[0]), str(REPOSITORY)])
+    search = os.pathsep.join([str(words[0]), str(ROOT)])
     environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": search, "COMPRESS_CACHE": str(cache or "")}
     command = [sys.executable, *map(str, words[1:])]
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
@@ -86,7 +87,7 @@ def test_the_recipe_of_the_page_is_read_where_the_package_is_installed(acme: Pat
     words = shlex.split(line)
     changes = [word for pair in pairwise(words) if pair[0] == "--set" for word in pair]
     assert len(changes) == 6
-    call = ("-m", "compress", "check", REPOSITORY / "recipes/quickstart.yaml", *changes)
+    call = ("-m", "compress", "check", ROOT / "recipes/quickstart.yaml", *changes)
     shown = python(acme, *call)
     assert shown.returncode == 0, shown.stderr
     assert "deviations: 3.0" in shown.stdout
@@ -195,7 +196,7 @@ def test_the_schema_has_what_is_installed(acme: Path) -> None:
     assert schema["$defs"]["ClipWeights"]["properties"]["deviations"]["description"] == "Standard deviations that stay."
     assert '"brier"' in json.dumps(schema["$defs"]["Gate"]["properties"]["metric"])
     assert '"onnxruntime-plain"' in json.dumps(schema["properties"]["target"])
-    plain = json.loads((REPOSITORY / "recipes/schema.json").read_text())
+    plain = json.loads((ROOT / "recipes/schema.json").read_text())
     assert schema["$defs"]["Int8"] == plain["$defs"]["Int8"]
 
 
@@ -219,7 +220,7 @@ def test_a_module_of_the_package_can_be_the_first_import(acme: Path, module: str
 
 def test_nothing_is_read_from_the_working_directory(acme: Path) -> None:
     code = f"import os; os.chdir({str(acme)!r}); from runtime.metrics import METRICS; assert 'brier' not in METRICS"
-    done = subprocess.run([sys.executable, "-c", code], cwd=acme, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=acme, env={"PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == 0
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from makers import REPOSITORY, apply, bundle_bytes, cli, write_recipe
+from makers import apply, bundle_bytes, cli, write_recipe
+from places import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_lm import CHARACTERS, MIXTURES, language_folder, language_recipe
 
@@ -171,7 +172,7 @@ def test_what_the_bundle_holds(gptq: Path) -> None:
 
 def test_the_command_prints_text(gptq: Path) -> None:
     command = [sys.executable, "-m", "runtime", "generate", str(gptq), "abc", "--max-new-tokens", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     with runtime.open_bundle(gptq) as bundle:
         answer = bundle.generate("abc", max_new_tokens=16)
     assert (done.returncode, done.stderr) == (0, "")

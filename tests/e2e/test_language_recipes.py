@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from makers import REPOSITORY
+from places import ROOT
 from tiny_lm import ARCHITECTURES, QUICK_DECODING, language_folder, write_texts
 
-RECIPES = sorted((REPOSITORY / "recipes/llm").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes/llm").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_recipe_runs_on_a_tiny_model(name: str, models: Path, tmp_path: Path, 
     from compress.execution.run import apply_recipe
     from compress.recipe.load import load_recipe
 
-    path = REPOSITORY / f"recipes/llm/{name}.yaml"
+    path = ROOT / f"recipes/llm/{name}.yaml"
     report = apply_recipe(load_recipe(path, overrides(models, path)), tmp_path / "out", tmp_path / "c", True)
     assert report is not None and report.verdict == "pass", [gate.why for gate in report.gates]
     checkpoint = next(iter((tmp_path / "out").glob("*/*.safetensors"))).parent

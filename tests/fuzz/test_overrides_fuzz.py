@@ -5,7 +5,8 @@ from __future__ import annotations
 from fuzzing import attempt, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from recipe_strategies import ANYTHING, RECIPES, TEXTS, as_text
+from places import RECIPES
+from recipe_strategies import ANYTHING, TEXTS, as_text
 
 from compress.recipe.load import load_recipe
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from fuzzing import attempt, bounded, corpus, fuzz
 from hypothesis import given
-from recipe_strategies import RECIPES, as_text, growing, mutated, values
+from places import RECIPES
+from recipe_strategies import as_text, growing, mutated, values
 
 from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.vocabulary import recipe_schema

@@ -33,6 +33,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
+FEEDS: dict[str, dict[str, Any]] = {
+    "feature-extraction": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ((8,), "int64")),
+    "text-generation": dict.fromkeys(("input_ids", "attention_mask"), ((8,), "int64")),
+}
+"""Task -> input -> shape and dtype of a sample."""
 IDS = torch.arange(1, 19).reshape(2, 9)
 
 

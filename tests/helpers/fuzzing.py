@@ -14,13 +14,14 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, seed, settings
+from places import ROOT
 
 from compress.errors import CompressError
 from runtime.errors import RuntimeFailure
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
-CORPUS = Path(__file__).parents[1] / "fuzz/corpus"
+CORPUS = ROOT / "tests/fuzz/corpus"
 """Inputs that broke something once, by kind; every run begins with them."""
 FULL = int(os.environ.get("FUZZ_CASES", "0"))
 """Cases of all kinds together, in `make fuzz`; 0 in `make test`, where each test has a few."""

@@ -13,8 +13,10 @@ from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS
 from compress.graph.layers import layer_facts
 from compress.graph.run import Feeds, open_session, run_batches
+from compress.passes import Int8
 from compress.quantize.qdq import write_state
 from compress.quantize.state import Flavour, GraphState
+from compress.work import apply_pass
 from compress.work.contexts import GraphContext
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 256, 32, 64, 6
@@ -218,3 +220,8 @@ def makers(model: ir.Model, output: str) -> list[str]:
     """Operators of the nodes whose outputs the maker of `output` reads."""
     producers = [value.producer() if value is not None else None for value in node_of(model, output).inputs]
     return [node.op_type for node in producers if node is not None]
+
+
+def int8_state(model: ir.Model, feeds: list[Any], **knobs: Any) -> GraphState:
+    state: GraphState = apply_pass(Int8(**knobs), GraphState(model), context(feeds)).model
+    return state

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-REPOSITORY = Path(__file__).parents[2]
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
 MEASURED = ("compress.log", "host.json", "report.json", "report.md", "report.steps.json", "report.xml")
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from compress.recipe.variables import escape
 from compress.recipe.vocabulary import recipe_schema
 from runtime.metrics import known_metrics
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TRAPS = (
     "", " ", "on", "yes", "null", "~", "true", "1", "1e3", "0x1f", "0o7", "1_000", ".inf", ".nan", "=", "<<", "- a",
     "a: b", "a #b", "#", "&a", "*a", "!t", "%", "@", "`", "|", ">", "?", "---", "...", "2020-01-01", "12:30:00", "${",

@@ -1,6 +1,7 @@
 """Stand-ins for the TensorRT libraries, made from recorded descriptions of their APIs: any other name is an error.
 
-`tensorrt_api/*.json` list, for one version each, the members of the classes and enumerations that the bindings have.
+`tests/runtime/nvidia/api/*.json` list, for one version each, the members of the classes and enumerations that the
+bindings have.
 """
 
 # The names are those of the CUDA runtime.
@@ -17,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import ROOT
 
 from runtime.bundle.engine import Ranges, profile_of
 from runtime.nvidia import cuda, tensorrt_api
 
-RECORDED = sorted((Path(__file__).parents[1] / "runtime/tensorrt_api").glob("*.json"))
+RECORDED = sorted((ROOT / "tests/runtime/nvidia/api").glob("*.json"))
 ANSWERS: dict[str, Any] = {
     "serialize": b"timed",
     "build_serialized_network": b"engine",

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from fuzzing import COUNTS, SECONDS, attempt
+from places import ROOT
 
 from compress.commands.compare import compare_bundles
 from compress.commands.inspect import inspect_bundle
@@ -37,7 +38,7 @@ BENCHMARKS = {"image": BRIEF, "text": BRIEF, "decoder": replace(BRIEF, prompt_to
 
 def _load_tiny() -> Any:
     """The makers of tests/runtime/conftest.py, which is no module that others can import."""
-    found = importlib.util.spec_from_file_location("tiny", Path(__file__).parents[1] / "runtime/conftest.py")
+    found = importlib.util.spec_from_file_location("tiny", ROOT / "tests/runtime/conftest.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -1,0 +1,231 @@
+"""A stream that was interrupted goes on where it was, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from child_processes import SEARCH_PATH
+from streaming import W4, bert, context, llama, nearest, streamed, texts
+from torch import Tensor
+
+from compress.blocks import activations
+from compress.blocks.blockfiles import read_finished_steps, step_file
+from compress.blocks.step import BlockStep
+from compress.blocks.stream import Stream, result_of
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassResult
+from compress.errors import OutputError
+from compress.facts import LayerDecision, Note, Reading
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "ROWS", 24)
+
+
+def worked(step: BlockStep, lockstep: bool) -> None:
+    """Rounds every layer to what depends on its inputs, changes a norm, and says so."""
+    grams: dict[str, Tensor] = {}
+
+    def visit(reading: Reading, x: Tensor) -> None:
+        grams[reading.layers[0]] = grams.get(reading.layers[0], torch.zeros(())) + x.T @ x
+
+    def act(reading: Reading) -> None:
+        gram = grams[reading.layers[0]]
+        for layer in reading.layers:
+            importance = (gram.diagonal() / gram.diagonal().mean()).sqrt()
+            step.put(layer, nearest(step.matrix(layer) * importance), W4, float(gram.mean()))
+            step.say([LayerDecision(layer, "Linear", "W4")], measured={layer: {"trace": float(gram.trace())}})
+
+    if lockstep:
+        step.lockstep(visit, act)
+    else:
+        step.collect(visit)
+        for reading in step.readings:
+            act(reading)
+        norms = [name for name in step.part.holders if "norm" in name.lower()]
+        for name in [step.readings[0].layers[0] + ".weight", *norms]:
+            module, key = step.part.holders[name][0]
+            step.replace(name, 1.01 * getattr(module, key))
+    step.say(notes=[Note("info", f"{step.name} done")])
+
+
+def run(model: StreamedModel, work: Path, lockstep: bool, stop: int | None = None, **how: Any) -> PassResult:
+    said: list[str] = []
+    stream = Stream(model, context(texts(), work, said.append), **how)
+    done = len(list(work.glob("*.json"))) if work.exists() else 0
+    for step in stream:
+        worked(step, lockstep)
+        if step.index == stop:
+            raise KeyboardInterrupt
+    assert said == ([f"{done} of {len(stream)} blocks are done already; going on after them"] if done else [])
+    return stream.result()
+
+
+def files(work: Path) -> dict[str, Any]:
+    """Every byte of the tensors, and of the records all but the time they took."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in work.glob("*.safetensors")}
+    for path in work.glob("*.json"):
+        record = json.loads(path.read_text())
+        assert set(record.pop("timing")) == {"seconds", "peak_rss_mib"}
+        del record["digest"]
+        found[path.name] = record
+    return found
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+@pytest.mark.parametrize("how", [{}, {"float_too": True, "offload": True}, {"compute": "bfloat16"}])
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_raised_at_each_block(make: Any, how: dict[str, Any], lockstep: bool, tmp_path: Path) -> None:
+    model = streamed(make())
+    whole = run(model, tmp_path / "whole", lockstep, **how)
+    broken = tmp_path / "broken"
+    n = len(list((tmp_path / "whole").glob("*.json")))
+    for stop in range(n):
+        with pytest.raises(KeyboardInterrupt):
+            run(model, broken, lockstep, stop, **how)
+        assert len(list(broken.glob("*.json"))) == stop
+    result = run(model, broken, lockstep, **how)
+    assert files(broken) == files(tmp_path / "whole") and len(files(broken)) == 2 * n
+    same_results(result, whole)
+    same_results(run(model, broken, lockstep, **how), whole)  # nothing is left to do
+    same_results(result_of(model, read_finished_steps(broken)), whole)
+
+
+def same_results(one: PassResult, other: PassResult) -> None:
+    assert one.decisions == other.decisions and one.notes == other.notes
+    assert one.model.schemes == other.model.schemes
+    assert one.model.activation_scales == other.model.activation_scales
+    assert {k: v for k, v in one.measured.items() if "trace" in v} == {
+        k: v for k, v in other.measured.items() if "trace" in v
+    }
+    for name in other.model.store.names():
+        assert torch.equal(one.model.store.read(name), other.model.store.read(name))
+
+
+def damage_cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def damage_record(path: Path) -> None:
+    record = path.with_suffix(".json")
+    record.write_text(record.read_text()[:-20])
+
+
+def damage_no_record(path: Path) -> None:
+    path.with_suffix(".json").unlink()
+
+
+def damage_other_block(path: Path) -> None:
+    record = path.with_suffix(".json")
+    record.write_text(record.read_text().replace('"name": "model.layers.1"', '"name": "model.layers.7"'))
+
+
+def damage_number(path: Path) -> None:
+    """Still JSON, still of that form."""
+    record = path.with_suffix(".json")
+    text = record.read_text()
+    record.write_text(text.replace('"peak_rss_mib": ', '"peak_rss_mib": 1'))
+    assert json.loads(record.read_text()) != json.loads(text)
+
+
+DAMAGES = [damage_cut, damage_flip, damage_record, damage_no_record, damage_other_block, damage_number]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
+    """And everything after it, because it rests on it."""
+    model, work = streamed(llama()), tmp_path / "work"
+    run(model, work, True)
+    wanted = files(work)
+    damage(step_file(work, 1))
+    (work / "block-00002.draft").write_bytes(b"half")
+    done = []
+    stream = Stream(model, context(texts(), work))
+    for step in stream:
+        done.append(step.name)
+        worked(step, True)
+    assert done == ["model.layers.1", "model.layers.2", "after"] and files(work) == wanted
+
+
+def test_finished_results_need_every_step(tmp_path: Path) -> None:
+    model = streamed(llama())
+    run(model, tmp_path, True)
+    step_file(tmp_path, 2).with_suffix(".json").unlink()
+    with pytest.raises(OutputError, match="does not hold every block of a finished pass; run it again"):
+        read_finished_steps(tmp_path)
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OutputError, match="the disk is full; finished steps are kept, free some space and run again"):
+        run(streamed(llama()), tmp_path, True)
+
+
+def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
+    stream = Stream(streamed(llama(layers=2)), context(texts()))
+    for step in stream:
+        worked(step, True)
+    folder = stream._folder
+    result = stream.result()
+    del stream, step
+    result = PassResult(result.model.store.over([]))
+    assert folder.exists() and result.model.read("model.layers.0.mlp.up_proj.weight").shape == (48, 32)
+    del result
+    assert not folder.exists()
+
+
+SCRIPT = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from streaming import context, llama, streamed, texts
+    from test_stream_resume import worked
+    from compress.blocks import activations
+    from compress.blocks.stream import Stream
+    activations.ROWS = 24
+    for step in Stream(streamed(llama()), context(texts(), Path(sys.argv[1]))):
+        worked(step, True)
+        print(step.index, flush=True)
+""")
+
+
+def test_killed_while_it_works(tmp_path: Path) -> None:
+    """By SIGKILL, in the body of the second block's step."""
+    run(streamed(llama()), tmp_path / "whole", True)
+    assert [int(line) for line in lines_until(tmp_path / "work", 1)] == [0, 1]
+    assert 1 <= len(list((tmp_path / "work").glob("*.json"))) < 4
+    run(streamed(llama()), tmp_path / "work", True)
+    assert files(tmp_path / "work") == files(tmp_path / "whole")
+
+
+def lines_until(work: Path, index: int) -> Iterator[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": SEARCH_PATH}
+    command = [sys.executable, "-c", SCRIPT, str(work)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield line
+            if int(line) == index:
+                process.send_signal(signal.SIGKILL)
+                return

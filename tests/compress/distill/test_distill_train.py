@@ -1,0 +1,433 @@
+"""The training loop: what must not change its result, what ends it, and a run that is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from child_processes import SEARCH_PATH
+from distilling import COURSE, conv_net, images, label_lessons, quiet, taught
+from safetensors.torch import load_file, save
+from torch import nn
+
+from compress.distill import train as loop
+from compress.distill.batch import Batch, Mixed, part
+from compress.distill.train import FILE, Lessons, train
+from compress.distill.training_log import TrainLog
+from compress.errors import PassError
+from compress.store import training_state
+from compress.store.training_state import module_state, read_state, write_state
+
+SCRIPT = textwrap.dedent("""
+    import atexit, json, sys
+    from dataclasses import replace
+    from pathlib import Path
+
+    def count_threads():  # of process groups
+        names = [thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+        return names.count("pt_gloo_runloop")
+
+    atexit.register(lambda: (out / f"{rank}.ended").write_text(f"{most - count_threads()}"))  # runs last
+    import torch
+    torch.set_num_threads(1)
+    from distilling import COURSE, taught
+    from safetensors.torch import save_file
+    from compress.blocks.sharing import from_main, share
+    out, seen = Path(sys.argv[1]), [0]
+
+    def count(module, args, kwargs, result):
+        seen[0] += len(result) if torch.is_grad_enabled() and type(module).__name__ == "ConvNet" else 0
+
+    torch.nn.modules.module.register_module_forward_hook(count, with_kwargs=True)
+    work = from_main(out) if sys.argv[2] == "work" else None
+    course = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1, steps=int(sys.argv[3]))
+    course = replace(course, **json.loads(sys.argv[4]))
+    import torch.distributed.fsdp, torch.distributed.optim  # hold the default group
+    net, log = taught(course, work, log=print)
+    most, rank = count_threads(), share().rank
+    save_file(net.state_dict(), out / f"{rank}.safetensors")
+    (out / f"{rank}.json").write_text(json.dumps([log.curve, log.looks, seen]))
+""")
+SCRIPTED = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def command(out: Path, work: str, steps: int, *launcher: str, **changes: Any) -> list[str]:
+    (out / "script.py").write_text(SCRIPT)
+    more = json.dumps(changes)
+    return [sys.executable, *launcher, str(out / "script.py"), str(out), work, str(steps), more]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def near(a: nn.Module, b: nn.Module, atol: float = 1e-5) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.allclose(x.float(), y.float(), atol=atol) for x, y in pairs)
+
+
+def test_training_lowers_the_loss_and_keeps_the_best() -> None:
+    net, log = taught(replace(COURSE, steps=40))
+    assert log.end == "steps" and log.start_loss is not None and log.best_loss is not None
+    assert log.curve[-1][1] < 0.8 * log.curve[0][1]
+    assert log.best_loss == min(loss for _, loss in log.looks) and (log.best_step, log.best_loss) in log.looks
+    assert [step for step, _ in log.looks] == list(range(0, 41, 4))
+    assert not net.training
+    lessons = label_lessons(net, images())
+    held = loop.split_rows(48, 0.25, 0)[1]
+    with torch.no_grad():
+        assert float(lessons.loss(lessons.batch(held, None))) == pytest.approx(log.best_loss, rel=1e-5)
+
+
+def test_a_second_run_gives_the_same_bytes_and_another_seed_does_not() -> None:
+    first, second, other = taught()[0], taught()[0], taught(replace(COURSE, seed=1))[0]
+    assert same(first, second) and not same(first, other)
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    net = conv_net()  # seeds 0
+    torch.manual_seed(5)
+    train(net.requires_grad_(True), label_lessons(net, images()), replace(COURSE, dropout=True), quiet())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_accumulating_is_one_larger_batch() -> None:
+    """With norms frozen, whose statistics are those of a micro-batch."""
+    frozen = replace(COURSE, freeze_batchnorm=True, held_out=0.0, optimizer="sgd", learning_rate=0.1)
+    nets, curves = [], []
+    for course in (replace(frozen, batch_size=4, accumulate=3), replace(frozen, batch_size=12)):
+        nets.append(conv_net().requires_grad_(True))
+        log = train(nets[-1], label_lessons(nets[-1], images(), noise=0.0), course, quiet())
+        curves.append([loss for _, loss in log.curve])
+    assert near(*nets) and not near(nets[0], conv_net(), atol=1e-2)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_sgd_is_torch_s_step_by_step() -> None:
+    course = replace(
+        COURSE, steps=5, optimizer="sgd", momentum=0.8, weight_decay=0.1, clip=0.05, warmup=0, held_out=0.0
+    )
+    net, log = taught(replace(course, schedule="linear"))
+    slow = conv_net().requires_grad_(True)
+    lessons, rows = label_lessons(slow, images()), np.arange(48)
+    velocity = {name: torch.zeros_like(p) for name, p in slow.named_parameters()}
+    for step in range(5):
+        slow.eval()
+        slow.bn1.train()
+        slow.bn2.train()
+        slow.zero_grad()
+        batch = lessons.batch(loop.step_rows(rows, course, step)[0], loop.step_random(course, step, 0))
+        lessons.loss(batch).backward()
+        norm = torch.stack([p.grad.norm() for p in slow.parameters() if p.grad is not None]).norm()
+        for name, p in slow.named_parameters():
+            assert p.grad is not None
+            grad = p.grad * min(1.0, 0.05 / float(norm)) + (0.1 * p.detach() if p.dim() > 1 else 0)
+            velocity[name] = 0.8 * velocity[name] + grad
+            p.data -= 0.01 * (1 - step / 5) * velocity[name]
+    assert near(net, slow) and log.best_loss is None and log.end == "steps"
+
+
+def test_bfloat16_learns_about_the_same() -> None:
+    exact, rough = taught(replace(COURSE, steps=30)), taught(replace(COURSE, steps=30, precision="bfloat16"))
+    assert not same(exact[0], rough[0])
+    assert all(p.dtype == torch.float32 for p in rough[0].parameters())
+    assert [v for _, v in rough[1].looks] == pytest.approx([v for _, v in exact[1].looks], rel=0.1)
+
+
+def test_running_statistics_follow_the_data_unless_frozen() -> None:
+    before = conv_net().bn1
+    moved, frozen = taught()[0].bn1, taught(replace(COURSE, freeze_batchnorm=True))[0].bn1
+    assert before.running_mean is not None and moved.running_mean is not None and frozen.running_mean is not None
+    assert torch.equal(frozen.running_mean, before.running_mean)
+    assert not torch.equal(moved.running_mean, before.running_mean)
+
+
+def test_the_average_of_the_states_is_looked_at_and_kept() -> None:
+    last = replace(COURSE, held_out=0.0, evaluate_every=100, schedule="constant")
+    states: list[dict[str, torch.Tensor]] = []
+    net = conv_net().requires_grad_(True)
+
+    def note(step: int) -> None:
+        states.append({name: value.detach().clone() for name, value in net.state_dict().items()})
+
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    train(net, label_lessons(net, images()), replace(last, ema_decay=0.6), quiet(after_step=note))
+    for step, state in enumerate(states):
+        decay = min(0.6, (1 + step) / (10 + step))
+        for name, value in state.items():
+            expected[name] = decay * expected[name] + (1 - decay) * value if value.is_floating_point() else value
+    found = net.state_dict()
+    assert len(states) == COURSE.steps
+    assert all(torch.allclose(found[name].float(), value.float(), atol=1e-6) for name, value in expected.items())
+    assert not torch.allclose(found["conv1.weight"], states[-1]["conv1.weight"])
+    plain, _ = taught(last)
+    assert near_states(plain.state_dict(), states[-1])  # training itself goes on from the weights as they are
+
+
+def near_states(a: Any, b: Any) -> bool:
+    return all(torch.allclose(a[name].float(), b[name].float(), atol=1e-6) for name in a)
+
+
+def test_dropout_works_only_when_it_is_let() -> None:
+    seen: list[bool] = []
+    for dropout in (False, True):
+        net = conv_net().requires_grad_(True)
+        net.drop.register_forward_hook(lambda module, args, out: seen.append(module.training))
+        train(net, label_lessons(net, images()), replace(COURSE, steps=1, held_out=0.0, dropout=dropout), quiet())
+    assert seen == [False, True]
+
+
+def test_rates_of_their_own_and_calls_around_steps() -> None:
+    calls: list[tuple[str, float]] = []
+    around = {
+        "rates": {"fc.weight": 0.0},
+        "before_step": lambda step, done: calls.append(("before", done)),
+        "after_step": lambda step: calls.append(("after", step)),
+    }
+    net, _ = taught(replace(COURSE, steps=2, held_out=0.0), **around)
+    assert torch.equal(net.fc.weight, conv_net().fc.weight) and not torch.equal(net.fc.bias, conv_net().fc.bias)
+    assert calls == [("before", 0.0), ("after", 0), ("before", 0.5), ("after", 1)]
+
+
+def test_patience_ends_a_run_that_stands_still() -> None:
+    _, log = taught(replace(COURSE, steps=100, learning_rate=1e-30, patience=2, freeze_batchnorm=True))
+    assert log.end == "patience" and log.step == 8 and log.best_step == 0
+
+
+def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100_000))
+    monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(clock)))
+    done: list[float] = []
+    course = replace(COURSE, steps=10_000, max_seconds=60.0, save_seconds=1e9)
+    _, log = taught(course, before_step=lambda step, part: done.append(part))
+    assert log.end == "time" and 3 < log.step < 60 and log.looks[-1][0] == log.step
+    seldom, _ = taught(replace(course, evaluate_every=5_000)), None
+    assert len(seldom[1].looks) > 8  # where few of the steps are taken the clock asks for them
+    assert done == sorted(done) and done[-1] > 0.5  # by the clock: 10,000 steps are far
+
+
+def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves: list[float] = []
+    now = [0.0]
+
+    def slow(*args: Any) -> None:
+        saves.append(now[0])
+        now[0] += 3.0
+
+    def tick() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    monkeypatch.setattr(loop.time, "monotonic", tick)
+    monkeypatch.setattr(training_state, "write_state", slow)
+    taught(replace(COURSE, steps=400, save_seconds=1.0), tmp_path)
+    assert 3 < len(saves) < 20
+    assert min(np.diff(saves[:-1])) > 60  # twenty times what one takes
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_samples_of_which_nothing_counts(weight: float) -> None:
+    """A text of one token predicts nothing: in a batch of its own it teaches nothing, alone it cannot be judged by."""
+    net = conv_net().requires_grad_(True)
+    lessons, course = label_lessons(net, images()), replace(COURSE, steps=3, batch_size=1)
+    held = set(loop.split_rows(lessons.n, course.held_out, course.seed)[1].tolist())
+
+    def batch(rows: np.ndarray, random: Any) -> Any:
+        made = lessons.batch(rows, random)
+        return replace(made, weights=torch.tensor([weight if row in held else 0.0 for row in rows.tolist()]))
+
+    def loss(one: Any) -> torch.Tensor:
+        return lessons.loss(replace(one, weights=one.weights.clamp_min(1e-9)))
+
+    if weight:
+        assert train(net, replace(lessons, batch=batch, loss=loss), course, quiet()).step == 3
+    else:
+        with pytest.raises(PassError, match="the 12 samples held out have nothing to be judged by"):
+            train(net, replace(lessons, batch=batch, loss=loss), course, quiet())
+
+
+def test_a_first_look_that_is_nan_is_no_best() -> None:
+    log = TrainLog()
+    assert log.look(math.nan) and log.look(2.0) and not log.look(3.0) and log.best_loss == 2.0
+
+
+def poisoned(net: nn.Module, at: int) -> Lessons:
+    """Lessons whose loss is NaN from the step of that number on, while training."""
+    good, calls = label_lessons(net, images()), [0]
+
+    def loss(batch: Batch) -> torch.Tensor:
+        calls[0] += torch.is_grad_enabled()
+        return good.loss(batch) * (float("nan") if torch.is_grad_enabled() and calls[0] > at else 1.0)
+
+    return replace(good, loss=loss)
+
+
+def test_a_broken_loss_keeps_the_best_so_far() -> None:
+    net = conv_net().requires_grad_(True)
+    log = train(net, poisoned(net, 10), COURSE, quiet())
+    _, whole = taught(COURSE)
+    assert log.end == "diverged" and log.step == 10 and log.best_step in (4, 8)
+    assert log.looks == whole.looks[:3] and not same(net, conv_net())
+    assert all(bool(torch.isfinite(p).all()) for p in net.parameters())
+
+
+def test_a_loss_that_breaks_before_anything_is_better_is_an_error(tmp_path: Path) -> None:
+    net = conv_net().requires_grad_(True)
+    with pytest.raises(PassError, match=r"the loss became NaN or infinite in step 3 .*lower learning_rate \(0.01\)"):
+        train(net, poisoned(net, 2), COURSE, quiet(tmp_path))
+    assert same(net, conv_net())
+    with pytest.raises(PassError, match="NaN or infinite"):  # and so it is for a run that comes after it
+        train(net, poisoned(net, 2), COURSE, quiet(tmp_path))
+
+
+def test_too_few_samples() -> None:
+    net = conv_net().requires_grad_(True)
+    with pytest.raises(PassError, match="held_out 1 leaves no sample to learn from"):
+        train(net, label_lessons(net, images(4)), replace(COURSE, held_out=1.0), quiet())
+
+
+def test_fewer_samples_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PassError, match="batch_size 2 is less than the 3 processes"):
+        loop.check_sizes(9, replace(COURSE, batch_size=2), 3, "test")
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("optimizer", "ema_decay"), [("adamw", 0.0), ("sgd", 0.0), ("adamw", 0.7)])
+def test_a_run_that_is_broken_off_ends_with_the_same_bytes(tmp_path: Path, optimizer: Any, ema_decay: float) -> None:
+    rate = {"adamw": 0.01, "sgd": 0.1}[optimizer]
+    course = replace(COURSE, optimizer=optimizer, learning_rate=rate, dropout=True, accumulate=2, schedule="linear")
+    course = replace(course, ema_decay=ema_decay)
+    expected, whole = taught(course)
+    assert whole.best_step > 0
+    for stop in (0, 1, 4, 7, 11):
+        work = tmp_path / str(stop)
+        work.mkdir()
+
+        def strike(step: int, *done: float, stop: int = stop) -> None:
+            if step == stop:
+                raise Interrupted
+
+        for where in ("before_step", "after_step"):
+            with pytest.raises(Interrupted):
+                taught(course, work, **{where: strike})
+        net, log = taught(course, work)
+        assert same(net, expected)
+        assert (log.curve, log.looks, log.best_step) == (whole.curve, whole.looks, whole.best_step)
+        again, _ = taught(course, work)  # finished: read, not trained
+        assert same(again, expected)
+
+
+def test_saving_seldom_changes_nothing(tmp_path: Path) -> None:
+    expected, log = taught()
+    assert log.best_step > 0
+
+    def strike(step: int) -> None:
+        if step == 10:
+            raise Interrupted
+
+    seldom = replace(COURSE, save_seconds=1e9)
+    with pytest.raises(Interrupted):
+        taught(seldom, tmp_path, after_step=strike)
+    assert not (tmp_path / FILE).exists()
+    assert same(taught(seldom, tmp_path)[0], expected)
+
+
+def test_a_run_that_is_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL at an instant that depends on the machine; then the run is let go to its end."""
+    process = subprocess.Popen(command(tmp_path, "work", 60), env=ENVIRONMENT)
+    wait_for_step(tmp_path / FILE, 5, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = subprocess.run(command(tmp_path, "work", 60), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "goes on from step" in done.stdout, done.stderr
+    expected, log = taught(replace(SCRIPTED, steps=60))
+    assert log.best_step > 5
+    assert save(expected.state_dict()) == (tmp_path / "0.safetensors").read_bytes()
+    assert json.loads((tmp_path / "0.json").read_text())[:2] == json.loads(json.dumps([log.curve, log.looks]))
+
+
+def wait_for_step(file: Path, least: int, process: subprocess.Popen[bytes]) -> int:
+    """The step that a run has saved, once it is `least` or later."""
+    while process.poll() is None:
+        found = read_state(file)
+        if found is not None and found[1]["step"] >= least:
+            return int(found[1]["step"])
+        time.sleep(0.01)
+    raise AssertionError("the run ended before it was killed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"), [({}, [3, 3]), ({"batch_size": 7, "ema_decay": 0.6, "clip": 0.5}, [4, 3])]
+)
+def test_two_processes_are_one_to_rounding(tmp_path: Path, changes: dict[str, Any], shares: list[int]) -> None:
+    """Batch norm's statistics among them. `shares`: of each micro-batch, the two processes'."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    line = command(tmp_path, "work", 8, *launcher, **changes)
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:6000]
+    ended = [int((tmp_path / f"{rank}.ended").read_text()) for rank in (0, 1)]
+    assert min(ended) >= 2  # threads of the process group that ended: one that frees a tensor later aborts
+    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1))
+    one, log = taught(replace(SCRIPTED, steps=8, **changes))
+    assert log.best_step > 0
+    for name, value in one.state_dict().items():
+        assert torch.equal(first[name], second[name])
+        assert torch.allclose(first[name].float(), value.float(), atol=1e-4), name
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [seen for _, _, seen in found] == [[8 * 2 * share] for share in shares]  # two micro-batches a step
+    curve, looks, _ = found[0]
+    assert found[0][:2] == found[1][:2]
+    assert np.allclose(curve, log.curve, rtol=1e-4) and np.allclose(looks, log.looks, rtol=1e-4)
+
+
+def test_parts_of_a_batch() -> None:
+    rows = np.arange(5)
+    labels = torch.arange(5)
+    batch = Batch(rows, {"x": torch.arange(10).view(5, 2)}, torch.arange(5.0), labels, Mixed(labels.flip(0), 0.3))
+    halves = [part(batch, rank, 2) for rank in (0, 1)]
+    assert [half.rows.tolist() for half in halves] == [[0, 2, 4], [1, 3]]
+    assert halves[1].feeds["x"].tolist() == [[2, 3], [6, 7]] and halves[1].weights.tolist() == [1, 3]
+    assert halves[1].mixed is not None and halves[1].mixed.labels is not None
+    assert halves[1].mixed.labels.tolist() == [3, 1] and sum(half.weight for half in halves) == batch.weight
+    assert part(batch, 0, 1) is batch
+
+
+def test_a_state_is_one_whole_file_or_none(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    assert read_state(path) is None
+    write_state(path, {"a": torch.arange(3)}, {"step": 4, "loss": 0.1})
+    found = read_state(path)
+    assert found is not None and found[0]["a"].tolist() == [0, 1, 2] and found[1] == {"step": 4, "loss": 0.1}
+    assert [p.name for p in tmp_path.iterdir()] == [FILE]
+    path.write_bytes(path.read_bytes()[:-4])
+    assert read_state(path) is None
+
+
+def test_tied_weights_are_saved_once() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    net["b"].weight = net["a"].weight
+    assert list(module_state(net)) == ["a.weight", "a.bias", "b.bias"]

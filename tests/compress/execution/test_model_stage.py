@@ -1,0 +1,89 @@
+"""A pass on the torch model: a file of its own is all it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+from places import QUICKSTART
+
+import compress
+from compress.context import PassContext, PassResult
+from compress.errors import PlanError
+from compress.facts import LayerDecision, ModelFacts, PassPlan
+from compress.formats.targets import Target
+from compress.passes import Pass
+from compress.recipe.schema import Recipe
+from compress.work import WORK
+from runtime.bundle.format import read_outputs, verify
+
+RUNS: list[str] = []
+
+
+class Silence(Pass):
+    """Zeroes the classifier, so that every logit is its bias."""
+
+    stage: ClassVar[Literal["model", "graph"]] = "model"
+    kind: Literal["silence"] = "silence"
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        return PassPlan(facts, (LayerDecision("linear", "Linear", "silenced"),))
+
+
+def apply_silence(config: Silence, model: Any, context: PassContext) -> PassResult:
+    RUNS.append(config.kind)
+    model.module.linear.weight.data.zero_()
+    return PassResult(model, (LayerDecision("linear", "Linear", "silenced"),))
+
+
+@pytest.fixture(autouse=True)
+def _work_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORK, "silence", f"{__name__}:apply_silence")
+
+
+def recipe_with(passes: tuple[Pass, ...]) -> Recipe:
+    quick = ["validate.gates=[]", "validate.benchmark.iterations=10", "data.evaluation.samples=40"]
+    recipe = compress.load_recipe(QUICKSTART, quick)
+    return recipe.model_copy(update={"passes": passes}).at_root(recipe.root)
+
+
+def test_a_model_pass_runs_before_the_export_and_is_cached(tmp_path: Path) -> None:
+    RUNS.clear()
+    recipe = recipe_with((Silence(),))
+    for out in ("one", "two"):
+        report = compress.apply(recipe, tmp_path / out, tmp_path / "cache", quiet=True)
+    assert RUNS == ["silence"]
+    assert report.layers[0]["action"] == "silenced"
+    assert report.candidate.metrics["top1"] < 0.3 < report.baseline.metrics["top1"]
+    manifest = verify(tmp_path / "one")
+    baseline = read_outputs(tmp_path / "one", manifest)["logits"]
+    assert not np.allclose(baseline, baseline[:1])  # the baseline is the model as it came
+    assert verify(tmp_path / "two").digest == manifest.digest
+
+
+def test_a_graph_pass_works_on_what_the_model_pass_left(tmp_path: Path) -> None:
+    from compress.passes import Int8
+
+    report = compress.apply(recipe_with((Silence(), Int8())), tmp_path / "out", tmp_path / "cache", quiet=True)
+    assert [row["action"] for row in report.layers if row["layer"] == "linear"] == ["int8"]
+    assert report.candidate.metrics["top1"] < 0.3
+
+
+def test_a_model_pass_after_a_graph_pass_is_refused() -> None:
+    from compress.passes import Int8
+
+    with pytest.raises(PlanError, match=r"passes\.1: silence rewrites the whole torch model and must come before int8"):
+        compress.plan(recipe_with((Int8(), Silence())))
+
+
+def test_a_model_pass_on_an_onnx_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compress.planning import make_plan as planner
+
+    found = planner.read_inputs(recipe_with((Silence(),)))
+    foreign = replace(found, facts=replace(found.facts, source="onnx"))
+    monkeypatch.setattr(planner, "read_inputs", lambda recipe, cache: foreign)
+    with pytest.raises(PlanError, match=r"passes\.0: silence rewrites a torch model, and an onnx: source is none"):
+        planner.make_plan(found.recipe)

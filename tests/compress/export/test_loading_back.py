@@ -1,0 +1,260 @@
+"""A checkpoint that was written is loaded back by its reader: as it was judged, or it is an error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import FEEDS, decoder, linears, scheme, streamed
+from safetensors.torch import load_file, save_file
+
+from compress.blocks.materialise import plain
+from compress.blocks.sizes import shapes_of
+from compress.blocks.streamed import StreamedModel
+from compress.errors import ExportError
+from compress.export import loading_back
+from compress.export.bundle import note_rows
+from compress.export.checkpoint import write_checkpoint
+from compress.export.loading_back import LoadBack, check_loads_back, choose_samples
+from compress.export.loading_back import ask as ask_a_process
+from compress.facts import HostNote, Note, Structure
+from compress.models.huggingface import TextModel
+from compress.models.load import load_model
+from compress.models.open_streamed import open_streamed_module
+from compress.planning.make_plan import explain_unsaid_sizes
+from compress.prune.configuration import fit_config
+from compress.prune.coupling import find_coupling
+from compress.prune.surgery import remove
+from compress.recipe.exports import CheckpointExport
+from compress.specs import ModelSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+PLENTY = 2**40
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 60,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FEWER_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", FEWER_HEADS),
+    "llama of 6 heads": ("LlamaForCausalLM", MORE_HEADS),
+    "qwen": ("Qwen2ForCausalLM", FEWER_HEADS),
+    "gpt2": ("GPT2LMHeadModel", {"num_attention_heads": 4, "num_key_value_heads": None}),
+    "bert": ("BertModel", {"num_attention_heads": 4}),
+}
+
+
+def whole(folder: Path, kind: str) -> ModelSpec:
+    """A random model as a file would have it that says nothing which its class derives."""
+    name, heads = MODELS[kind]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**SIZES, **{k: v for k, v in heads.items() if v}))
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    record = json.loads(path.read_text())
+    record.pop("head_dim", None)
+    path.write_text(json.dumps(record))
+    return ModelSpec(source=f"dir:{folder}", task="feature-extraction" if kind == "bert" else "text-generation")
+
+
+def samples(spec: ModelSpec) -> list[dict[str, np.ndarray]]:
+    ids = {name: np.ones((2, 8), np.int64) * (name == "attention_mask") for name in FEEDS[spec.task]}
+    return choose_samples([{**ids, "input_ids": np.arange(16).reshape(2, 8) % 60}], texts=True)
+
+
+def read_back(
+    folder: Path, model: StreamedModel, spec: ModelSpec, export: CheckpointExport | None = None, memory: int = PLENTY
+) -> list[Note]:
+    lines: list[str] = []
+    how = LoadBack(spec, folder, samples(spec), memory, lines.append)
+    return check_loads_back(folder, model, export or CheckpointExport(), "transformers", how)
+
+
+def pruned(spec: ModelSpec, kinds: tuple[str, ...]) -> StreamedModel:
+    """With one unit of every dimension of these kinds taken out."""
+    feeds = FEEDS[spec.task]
+    loaded = load_model(spec, Path(), feeds)
+    before = shapes_of(loaded.module)
+    sample = {name: torch.from_numpy(values) for name, values in samples(spec)[0].items()}
+    for dimension in find_coupling(loaded.module, sample).dimensions:
+        if dimension.kind in kinds:
+            remove(loaded.module, dimension, np.array([1]))
+    fit_config(loaded.module.wrapped, before)  # type: ignore[arg-type]
+    shapes = shapes_of(loaded.module).since(before)
+    return open_streamed_module(loaded.module, Structure(()), loaded.parameters, loaded.folder, shapes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dimensions", "reader"),
+    [
+        ("llama", ("heads", "neurons"), "transformers 5"),
+        ("llama of 6 heads", ("heads",), "compress (transformers does not: config.json cannot say the pruned sizes"),
+        ("qwen", ("heads", "neurons"), "transformers 5"),
+        ("gpt2", ("neurons",), "transformers 5"),
+        ("gpt2", ("heads", "neurons"), "compress (transformers does not"),
+        ("bert", ("neurons",), "transformers 5"),
+        ("bert", ("heads",), "compress (transformers does not"),
+    ],
+)
+def test_every_pruned_checkpoint_has_a_reader(
+    kind: str, dimensions: tuple[str, ...], reader: str, tmp_path: Path
+) -> None:
+    """transformers where the class of its configuration takes the numbers, else `dir:` by shapes.json."""
+    spec = whole(tmp_path / "whole", kind)
+    model = pruned(spec, dimensions)
+    write_checkpoint(tmp_path / "small", model, CheckpointExport(), "")
+    note, compared = read_back(tmp_path / "small", model, spec)
+    assert note.text.startswith(f"small: loaded back by {reader}") and note.level == compared.level == "info"
+    assert (tmp_path / "small/shapes.json").exists() == reader.startswith("compress")
+    again = load_model(spec.model_copy(update={"source": f"dir:{tmp_path / 'small'}"}), tmp_path, FEEDS[spec.task])
+    assert again.module is not None
+    feeds = {name: torch.from_numpy(values) for name, values in samples(spec)[0].items()}
+    torch.testing.assert_close(again.module(**feeds), model.materialise()(**feeds))
+
+
+def test_what_a_class_derives_is_written_once_it_is_no_longer_so(tmp_path: Path) -> None:
+    """A head's size was the width over the heads, of which there are fewer now."""
+    spec = whole(tmp_path / "whole", "llama")
+    assert "head_dim" not in json.loads((tmp_path / "whole/config.json").read_text())
+    write_checkpoint(tmp_path / "small", pruned(spec, ("heads",)), CheckpointExport(), "")
+    record = json.loads((tmp_path / "small/config.json").read_text())
+    assert (record["num_attention_heads"], record["num_key_value_heads"], record["head_dim"]) == (2, 1, 16)
+
+
+def test_a_plan_knows_what_no_configuration_will_say(tmp_path: Path) -> None:
+    spec = whole(tmp_path / "whole", "llama of 6 heads")
+    units = {f"model.layers.{i}.self_attn.v_proj": 3 for i in range(2)}
+    names = [
+        one.name
+        for one in find_coupling(
+            load_model(spec, tmp_path, FEEDS[spec.task]).module,
+            {  # type: ignore[arg-type]
+                name: torch.from_numpy(values) for name, values in samples(spec)[0].items()
+            },
+        ).dimensions
+        if one.kind == "heads"
+    ]
+    units = dict.fromkeys(names, 3)
+    why = explain_unsaid_sizes(spec, tmp_path, FEEDS[spec.task], units)
+    assert why == "LlamaConfig: The hidden size (64) is not a multiple of the number of attention heads (6)"
+    assert explain_unsaid_sizes(spec, tmp_path, FEEDS[spec.task], dict.fromkeys(names, 2)) == ""
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_a_pruned_model_in_few_bits_opens_by_its_record(form: Any, tmp_path: Path) -> None:
+    """Beside shapes.json the layers' integers are read without transformers."""
+    spec = whole(tmp_path / "whole", "llama of 6 heads")
+    model = pruned(spec, ("heads",))
+    module, export = model.materialise(), CheckpointExport(format=form)
+    schemes = {plain(layer): scheme("W4A16", 16) for layer in linears(module)}
+    inputs = model.parameters
+    model = streamed(module, schemes, tmp_path, shapes=model.shapes, folder=model.folder)
+    model = replace(model, parameters=inputs)
+    write_checkpoint(tmp_path / "small", model, export, "")
+    note, _ = read_back(tmp_path / "small", model, spec, export)
+    assert "loaded back by compress (transformers does not: config.json cannot say" in note.text
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "reader"),
+    [
+        ("W4A16", "compressed-tensors", "transformers 5"),
+        ("W3A16_ASYM", "compressed-tensors", "transformers 5"),
+        ("W8A8", "compressed-tensors", "transformers 5"),
+        ("W8A8_STATIC", "compressed-tensors", "transformers 5"),
+        ("FP8_DYNAMIC", "compressed-tensors", "transformers 5"),
+        ("W4A16", "gptq", "compress (transformers needs gptqmodel"),
+        ("W3A16_ASYM", "gptq", "compress (transformers needs gptqmodel"),
+    ],
+)
+def test_quantized_checkpoints_are_read_back(name: str, form: Any, reader: str, tmp_path: Path) -> None:
+    spec, model, export = written(tmp_path, name, form)
+    note, compared = read_back(tmp_path / "out", model, spec, export)
+    assert f"loaded back by {reader}" in note.text and "its outputs on 2 samples are those" in compared.text
+
+
+def test_layers_that_lie_transposed_and_in_a_small_type_are_read_back(tmp_path: Path) -> None:
+    """GPT-2's square ones above all, whose shape does not tell which way round they lie; and what storing changed."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 60, "initializer_range": 1.0}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    module, export = TextModel(gpt2, "logits"), CheckpointExport(format="gptq", dtype="bfloat16")
+    schemes = {plain(layer): scheme("W4A16") for layer in linears(module)}
+    names = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
+    model = replace(streamed(module, schemes, tmp_path), parameters=names)
+    write_checkpoint(tmp_path / "out", model, export, "")
+    note, _, *more = read_back(tmp_path / "out", model, ModelSpec(source="dir:x", task="text-generation"), export)
+    assert "loaded back by compress" in note.text
+    assert all("storing in bfloat16 changes its outputs by more than" in one.text for one in more)
+
+
+def written(tmp_path: Path, name: str = "W4A16", form: Any = "compressed-tensors") -> tuple[ModelSpec, Any, Any]:
+    """A quantized Llama in tmp_path/out."""
+    module, export = TextModel(decoder(), "logits"), CheckpointExport(format=form)
+    schemes = {plain(layer): scheme(name) for layer in linears(module)}
+    names = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
+    model = replace(streamed(module, schemes, tmp_path), parameters=names)
+    write_checkpoint(tmp_path / "out", model, export, "")
+    return ModelSpec(source="dir:nowhere", task="text-generation"), model, export
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda held: held["model.layers.0.mlp.up_proj.weight_scale"].mul_(1.1), "computes something else: on 2 samp"),
+        (lambda held: held["model.layers.1.input_layernorm.weight"].add_(0.1), "its outputs differ by 0"),
+        (
+            lambda held: held.pop("model.norm.weight"),
+            r"transformers 5.* does not load what .* 'model.norm.weight'",
+        ),
+        (lambda held: held.update(extra=torch.ones(1)), r"does not load what was written: .*does not use: extra"),
+    ],
+)
+def test_a_checkpoint_that_is_not_what_was_judged_is_an_error(change: Any, message: str, tmp_path: Path) -> None:
+    spec, model, export = written(tmp_path)
+    path = tmp_path / "out/model.safetensors"
+    held = load_file(path)
+    change(held)
+    save_file(held, path, {"format": "pt"})
+    with pytest.raises(ExportError, match=message):
+        read_back(tmp_path / "out", model, spec, export)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_what_does_not_fit_into_memory_is_compared_by_names_and_shapes(form: Any, tmp_path: Path) -> None:
+    spec, model, export = written(tmp_path, form=form)
+    plenty, scarce = (read_back(tmp_path / "out", model, spec, export, memory) for memory in (PLENTY, 0))
+    assert note_rows(plenty) == note_rows(scarce), "what the manifest hashes does not depend on a machine's memory"
+    (compared,) = (note for note in scarce if isinstance(note, HostNote))
+    assert compared.level == "warning" and "its outputs were not compared" in compared.text
+    path = tmp_path / "out/model.safetensors"
+    held = load_file(path)
+    key = next(key for key in held if key.endswith(("up_proj.scales", "up_proj.weight_packed")))
+    save_file({**held, key: held[key][:-1].contiguous()}, path, {"format": "pt"})
+    with pytest.raises(ExportError, match=r"does not load what was written: .*up_proj"):
+        read_back(tmp_path / "out", model, spec, export, memory=0)
+
+
+def test_the_process_is_its_own_and_reads_no_module_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_back, "ask", ask_a_process)
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the working directory was imported')")
+    monkeypatch.chdir(tmp_path)
+    spec, model, export = written(tmp_path)
+    note, _ = read_back(tmp_path / "out", model, spec, export)
+    assert "loaded back by transformers" in note.text
