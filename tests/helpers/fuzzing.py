@@ -26,7 +26,8 @@ CORPUS = ROOT / "tests/fuzz/corpus"
 FULL = int(os.environ.get("FUZZ_CASES", "0"))
 """Cases of all kinds together, in `make fuzz`; 0 in `make test`, where each test has a few."""
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
-SECONDS, GIB = 10, 2**30
+SECONDS, WAITING, GIB = 10, 60, 2**30
+"""Of processor time for a case; of the clock, which other work on the machine takes from; of memory."""
 COUNTS: dict[str, dict[str, int]] = {}
 """Kind -> how its cases ended -> how many, in this process."""
 
@@ -53,18 +54,24 @@ def fuzz(share: float, quick: int) -> Callable[[Test], Test]:
 
 
 @contextmanager
-def bounded(seconds: float = SECONDS, more_bytes: int = GIB) -> Iterator[None]:
-    """Fail what takes more than `seconds` (TookTooLong), or more than `more_bytes` of memory (MemoryError)."""
-    before = signal.signal(signal.SIGALRM, _end)
+def bounded() -> Iterator[None]:
+    """Fail what takes more than SECONDS or WAITING (TookTooLong), or more than GIB of memory more (MemoryError)."""
+    before = [(number, signal.signal(number, _end)) for number in (signal.SIGPROF, signal.SIGALRM)]
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + more_bytes, limits[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + GIB, limits[1]))
+    _set_timers(SECONDS, WAITING)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _set_timers(0, 0)
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _set_timers(busy: float, waiting: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, busy)
+    signal.setitimer(signal.ITIMER_REAL, waiting)
 
 
 def attempt(kind: str, call: Callable[[], Any], allowed: tuple[int, ...] = (1, 2)) -> Any:
@@ -96,8 +103,9 @@ def in_fork(call: Callable[[], Any]) -> Callable[[], None]:
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            for number in (signal.SIGPROF, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)
+            _set_timers(SECONDS, WAITING)
             end: BaseException | None = None
             try:
                 call()
