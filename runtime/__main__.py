@@ -33,7 +33,7 @@ from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.render import finite, render_text, to_dict
 from runtime.report.report import Report
-from runtime.serving import MIB, Limits, require_http_packages, serve
+from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
 
 MOST_INPUT = 2**26
@@ -114,11 +114,11 @@ _SAMPLING = (
     ("--seed", int, "of the draws; same seed, same text; default: 0"),
 )
 _LIMITS = (
-    ("--max-body", int, Limits.max_body // MIB, "MiB that the body of a request may have"),
-    ("--max-batch", int, Limits.max_batch, "samples that a request may have"),
-    ("--max-connections", int, Limits.max_connections, "connections at once"),
-    ("--request-timeout", float, Limits.request_timeout, "seconds in which a request must have come whole"),
-    ("--drain-timeout", float, Limits.drain_timeout, "seconds for requests under way after SIGTERM or Ctrl-C"),
+    ("--max-body", int, ServingLimits.max_body // MIB, "MiB that the body of a request may have"),
+    ("--max-batch", int, ServingLimits.max_batch, "samples that a request may have"),
+    ("--max-connections", int, ServingLimits.max_connections, "connections at once"),
+    ("--request-timeout", float, ServingLimits.request_timeout, "seconds in which a request must have come whole"),
+    ("--drain-timeout", float, ServingLimits.drain_timeout, "seconds for requests under way after SIGTERM or Ctrl-C"),
 )
 
 
@@ -220,7 +220,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     require_http_packages()
-    limits = Limits(
+    limits = ServingLimits(
         max_body=options.max_body * MIB,
         max_batch=options.max_batch,
         max_connections=options.max_connections,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from runtime.bundle.manifest import KvCache
+from runtime.bundle.manifest import KvCacheSpec
 from runtime.bundle.tensors import TensorSpec
 
 PAST = "past_key_values.{layer}.{kind}"
@@ -54,7 +54,7 @@ def n_cached_layers(model: ir.Model) -> int:
     return count
 
 
-def cache_of(model: ir.Model) -> KvCache | None:
+def cache_of(model: ir.Model) -> KvCacheSpec | None:
     """Return what a bundle says of a decoder's cache; None for a graph without one."""
     count = n_cached_layers(model)
     if not count:
@@ -64,4 +64,4 @@ def cache_of(model: ir.Model) -> KvCache | None:
     heads, size = first.shape[1], first.shape[3]
     assert isinstance(heads, int) and isinstance(size, int)
     shared = any(node.op_type == ATTENTION for node in model.graph)
-    return KvCache(count, heads, size, str(first.dtype.numpy()), shared, PAST, PRESENT)
+    return KvCacheSpec(count, heads, size, str(first.dtype.numpy()), shared, PAST, PRESENT)

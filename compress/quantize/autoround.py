@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from compress.quantize.fake import ShiftedWeight
-from compress.quantize.learn import Course, Lesson, Progress, Reduce, Student, TuneLog, learn
+from compress.quantize.learn import LearnedParts, Lesson, Progress, Reduce, RoundingCourse, TuneLog, learn
 from compress.quantize.rounding import QuantizedWeight
 from compress.store.training_state import SavedRun
 
@@ -21,7 +21,7 @@ def autoround_block(
     layers: Mapping[str, nn.Module],
     start: Mapping[str, QuantizedWeight],
     lessons: Sequence[Lesson],
-    course: Course,
+    course: RoundingCourse,
     *,
     kept_aside: Sequence[Lesson] = (),
     floats: Mapping[str, Tensor] | None = None,
@@ -35,6 +35,6 @@ def autoround_block(
     was rounded: what V is added to (default: what the start's integers stand for). `reduce` and `saved` as in `learn`.
     """
     values = floats or {}
-    student = Student(layers, {name: ShiftedWeight(weight, values.get(name)) for name, weight in start.items()})
+    student = LearnedParts(layers, {name: ShiftedWeight(weight, values.get(name)) for name, weight in start.items()})
     log = learn(student, lessons, kept_aside, course, progress, reduce, saved)
     return student.freeze()[0], log

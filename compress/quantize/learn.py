@@ -53,7 +53,7 @@ class Lesson(Protocol):
 
 
 @dataclass(frozen=True)
-class Course:
+class RoundingCourse:
     """How to learn.
 
     Rates are of one step: of positions in levels, of scales as a part of the start's, of float parameters as a part of
@@ -88,7 +88,7 @@ class TuneLog:
     """Of the steps, each on its own lesson."""
 
 
-class Student:
+class LearnedParts:
     """Parts of a module that are learned: fake weights of layers, and float parameters.
 
     `places`: float parameter's name -> (module, key) of all that hold it. The module itself is not changed: its parts
@@ -109,7 +109,7 @@ class Student:
         fakes = [p for fake in self.weights.values() for p in (*fake.rounding(), *fake.scaling())]
         return fakes + list(self.floats.values())
 
-    def groups(self, course: Course) -> list[dict[str, Any]]:
+    def groups(self, course: RoundingCourse) -> list[dict[str, Any]]:
         """Return the parameters with their rates, as an optimizer takes them."""
         fakes = self.weights.values()
         groups = [{"params": [p for fake in fakes for p in fake.rounding()], "lr": course.rounding_rate}]
@@ -153,10 +153,10 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def learn(
-    student: Student,
+    student: LearnedParts,
     lessons: Sequence[Lesson],
     kept_aside: Sequence[Lesson],
-    course: Course,
+    course: RoundingCourse,
     progress: Progress = lambda some, _: some,
     reduce: Reduce = lambda tensor: tensor,
     saved: SavedRun | None = None,
@@ -205,7 +205,7 @@ def learn(
 class _Best:
     """What the student was like when it was best: as it is now, until something better is offered."""
 
-    def __init__(self, student: Student) -> None:
+    def __init__(self, student: LearnedParts) -> None:
         self.student = student
         self.kept = [p.detach().clone() for p in student.parameters()]
 
@@ -273,12 +273,12 @@ class _Sign:
         pass
 
 
-def _make_optimizer(student: Student, course: Course) -> _Adam | _Sign:
+def _make_optimizer(student: LearnedParts, course: RoundingCourse) -> _Adam | _Sign:
     groups = student.groups(course)
     return _Adam(groups, course.steps) if course.method == "adam" else _Sign(groups)
 
 
-def _collect_state(student: Student, best: _Best, optimizer: _Adam | _Sign) -> Tensors:
+def _collect_state(student: LearnedParts, best: _Best, optimizer: _Adam | _Sign) -> Tensors:
     """Return all that changes in a run, but for the log: tensors that are held anyway, not copies."""
     now = {str(i): p.detach().contiguous() for i, p in enumerate(student.parameters())}
     kept = {str(i): tensor.contiguous() for i, tensor in enumerate(best.kept)}
@@ -286,7 +286,7 @@ def _collect_state(student: Student, best: _Best, optimizer: _Adam | _Sign) -> T
 
 
 @torch.no_grad()
-def _resume(student: Student, best: _Best, optimizer: _Adam | _Sign, saved: SavedRun) -> TuneLog | None:
+def _resume(student: LearnedParts, best: _Best, optimizer: _Adam | _Sign, saved: SavedRun) -> TuneLog | None:
     """Put back what a killed run saved and return its log; None where there is none."""
     left = saved.take()
     if left is None:
@@ -301,7 +301,7 @@ def _resume(student: Student, best: _Best, optimizer: _Adam | _Sign, saved: Save
 
 
 @torch.no_grad()
-def _judge(student: Student, lessons: Sequence[Lesson], reduce: Reduce) -> float:
+def _judge(student: LearnedParts, lessons: Sequence[Lesson], reduce: Reduce) -> float:
     """Return the mean loss over lessons, each counted by its rows."""
     total = torch.zeros(2, dtype=torch.float64)
     with student.learning():
@@ -311,7 +311,7 @@ def _judge(student: Student, lessons: Sequence[Lesson], reduce: Reduce) -> float
     return loss / rows if rows and math.isfinite(loss) else math.inf
 
 
-def _measure_done(step: int, clock: float, course: Course, reduce: Reduce) -> float:
+def _measure_done(step: int, clock: float, course: RoundingCourse, reduce: Reduce) -> float:
     """Return the part of the course that is over, by steps or by time, the same for all processes."""
     done = step / course.steps
     if course.max_seconds is None:
@@ -336,7 +336,7 @@ def _weigh_loss(lesson: Lesson) -> Tensor:
     return loss if lesson.part == 1 else loss * lesson.part
 
 
-def _share_gradients(student: Student, reduce: Reduce) -> None:
+def _share_gradients(student: LearnedParts, reduce: Reduce) -> None:
     """Replace each parameter's gradient by its sum over processes."""
     for parameter in student.parameters():
         if parameter.requires_grad:
@@ -344,7 +344,7 @@ def _share_gradients(student: Student, reduce: Reduce) -> None:
             parameter.grad = reduce(gradient)
 
 
-def _make_empty_loss(student: Student) -> Tensor:
+def _make_empty_loss(student: LearnedParts) -> Tensor:
     """Return the loss of a process that has no lesson, while others have: 0, with gradients of 0."""
     return torch.stack([parameter.sum() for parameter in student.parameters() if parameter.requires_grad]).sum() * 0
 

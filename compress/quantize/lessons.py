@@ -58,7 +58,7 @@ def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0) -> li
 
 
 @dataclass
-class Teacher:
+class FloatTeacher:
     """The float model. What it gives is kept as long as there is room: `left` bytes.
 
     `kind` "kl": its outputs are logits, kept as probabilities; "hidden": hidden states.
@@ -87,7 +87,7 @@ class OutputLesson:
     """A batch of feeds, by parameter of forward: the module's output against the teacher's."""
 
     module: nn.Module
-    teacher: Teacher
+    teacher: FloatTeacher
     feeds: Feeds
     number: int
     n_rows: int
@@ -102,7 +102,7 @@ class OutputLesson:
 
 
 def output_lessons(
-    module: nn.Module, teacher: Teacher, batches: Sequence[Feeds], first: int = 0, rank: int = 0, size: int = 1
+    module: nn.Module, teacher: FloatTeacher, batches: Sequence[Feeds], first: int = 0, rank: int = 0, size: int = 1
 ) -> list[OutputLesson]:
     """Return one lesson for each batch, numbered from `first` on (the teacher knows them by number).
 
@@ -111,7 +111,9 @@ def output_lessons(
     return [_make_lesson(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
 
 
-def _make_lesson(module: nn.Module, teacher: Teacher, feeds: Feeds, number: int, rank: int, size: int) -> OutputLesson:
+def _make_lesson(
+    module: nn.Module, teacher: FloatTeacher, feeds: Feeds, number: int, rank: int, size: int
+) -> OutputLesson:
     if size == 1:
         return OutputLesson(module, teacher, feeds, number, _count_rows(feeds))
     share = {name: tensor[rank::size] for name, tensor in feeds.items()}

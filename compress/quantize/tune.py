@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from compress.quantize.fake import LearnedWeight
-from compress.quantize.learn import Course, Progress, Reduce, Student, TuneLog, learn
-from compress.quantize.lessons import Feeds, Loss, Teacher, output_lessons
+from compress.quantize.learn import LearnedParts, Progress, Reduce, RoundingCourse, TuneLog, learn
+from compress.quantize.lessons import Feeds, FloatTeacher, Loss, output_lessons
 from compress.quantize.rounding import QuantizedWeight
 from compress.store.training_state import SavedRun
 
@@ -25,7 +25,7 @@ def tune_module(
     start: Mapping[str, QuantizedWeight],
     batches: Sequence[Feeds],
     teacher: nn.Module,
-    course: Course,
+    course: RoundingCourse,
     *,
     kept_aside: Sequence[Feeds] = (),
     kind: Loss = "kl",
@@ -49,7 +49,7 @@ def tune_module(
     float parameters by name, and what happened.
     """
     student = student_of(module, layers, start, floats or {}, places, learn_rounding)
-    teaching = Teacher(teacher, kind)
+    teaching = FloatTeacher(teacher, kind)
     lessons = output_lessons(module, teaching, batches, 0, rank, size)
     judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size)
     log = learn(student, lessons, judged, course, progress, reduce, saved)
@@ -63,10 +63,10 @@ def student_of(
     floats: Mapping[str, Tensor],
     places: Places | None = None,
     learn_rounding: bool = True,
-) -> Student:
+) -> LearnedParts:
     """Return the parts of a module that `tune_module` learns; those of a model's block are learned the same way."""
     weights = {name: LearnedWeight(weight, floats.get(name), learn_rounding) for name, weight in start.items()}
-    return Student(layers, weights, vectors(module) if places is None else places)
+    return LearnedParts(layers, weights, vectors(module) if places is None else places)
 
 
 def vectors(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -16,7 +16,7 @@ from compress.formats.targets import Target
 from compress.passes.autoround import AutoRound
 from compress.passes.tune import is_selected
 from compress.quantize.autoround import autoround_block
-from compress.quantize.learn import Course, TuneLog
+from compress.quantize.learn import RoundingCourse, TuneLog
 from compress.quantize.rounding import QuantizedWeight
 from compress.work.block_layers import matrix, nearest, remark, step_layers
 from compress.work.learning import block_lessons, open_saved_run
@@ -47,7 +47,7 @@ def _learn(
         step.put(layer, weight, schemes[layer])
     lessons, kept = block_lessons(step, knobs.held_out)
     rate = 1 / max(knobs.steps, 1)
-    course = Course(
+    course = RoundingCourse(
         knobs.steps,
         rate if knobs.rate is None else knobs.rate,
         rate if knobs.range_rate is None else knobs.range_rate,

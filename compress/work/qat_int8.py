@@ -44,7 +44,7 @@ TOLERANCE = 1e-4
 """Of the largest output: by how much the float graph may differ in torch, as for the export."""
 
 
-class Student(nn.Module):
+class GraphStudent(nn.Module):
     """A simulated graph that takes and gives tensors by the names of the torch module that it was exported from.
 
     `parameters`: the graph's input -> what it is called here. `names`: of the module's outputs, which are the graph's
@@ -60,7 +60,7 @@ class Student(nn.Module):
         return dict(zip(self.names, outputs.values(), strict=False))
 
 
-class Teacher(nn.Module):
+class GraphTeacher(nn.Module):
     """The torch module, which is fed with more than it takes: a graph has inputs, its caches, of its own."""
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
@@ -82,7 +82,7 @@ def apply_qat_int8(knobs: Qat, state: GraphState, context: GraphContext) -> Pass
     begun = apply_eight_bit(knobs.int8(), state, context)
     simulated = SimulatedGraph(begun.model, context.target.flavour, knobs.learn_scales)
     loaded, teacher = _feed_as_graph(loaded, feeds)
-    student = Student(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
+    student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
     course = knobs.course(trainset.n, context.seed)
     with objective(knobs, loaded, student, teacher if knobs.teacher else None, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
@@ -117,15 +117,15 @@ def _load_source(context: GraphContext) -> TorchModel:
     return context.teacher()
 
 
-def _feed_as_graph(loaded: TorchModel, feeds: Feeds) -> tuple[TorchModel, Teacher]:
+def _feed_as_graph(loaded: TorchModel, feeds: Feeds) -> tuple[TorchModel, GraphTeacher]:
     """Return the model with all of the graph's inputs, named as forward's parameters where possible, and a teacher."""
     taken = loaded.parameters
-    return replace(loaded, parameters={name: taken.get(name, name) for name in feeds}), Teacher(
+    return replace(loaded, parameters={name: taken.get(name, name) for name in feeds}), GraphTeacher(
         loaded.module, taken.values()
     )
 
 
-def _output_names(loaded: TorchModel, teacher: Teacher, feeds: Feeds) -> tuple[str, ...]:
+def _output_names(loaded: TorchModel, teacher: GraphTeacher, feeds: Feeds) -> tuple[str, ...]:
     names = loaded.parameters or {}
     with torch.no_grad():
         return tuple(teacher(**{names[name]: torch.from_numpy(array) for name, array in feeds.items()}))

@@ -20,7 +20,7 @@ from compress.facts import LayerDecision, Note
 from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune
 from compress.passes.weight_only import WeightPass
-from compress.quantize.learn import Course, TuneLog, learn
+from compress.quantize.learn import RoundingCourse, TuneLog, learn
 from compress.quantize.lessons import Loss
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import student_of, tune_module, vectors
@@ -224,9 +224,9 @@ def _numbers(log: TuneLog) -> dict[str, float]:
     return {"start_loss": log.start_loss, "end_loss": log.end_loss, **counts}
 
 
-def _make_course(knobs: Tune, steps: int, seed: int, max_seconds: float | None) -> Course:
+def _make_course(knobs: Tune, steps: int, seed: int, max_seconds: float | None) -> RoundingCourse:
     rates = (knobs.rounding_rate, knobs.scale_rate, knobs.norm_rate)
-    return Course(steps, *rates, max_seconds=max_seconds, seed=seed)
+    return RoundingCourse(steps, *rates, max_seconds=max_seconds, seed=seed)
 
 
 def _remaining_seconds(knobs: Tune, learned: Learned, how: How) -> float | None:

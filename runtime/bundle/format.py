@@ -50,7 +50,7 @@ from runtime.bundle.manifest import (
     Gate,
     Generation,
     Judgement,
-    KvCache,
+    KvCacheSpec,
     Manifest,
 )
 from runtime.bundle.records import Mismatch, from_json, to_json
@@ -73,7 +73,7 @@ __all__ = [
     "Gate",
     "Generation",
     "Judgement",
-    "KvCache",
+    "KvCacheSpec",
     "Manifest",
     "canonical_json",
     "checkpoint_files",

@@ -30,7 +30,7 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
 
 
 @dataclass(frozen=True)
-class KvCache:
+class KvCacheSpec:
     """The keys and values of earlier tokens, as inputs and outputs of a decoder's graph.
 
     Each of `past` and `present` is [batch, n_heads, length, head_size]. In a graph with `shared_buffer` past and
@@ -85,7 +85,7 @@ class Artifact:
     outputs: tuple[TensorSpec, ...]
     size_bytes: int
     """The file and its external data; all the folder's safetensors of a checkpoint."""
-    cache: KvCache | None = None
+    cache: KvCacheSpec | None = None
     """A decoder's; None: each call reads whole texts."""
     kind: Literal["onnx", "checkpoint", "engine"] = "onnx"
     """A checkpoint is not run here: its quality was measured when it was built."""

@@ -17,7 +17,7 @@ from runtime.backends import Feeds, Resident, Session
 from runtime.backends.base import check_open
 from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import KvCache
+from runtime.bundle.manifest import KvCacheSpec
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import positions
 from runtime.errors import BundleError, UsageError
@@ -42,7 +42,7 @@ class Decoder:
     that `cache` describes, or that fails; UsageError for a backend that keeps none, or a text that outgrows its buffer.
     """
 
-    def __init__(self, session: Session, cache: KvCache | None) -> None:
+    def __init__(self, session: Session, cache: KvCacheSpec | None) -> None:
         if not isinstance(session, (OnnxRuntimeSession, Resident)):
             raise UsageError("text is not generated on this backend: it keeps no cache between calls")
         if cache is None:
@@ -101,7 +101,7 @@ class Decoder:
         return self.keys.call({name: np.ascontiguousarray(feeds[name], self._inputs[name].dtype) for name in given})
 
 
-def _make_keys(session: OnnxRuntimeSession | Resident, cache: KvCache) -> Keys:
+def _make_keys(session: OnnxRuntimeSession | Resident, cache: KvCacheSpec) -> Keys:
     if isinstance(session, OnnxRuntimeSession):
         return BoundKeys(session, cache)
     return ResidentKeys(session, cache)
@@ -113,7 +113,7 @@ class BoundKeys:
     _binding: Binding
     """Of the batch that `begin` began."""
 
-    def __init__(self, session: OnnxRuntimeSession, cache: KvCache) -> None:
+    def __init__(self, session: OnnxRuntimeSession, cache: KvCacheSpec) -> None:
         self._session, self._cache = session, cache
         self._inputs = {spec.name: spec for spec in session.inputs}
         self._single: Array | None = None
@@ -187,7 +187,7 @@ def _make_value(array: Array, device: str) -> DeviceValue:
 class ResidentKeys:
     """Keep `Keys` of a session that leaves tensors on its device."""
 
-    def __init__(self, session: Resident, cache: KvCache) -> None:
+    def __init__(self, session: Resident, cache: KvCacheSpec) -> None:
         self._session, self._cache = session, cache
 
     def begin(self, n_rows: int, capacity: int) -> None:

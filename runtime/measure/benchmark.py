@@ -24,7 +24,7 @@ from runtime.backends import BACKENDS, Feeds, Session, find_backend
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCache, Manifest, inside, read_samples, verify
+from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
 from runtime.bundle.opening import open_artifact, open_options
 from runtime.bundle.settings import bound_batch, settings_for
 from runtime.decode.kv_cache import Decoder
@@ -63,7 +63,7 @@ LATENCY_BUDGET_S = 60.0
 SHOWN_PROCESSES = 3
 """Fresh processes for load time and memory that no gate is about."""
 THROUGHPUT_BUDGET_S = 30.0
-Between = tuple[Path, KvCache | None]
+Between = tuple[Path, KvCacheSpec | None]
 """A model's file, and a decoder's cache."""
 
 

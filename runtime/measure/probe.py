@@ -18,7 +18,7 @@ import numpy as np
 
 from runtime.backends import BACKENDS, Session
 from runtime.backends.base import Options
-from runtime.bundle.manifest import KvCache
+from runtime.bundle.manifest import KvCacheSpec
 from runtime.bundle.npz import read_arrays
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
@@ -43,7 +43,7 @@ def probe(
     threads: int,
     feeds: Mapping[str, np.ndarray],
     options: Options,
-    cache: KvCache | None = None,
+    cache: KvCacheSpec | None = None,
     new_tokens: int = 0,
     repeats: int = 3,
 ) -> Probe:
@@ -100,14 +100,16 @@ def main(task: str) -> None:
     session = backend.open(Path(order["path"]), order["threads"], order["options"])
     load_ms = 1000 * (time.perf_counter() - start)
     if order["cache"] is not None:
-        _run_requests(session, from_json(KvCache, order["cache"], "cache"), list(feeds["prompts"]), order["new_tokens"])
+        _run_requests(
+            session, from_json(KvCacheSpec, order["cache"], "cache"), list(feeds["prompts"]), order["new_tokens"]
+        )
     else:
         for _ in range(RUNS):
             session.run(feeds)
     print(json.dumps({"load_ms": load_ms, "peak_memory_bytes": max(peak_memory_bytes() - bare, 0)}))
 
 
-def _run_requests(session: Session, cache: KvCache, prompts: list[np.ndarray], new_tokens: int) -> None:
+def _run_requests(session: Session, cache: KvCacheSpec, prompts: list[np.ndarray], new_tokens: int) -> None:
     from runtime.decode.kv_cache import Decoder
     from runtime.measure.timing import run_request
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from runtime.bundle.columns import Array
 from runtime.bundle.files import put_in_place
 from runtime.bundle.format import canonical_json
-from runtime.bundle.manifest import KvCache, Manifest
+from runtime.bundle.manifest import KvCacheSpec, Manifest
 from runtime.bundle.records import from_json
 from runtime.errors import BundleError
 from runtime.report.units import bytes_text, interval_brackets, ms_text
@@ -37,7 +37,7 @@ class StepModel:
     seconds: float
     path: Path | None = None
     size_bytes: int | None = None
-    cache: KvCache | None = None
+    cache: KvCacheSpec | None = None
     outputs: dict[str, Array] | None = None
     error: str = ""
 

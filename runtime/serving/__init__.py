@@ -20,13 +20,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from runtime.errors import MissingDependency
-from runtime.serving.limits import MIB, Limits
+from runtime.serving.limits import MIB, ServingLimits
 
 if TYPE_CHECKING:
     from runtime import Bundle
     from runtime.serving.server import HttpServer
 
-__all__ = ["MIB", "Limits", "require_http_packages", "serve"]
+__all__ = ["MIB", "ServingLimits", "require_http_packages", "serve"]
 
 
 def require_http_packages() -> None:
@@ -36,7 +36,7 @@ def require_http_packages() -> None:
 
 
 def serve(
-    bundle: Bundle, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None, log: bool = False
+    bundle: Bundle, host: str = "127.0.0.1", port: int = 8000, limits: ServingLimits | None = None, log: bool = False
 ) -> HttpServer:
     """Bind a server that answers once `run` is called; port 0: any that is free. `log`: one line for each request.
 
@@ -45,4 +45,4 @@ def serve(
     require_http_packages()
     from runtime.serving.server import HttpServer
 
-    return HttpServer(bundle, host, port, limits or Limits(), log)
+    return HttpServer(bundle, host, port, limits or ServingLimits(), log)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.serving.limits import Limits
+from runtime.serving.limits import ServingLimits
 from runtime.serving.protocol import EXTENSIONS, Answer, ServedModel
 
 Call = Callable[[bytearray, int | None], Answer]
@@ -33,7 +33,7 @@ wait is reset, and the client never sees the answer."""
 class Service:
     """A model behind HTTP: what is under way, and whether it is ending. `app` is the ASGI application."""
 
-    def __init__(self, model: ServedModel, limits: Limits) -> None:
+    def __init__(self, model: ServedModel, limits: ServingLimits) -> None:
         self.model, self.limits = model, limits
         self.draining = False
         self.under_way = 0

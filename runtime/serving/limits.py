@@ -10,7 +10,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServingLimits:
     """What clients may take of the server."""
 
     max_body: int = 16 * MIB

@@ -16,7 +16,7 @@ from runtime.encode.preprocess import TextPreprocess, spec_from_dict
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import MASK, WORDS, Batch
+from runtime.tasks.base import MASK, WORDS, BatchFacts
 from runtime.tasks.predict import bundle_preprocessor
 
 IMAGE = "image"
@@ -60,7 +60,7 @@ class Answers:
             raise UsageError(f"{missing[0]} is missing: {task.name} answers by tokens")
         spec = self.spec if isinstance(self.spec, TextPreprocess) else None
         n, names = len(next(iter(outputs.values()))), self.manifest.class_names
-        read = task.read_outputs(outputs, Batch(n, tokens, spec, names))
+        read = task.read_outputs(outputs, BatchFacts(n, tokens, spec, names))
         return task.answers(task.join_views([read]), names)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime import Bundle
 from runtime.errors import UsageError
 from runtime.serving.app import LINGER, Service
-from runtime.serving.limits import Limits
+from runtime.serving.limits import ServingLimits
 from runtime.serving.protocol import ServedModel
 
 LONGEST_HEAD = 16 * 1024
@@ -34,7 +34,7 @@ BLANK_LINE = re.compile(rb"\n\r?\n")
 class HttpServer:
     """A bundle bound to `port`, which answers while `run` runs."""
 
-    def __init__(self, bundle: Bundle, host: str, port: int, limits: Limits, log: bool) -> None:
+    def __init__(self, bundle: Bundle, host: str, port: int, limits: ServingLimits, log: bool) -> None:
         self._socket = _bind_socket(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._service = Service(ServedModel(bundle, limits.max_batch), limits)

@@ -24,7 +24,7 @@ MASK, WORDS = "attention_mask", "word_ids"
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchFacts:
     """What is known of a batch of samples beside a model's outputs."""
 
     n: int
@@ -62,7 +62,7 @@ class Task:
         """Return the column sets that are encoded one by one, without labels. UsageError."""
         return [{name: column for name, column in columns.items() if name != "label"}]
 
-    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
+    def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return what a model gave for a batch, under the task's own names. BundleError where it is another thing."""
         for name, output in outputs.items():
             if not output.ndim or len(output) != batch.n:

@@ -10,7 +10,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
-from runtime.tasks.base import Batch, Task, Tensors, describe_shapes, one_output, rename
+from runtime.tasks.base import BatchFacts, Task, Tensors, describe_shapes, one_output, rename
 
 
 class Classification(Task):
@@ -19,7 +19,7 @@ class Classification(Task):
     outputs = "classes"
     always = ("logits",)
 
-    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
+    def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"logits": float32 [n, C]}: the output of that name, else the only one [B, C]. BundleError."""
         candidates = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 2]
         if len(candidates) != 1 or candidates[0].ndim != 2:

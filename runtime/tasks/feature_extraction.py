@@ -11,7 +11,7 @@ from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.texts import pool
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import MASK, Batch, Tensors, describe_shapes, rename
+from runtime.tasks.base import MASK, BatchFacts, Tensors, describe_shapes, rename
 from runtime.tasks.texts import TEXT, TEXT_COLUMNS, ReadsTexts
 
 
@@ -30,7 +30,7 @@ class FeatureExtraction(ReadsTexts):
             raise UsageError(f"{self.name} reads the column '{TEXT}'; the samples have: {', '.join(columns)}")
         return [{TEXT: columns[name]} for name in TEXT_COLUMNS if name in columns]
 
-    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
+    def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"embeddings": float32 [n, 1, D]}, pooled and normalised as the spec says. BundleError, UsageError."""
         spec = batch.spec
         assert spec is not None  # of texts alone: `run_samples`

@@ -17,7 +17,7 @@ from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import WORDS, Batch, Task
+from runtime.tasks.base import WORDS, BatchFacts, Task
 from runtime.tasks.texts import TEXT_COLUMNS
 
 
@@ -118,7 +118,7 @@ def _run_batch(
 ) -> dict[str, Array]:
     if not isinstance(preprocessor, TextEncoder):
         outputs = session.run(preprocessor.encode(columns, rows))
-        return task.read_outputs(outputs, Batch(len(rows), class_names=class_names))
+        return task.read_outputs(outputs, BatchFacts(len(rows), class_names=class_names))
     tokens = preprocessor.tokenize(columns, rows, words=WORDS in task.token_facts)
     outputs = session.run(preprocessor.feeds(tokens))
-    return task.read_outputs(outputs, Batch(len(rows), tokens, preprocessor.spec, class_names))
+    return task.read_outputs(outputs, BatchFacts(len(rows), tokens, preprocessor.spec, class_names))

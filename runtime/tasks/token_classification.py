@@ -10,7 +10,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import WORDS, Batch, Task, Tensors, describe_shapes, one_output, rename
+from runtime.tasks.base import WORDS, BatchFacts, Task, Tensors, describe_shapes, one_output, rename
 from runtime.tasks.classes import classify
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TokenClassification(Task):
     always = ("logits", "read")
     token_facts = (WORDS,)
 
-    def read_outputs(self, outputs: Tensors, batch: Batch) -> dict[str, Array]:
+    def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"logits", "read", "tags"} of the one output [B, T, C]. BundleError."""
         words, spec = batch.tokens[WORDS], batch.spec
         assert spec is not None  # of texts alone: `run_samples`

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 import runtime
-from runtime.serving import Limits
+from runtime.serving import ServingLimits
 from runtime.serving.app import Service
 from runtime.serving.protocol import TYPES, ServedModel
 from tests.runtime.conftest import write_decoder_bundle, write_image_bundle, write_text_bundle
@@ -73,7 +73,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Test
         "decoder": write_decoder_bundle(folder / "decoder"),
     }
     bundles = {kind: runtime.open_bundle(path) for kind, path in folders.items()}
-    services = [Service(ServedModel(bundle, 64), Limits(max_body=2**16)) for bundle in bundles.values()]
+    services = [Service(ServedModel(bundle, 64), ServingLimits(max_body=2**16)) for bundle in bundles.values()]
     yield {kind: TestClient(service.app) for kind, service in zip(bundles, services, strict=True)}
     for service, bundle in zip(services, bundles.values(), strict=True):
         service.close()

@@ -20,7 +20,7 @@ from runtime.bundle.format import (
     Benchmark,
     Generation,
     Judgement,
-    KvCache,
+    KvCacheSpec,
     Manifest,
     model_size,
     write_bundle,
@@ -320,8 +320,8 @@ def write_byte_tokenizer(folder: Path, config: dict[str, Any] | None = None) -> 
     return folder
 
 
-def kv_cache(shared: bool = False, layers: int = 2) -> KvCache:
-    return KvCache(layers, HEADS, SIZE, shared_buffer=shared)
+def kv_cache(shared: bool = False, layers: int = 2) -> KvCacheSpec:
+    return KvCacheSpec(layers, HEADS, SIZE, shared_buffer=shared)
 
 
 def decoder_manifest(root: Path, spec: LanguagePreprocess, columns: dict[str, Any], shared: bool = False) -> Manifest:

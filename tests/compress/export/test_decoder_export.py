@@ -23,7 +23,7 @@ from compress.graph.layers import find_layers
 from compress.graph.specs import MAX_LENGTH, cache_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, restore_state
-from runtime.bundle.manifest import KvCache
+from runtime.bundle.manifest import KvCacheSpec
 
 KINDS = [kind for kind in CONFIGS if kind not in ("mamba", "phi", "bloom")]
 
@@ -61,7 +61,7 @@ def test_what_the_graph_says_of_itself() -> None:
         "logits",
         *(f"present.{layer}.{kind}" for layer in range(2) for kind in ("key", "value")),
     ]
-    assert cache_of(graph) == KvCache(2, 2, 16, "float32", shared_buffer=False)
+    assert cache_of(graph) == KvCacheSpec(2, 2, 16, "float32", shared_buffer=False)
     assert graph.metadata_props[MAX_LENGTH] == "64" and graph.opset_imports[""] == 21
 
 

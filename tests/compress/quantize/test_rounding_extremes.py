@@ -15,7 +15,7 @@ from compress.quantize.awq import search_scales
 from compress.quantize.gptq import gptq_round, invert_hessian
 from compress.quantize.grid import round_to_grid
 from compress.quantize.hqq import hqq_round
-from compress.quantize.learn import Course
+from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Loss, relative_error, together
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.tune import tune_module
@@ -81,7 +81,7 @@ def test_learned_rounding_leaves_finite_weights(layer: tuple[float, float, str, 
     rows = inputs_of(1.0, 1.0, "normal", 0)
     targets = net(rows)
     lessons = together([BlockLesson(lambda: net(rows), lambda: targets, None, len(rows))], len(rows))
-    course = Course(4, 0.01, 0.01, method="sign")
+    course = RoundingCourse(4, 0.01, 0.01, method="sign")
     learned, log = autoround_block({"": net}, start, lessons, course, floats={"": weight})
     check(learned[""], scheme)
     assert np.isfinite(log.end_loss)
@@ -119,7 +119,7 @@ def test_tuning_leaves_finite_weights(
         start,
         batches,
         teacher,
-        Course(4, 0.01, 0.01, 0.01),
+        RoundingCourse(4, 0.01, 0.01, 0.01),
         kind=kind,
         floats={"linear": weight},
     )

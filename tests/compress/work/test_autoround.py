@@ -20,13 +20,13 @@ from compress.passes.autoround import AutoRound
 from compress.passes.rtn import Rtn
 from compress.quantize.autoround import autoround_block
 from compress.quantize.fake import MOST_STRETCH, ShiftedWeight
-from compress.quantize.learn import Course
+from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Together, together
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.work import apply_pass
 from compress.work.autoround import apply_autoround
 
-COURSE = Course(100, 0.01, 0.01, method="sign")
+COURSE = RoundingCourse(100, 0.01, 0.01, method="sign")
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -87,7 +87,7 @@ def test_a_step_is_the_sign_of_the_gradient() -> None:
     lesson = BlockLesson(lambda: (layer.weight * upstream).sum()[None, None], lambda: torch.full((1, 1), -1e6), None, 1)
     step = Together([lesson, lesson])
     found, log = autoround_block(
-        {"a": layer}, {"a": start}, [step], Course(1, 0.3, 0.01, method="sign"), floats={"a": weight}
+        {"a": layer}, {"a": start}, [step], RoundingCourse(1, 0.3, 0.01, method="sign"), floats={"a": weight}
     )
     assert log.best_step == 1
     fake = ShiftedWeight(start, weight)

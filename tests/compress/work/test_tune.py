@@ -27,7 +27,7 @@ from compress.formats.targets import TARGETS
 from compress.passes import tune as tune_record
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
-from compress.quantize.learn import Course, learn
+from compress.quantize.learn import RoundingCourse, learn
 from compress.quantize.lessons import arrange_batches, divergence, relative_error, soften_logits
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.tune import student_of, tune_module, vectors
@@ -36,7 +36,7 @@ from compress.work.tune import END, apply_tune
 
 W2 = Scheme(WeightScheme(2, 16))
 GRIDS = [(2, 16, True), (3, -1, True), (4, 8, False), (8, 0, True), (2, 16, False)]
-QUICK = Course(30, 0.02, 0.005, 0.005)
+QUICK = RoundingCourse(30, 0.02, 0.005, 0.005)
 
 
 def weight_of(rows: int = 6, inputs: int = 32, seed: int = 0) -> Tensor:
@@ -239,7 +239,7 @@ def test_no_steps_change_nothing_and_a_model_is_like_itself() -> None:
 def test_the_start_is_kept_where_nothing_is_better() -> None:
     """The model is its own teacher, and steps are large: all that is learned is worse."""
     _, student, layers, start = pair()
-    course = Course(8, 0.4, 0.2, 0.2)
+    course = RoundingCourse(8, 0.4, 0.2, 0.2)
     weights, values, log = tune_module(student, layers, start, rows(), student, course, kept_aside=rows(2, 5))
     assert log.best_step == 0 and log.end_loss == log.start_loss and log.steps == 8
     assert all(same(weights[name], start[name]) for name in start)

@@ -18,7 +18,7 @@ from runtime.bundle.format import (
     Benchmark,
     Gate,
     Generation,
-    KvCache,
+    KvCacheSpec,
     canonical_json,
     checkpoint_size,
     read_manifest,
@@ -316,7 +316,7 @@ def test_a_checkpoint_without_frozen_outputs_is_refused(checkpoint_bundle: Calla
 def test_records_are_read_back(make_decoder_bundle: MakeBundle) -> None:
     manifest = read_manifest(make_decoder_bundle(shared=True))
     assert manifest.generation == Generation(64, 258, 256, (257,))
-    assert manifest.artifact("candidate").cache == KvCache(2, 2, 8, shared_buffer=True)
+    assert manifest.artifact("candidate").cache == KvCacheSpec(2, 2, 8, shared_buffer=True)
     assert manifest.artifact("baseline").cache.pairs()[1] == ("past_key_values.0.value", "present.0.value")
 
 
@@ -339,8 +339,8 @@ def test_a_manifest_from_before_there_were_decoders_is_read(image_bundle: Path) 
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: KvCache(0, 1, 1), "n_layers is 0, below 1"),
-        (lambda: KvCache(1, 1, 1, past="past.{layer}"), "past is 'past.{layer}': it must hold"),
+        (lambda: KvCacheSpec(0, 1, 1), "n_layers is 0, below 1"),
+        (lambda: KvCacheSpec(1, 1, 1, past="past.{layer}"), "past is 'past.{layer}': it must hold"),
         (lambda: Generation(0, 5), "context_length is 0"),
         (lambda: Generation(8, 5, bos_token_id=5), "bos_token_id 5 is not in the vocabulary of 5"),
         (lambda: Generation(8, 5, eos_token_ids=(1, -1)), "eos_token_ids -1 is not in"),

@@ -13,7 +13,7 @@ import pytest
 
 import runtime
 from runtime import Bundle, open_bundle
-from runtime.bundle.format import KvCache, read_manifest
+from runtime.bundle.format import KvCacheSpec, read_manifest
 from runtime.decode.generate import TextStream
 from runtime.decode.kv_cache import Decoder
 from runtime.errors import BundleError, UsageError
@@ -372,7 +372,7 @@ def test_what_is_no_decoder_generates_nothing(image_bundle: Path, opened: Callab
         with pytest.raises(UsageError, match="has no chat template"):
             bundle.generate("x", chat=True)
     with pytest.raises(UsageError, match="it keeps no cache between calls"):
-        Decoder(object(), KvCache(1, 1, 1))  # type: ignore[arg-type]
+        Decoder(object(), KvCacheSpec(1, 1, 1))  # type: ignore[arg-type]
     assert runtime.__all__ == ["Bundle", "open_bundle"]
 
 

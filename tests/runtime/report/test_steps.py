@@ -14,7 +14,7 @@ import pytest
 from onnx import numpy_helper
 
 from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, model_size, read_outputs, verify, write_bundle
-from runtime.bundle.manifest import KvCache
+from runtime.bundle.manifest import KvCacheSpec
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import make_preprocessor
 from runtime.errors import BundleError
@@ -223,7 +223,7 @@ def test_of_a_decoder_the_time_for_each_token_is_told(make_decoder_bundle: Any, 
     root = make_decoder_bundle(noise=0.3)
     path = tiny.decoder_model(root.parent / "step/model.onnx", noise=0.1)
     manifest = verify(root)
-    cache: KvCache = tiny.kv_cache()
+    cache: KvCacheSpec = tiny.kv_cache()
     sessions = [tiny.open_onnx(path), tiny.open_onnx(root / "baseline/model.onnx")]
     encoder = bundle_preprocessor(root, manifest, sessions[0].inputs)
     outputs = score(sessions[0], encoder, {"text": tiny.stories}, 32, sessions[1])

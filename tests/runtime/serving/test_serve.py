@@ -17,11 +17,11 @@ from starlette.testclient import TestClient
 import runtime
 from runtime.bundle.format import write_bundle
 from runtime.encode.preprocess import TensorPreprocess
-from runtime.serving import Limits
+from runtime.serving import ServingLimits
 from runtime.serving.app import Service
 from runtime.serving.protocol import MOST_NESTED, ServedModel
 
-LIMITS = Limits(max_body=2**20, max_batch=16)
+LIMITS = ServingLimits(max_body=2**20, max_batch=16)
 
 
 @contextmanager

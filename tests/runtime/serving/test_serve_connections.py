@@ -16,7 +16,7 @@ import pytest
 
 import runtime
 from runtime.errors import MissingDependency, UsageError
-from runtime.serving import Limits, serve
+from runtime.serving import ServingLimits, serve
 from runtime.serving.server import GuardedProtocol, HttpServer
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -27,7 +27,7 @@ INFER = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n"
 def running(folder: Path, ends: bool | None = True, **limits: Any) -> Iterator[HttpServer]:
     """A server that answers from a thread; `ends`: what its `run` must give."""
     gave = []
-    with runtime.open_bundle(folder) as bundle, serve(bundle, port=0, limits=Limits(**limits)) as server:
+    with runtime.open_bundle(folder) as bundle, serve(bundle, port=0, limits=ServingLimits(**limits)) as server:
         thread = threading.Thread(target=lambda: gave.append(server.run()))
         thread.start()
         try:
@@ -348,7 +348,7 @@ def test_a_port_that_is_taken(image_bundle: Path) -> None:
 @pytest.mark.parametrize("limits", [{"max_body": 0}, {"request_timeout": float("nan")}, {"drain_timeout": 1e400}])
 def test_limits_that_are_none(limits: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(limits))} is .*: give a number above 0"):
-        Limits(**limits)
+        ServingLimits(**limits)
 
 
 def test_without_the_packages_it_says_what_to_install(

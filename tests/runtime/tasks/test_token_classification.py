@@ -10,7 +10,7 @@ import pytest
 from runtime.errors import BundleError, UsageError
 from runtime.metrics import METRICS
 from runtime.tasks import find_task
-from runtime.tasks.base import WORDS, Batch
+from runtime.tasks.base import WORDS, BatchFacts
 from runtime.tasks.token_classification import UNLABELLED, find_spans, parse_tags
 
 TASK = find_task("token-classification")
@@ -94,7 +94,7 @@ def test_the_first_token_of_a_word_speaks_for_it() -> None:
 
     words = np.array([[-1, 0, 0, 2, -1], [-1, 0, 1, -1, -1]])  # word 1 of the first text has no token
     logits = np.arange(2 * 5 * 9, dtype=np.float32).reshape(2, 5, 9)
-    batch = Batch(2, {WORDS: words}, TextPreprocess(max_length=5), NAMES)
+    batch = BatchFacts(2, {WORDS: words}, TextPreprocess(max_length=5), NAMES)
     read = TASK.read_outputs({"scores": logits}, batch)
     assert read["logits"].shape == (2, 5, 9)
     assert np.array_equal(read["logits"][0, [0, 2]], logits[0, [1, 3]])
