@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass
-class BlockStep:
+class BlockWork:
     """What a pass over blocks works on: see the attributes of `Part`, which are those of the step."""
 
     part: Part

@@ -19,7 +19,7 @@ import torch
 from compress.blocks.activations import Holder, MicroBatch, micro_batches
 from compress.blocks.blockfiles import Said, read_finished_steps, read_step, step_file, write_step
 from compress.blocks.sharing import from_main, share, wait
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
@@ -66,7 +66,7 @@ class Stream:
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __iter__(self) -> Generator[BlockStep, None, None]:
+    def __iter__(self) -> Generator[BlockWork, None, None]:
         self._said = self._read_finished_steps()
         done = len(self._said)
         if done:
@@ -87,7 +87,7 @@ class Stream:
             raise RuntimeError("the stream was not worked through")
         return result_of(self.model, self._said, self._owner)
 
-    def _run_step(self, work: Work, entry: Planned) -> Iterator[BlockStep]:
+    def _run_step(self, work: Work, entry: Planned) -> Iterator[BlockWork]:
         started = time.perf_counter()
         step = work.open(entry)
         yield step
@@ -132,7 +132,7 @@ class Stream:
                 "finished blocks are kept: raise the limit, or take fewer or shorter calibration samples"
             )
 
-    def _write_step(self, entry: Planned, step: BlockStep, timing: Mapping[str, float]) -> Path:
+    def _write_step(self, entry: Planned, step: BlockWork, timing: Mapping[str, float]) -> Path:
         if share().rank == 0:
             write_step(self._folder, entry.index, entry.name, step.changes, timing)
         wait()

@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class StreamUse:
     """How a pass uses a stream.
 
-    `lockstep`, `float_too`, `compute`: as of `Stream` and `BlockStep`. `rounded`: the layers that it works on (None:
+    `lockstep`, `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
     all). At a reading it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers; the
     defaults are those of `gptq`.
     """

@@ -16,7 +16,7 @@ from compress.blocks.flow import BatchFlow, feeds_calls
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
 from compress.blocks.parts import as_float, is_real, is_table, layers_of, no_data, own_names
 from compress.blocks.skeleton import StopForward, first_hidden, standing_in, until_reached, without_cache
-from compress.blocks.step import BlockCall, BlockStep, Part
+from compress.blocks.step import BlockCall, BlockWork, Part
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
@@ -68,13 +68,13 @@ class Work:
         self.flow = None if batches is None else BatchFlow(batches, holder)
         self._floats: list[HeldTensor] | None = None
 
-    def open(self, entry: Planned) -> BlockStep:
+    def open(self, entry: Planned) -> BlockWork:
         """Return the step with its weights and the calls that reach it."""
         if entry.block is None:
             return self._open_outside(entry)
         return self._open_whole(entry) if self.whole else self._open_block(entry, entry.block)
 
-    def advance(self, step: BlockStep) -> None:
+    def advance(self, step: BlockWork) -> None:
         """Compute what the next block reads."""
         assert self.flow is not None
         self.flow.advance(step.outputs())
@@ -94,11 +94,11 @@ class Work:
             self.advance(self._open_block(entry, entry.block, float_store))
         self.drop(path)
 
-    def _open_block(self, entry: Planned, number: int, float_store: WeightStore | None = None) -> BlockStep:
+    def _open_block(self, entry: Planned, number: int, float_store: WeightStore | None = None) -> BlockWork:
         block, flow = self.blocks[number], self.flow
         if flow is None:
             self._fill_module(block, entry.name, self.store.read)
-            return BlockStep(self._make_part(entry, block, layers_of(block, entry.name), [], no_data))
+            return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), [], no_data))
         self._enter_blocks()
         if self.float_too:
             self._fill_module(block, entry.name, (float_store or self.store).read_float)
@@ -110,13 +110,13 @@ class Work:
             args, kwargs = calls[i].arguments()
             return flow.forms[number].take_hidden(block(*args, **kwargs))
 
-        return BlockStep(self._make_part(entry, block, layers_of(block, entry.name), calls, run))
+        return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), calls, run))
 
-    def _open_whole(self, entry: Planned) -> BlockStep:
+    def _open_whole(self, entry: Planned) -> BlockWork:
         """Return the whole model as one step."""
         if self.flow is None:
             self._fill_module(self.module, "", self.store.read)
-            return BlockStep(self._make_part(entry, self.module, layers_of(self.module), [], no_data))
+            return BlockWork(self._make_part(entry, self.module, layers_of(self.module), [], no_data))
         batches = self.flow.batches
 
         def run(i: int) -> Tensor:
@@ -127,21 +127,21 @@ class Work:
             with torch.no_grad():
                 self._floats = [self.flow.holder.hold(run(i)) for i in range(len(batches))]
         self._fill_module(self.module, "", self.store.read)
-        return BlockStep(self._make_part(entry, self.module, layers_of(self.module), feeds_calls(batches), run))
+        return BlockWork(self._make_part(entry, self.module, layers_of(self.module), feeds_calls(batches), run))
 
-    def _open_outside(self, entry: Planned) -> BlockStep:
+    def _open_outside(self, entry: Planned) -> BlockWork:
         """Return a step outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
         after = entry.name == AFTER
         whole = not after or self.flow is None
         self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
         layers = {name: layer for name, layer in self._find_outside_layers().items() if (name in self.late) == after}
         if self.flow is None:
-            return BlockStep(self._make_part(entry, self.module, layers, [], no_data))
+            return BlockWork(self._make_part(entry, self.module, layers, [], no_data))
         if after:
             self._enter_blocks()
         run = self._make_after_run(self.module, self.flow.hidden) if after else self._make_before_run()
         part = self._make_part(entry, self.module, layers, feeds_calls(self.flow.batches), run)
-        return BlockStep(
+        return BlockWork(
             replace(part, float_outputs=self._make_float_after_run()) if after and self.float_too else part
         )
 

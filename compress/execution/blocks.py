@@ -24,7 +24,7 @@ from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
-from compress.store.cache import CachedResult, StepCache, hand_over
+from compress.store.cache import CachedResult, ResultCache, hand_over
 from compress.work import apply_pass
 from runtime.bundle.samples import read_npz, write_npz
 
@@ -43,8 +43,8 @@ def open_streamed(inputs: Inputs, loaded: TorchModel | None) -> StreamedModel:
     return with_rounded(model, loaded.rounded)
 
 
-def block_pass_step(
-    cache: StepCache, key: str, label: str, config: Pass, model: StreamedModel, context: PassContext
+def run_block_pass(
+    cache: ResultCache, key: str, label: str, config: Pass, model: StreamedModel, context: PassContext
 ) -> PassResult[StreamedModel]:
     """Run one pass over blocks. What a killed run had finished of it lies under `key` and is continued.
 
@@ -66,7 +66,7 @@ def block_pass_step(
 
 
 @contextmanager
-def hold_shared_work(cache: StepCache, key: str, label: str) -> Iterator[Path]:
+def hold_shared_work(cache: ResultCache, key: str, label: str) -> Iterator[Path]:
     """Yield the folder for unfinished work, one for all processes; the first one holds it until all have left."""
     if share().rank > 0:
         yield from_main(None)
@@ -84,7 +84,7 @@ def _store_steps(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, 
     return record
 
 
-def _find_shared(cache: StepCache, key: str) -> CachedResult | None:
+def _find_shared(cache: ResultCache, key: str) -> CachedResult | None:
     """Return the finished step, if the first process sees one."""
     step = cache.get(key) if share().rank == 0 else None
     if not from_main(step is not None):
@@ -92,8 +92,8 @@ def _find_shared(cache: StepCache, key: str) -> CachedResult | None:
     return step or cache.get(key)
 
 
-def torch_outputs_step(
-    cache: StepCache, key: str, before: StreamedModel, after: StreamedModel, context: PassContext
+def score_in_torch(
+    cache: ResultCache, key: str, before: StreamedModel, after: StreamedModel, context: PassContext
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return (baseline, candidate) outputs of a language model over the evaluation texts, from torch."""
 

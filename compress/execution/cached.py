@@ -30,7 +30,7 @@ from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.planning.inputs import Batches, Inputs
 from compress.quantize.state import GraphState, restore_state
-from compress.store.cache import CachedResult, StepCache
+from compress.store.cache import CachedResult, ResultCache
 from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext
 from runtime.bundle.manifest import fixed_batch
@@ -58,7 +58,7 @@ class FloatModel:
 
 
 def float_model(
-    cache: StepCache,
+    cache: ResultCache,
     key: str,
     load: Callable[[], TorchModel | OnnxModel],
     batches: MakeBatches,
@@ -113,8 +113,8 @@ def _export_decoder(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset:
     return graph, inputs, output_specs(graph), parity
 
 
-def model_pass_step(
-    cache: StepCache, key: str, config: Pass, loaded: TorchModel, context: ModelContext
+def run_model_pass(
+    cache: ResultCache, key: str, config: Pass, loaded: TorchModel, context: ModelContext
 ) -> PassResult[TorchModel]:
     """Run one pass over a torch model, whose module is changed in place: its values, or its sizes, too."""
     loaded = begin_pass(config, loaded, context)
@@ -141,8 +141,8 @@ def model_pass_step(
     return result_from_record(step, replace(loaded, shapes=shapes, rounded=rounded))
 
 
-def pass_step(
-    cache: StepCache, key: str, config: Pass, state: GraphState, context: GraphContext
+def run_graph_pass(
+    cache: ResultCache, key: str, config: Pass, state: GraphState, context: GraphContext
 ) -> PassResult[GraphState]:
     """Run one pass over a graph state, or read its result from the cache."""
     step = cache.get(key)
@@ -159,8 +159,8 @@ def time_pass(apply: Callable[[], PassResult[Form]]) -> PassResult[Form]:
     return replace(apply(), seconds=time.monotonic() - begun)
 
 
-def baseline_step(
-    cache: StepCache, key: str, model: FloatModel, inputs: Inputs, columns: Mapping[str, Any]
+def run_baseline(
+    cache: ResultCache, key: str, model: FloatModel, inputs: Inputs, columns: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Return the float model's outputs over the evaluation samples."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.context import PassResult
 from compress.data.samples import Samples
-from compress.planning.cache_keys import StepKeys
+from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs
 from compress.planning.outside import list_plugins
 from compress.recipe.portable import Portable
@@ -22,7 +22,7 @@ from runtime.measure.environment import cpu_info
 
 def make_lock(
     inputs: Inputs,
-    keys: StepKeys,
+    keys: CacheKeys,
     sets: Mapping[str, Samples],
     parity: float | None,
     results: Sequence[PassResult[object]],

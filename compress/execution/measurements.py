@@ -28,7 +28,7 @@ from compress.planning.plan import Plan
 from compress.quantize.state import GraphState
 from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.store.durable import temporary_folder
 from compress.store.run_log import Journal
 from runtime.backends import find_backend
@@ -82,7 +82,7 @@ class Chain:
     """`folder`: where the models lie until they are judged. `columns`: the evaluation samples."""
 
     plan: Plan
-    cache: StepCache
+    cache: ResultCache
     journal: Journal
     folder: Path
     columns: Mapping[str, Any]

@@ -15,8 +15,8 @@ from compress.context import PassContext, PassResult
 from compress.data.samples import Samples
 from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
-from compress.execution.blocks import block_pass_step, hold_shared_work, open_streamed
-from compress.execution.cached import FloatModel, float_model, model_pass_step, pass_step
+from compress.execution.blocks import hold_shared_work, open_streamed, run_block_pass
+from compress.execution.cached import FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
@@ -29,7 +29,7 @@ from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
-from compress.store.cache import StepCache, step_key
+from compress.store.cache import ResultCache, cache_key
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form
@@ -46,7 +46,7 @@ class RunContext:
     """What one run carries from pass to pass: the plan, the cache, the run log and the samples of each set."""
 
     plan: Plan
-    cache: StepCache
+    cache: ResultCache
     journal: Journal
     sets: dict[str, Samples]
 
@@ -156,7 +156,7 @@ def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, l
     for index, config, key in _iter_stage(run, "model"):
         loaded = loaded or _load_torch(run.plan)
         context = _make_model_context(run, loaded)
-        step = partial(model_pass_step, run.cache, key, config, loaded)
+        step = partial(run_model_pass, run.cache, key, config, loaded)
         with run.journal.step(config.kind):
             results.append(_resume_pass(run, index, key, step, context))
         loaded = results[-1].model
@@ -194,7 +194,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     return Timing(
         module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
         recipe.validate_.benchmark.threads,
-        lambda key: folder / f"{step_key('measured', to_json(key))}.json",
+        lambda key: folder / f"{cache_key('measured', to_json(key))}.json",
     )
 
 
@@ -231,7 +231,7 @@ def _run_block_passes(
     for index, config, key in steps:
         with run.journal.step(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"
-            results.append(block_pass_step(run.cache, key, label, config, streamed, context))
+            results.append(run_block_pass(run.cache, key, label, config, streamed, context))
         streamed = results[-1].model
         left(index, results[-1], partial(_export_after_pass, run, index, exported, loaded, source, streamed))
     return source, streamed, results
@@ -281,7 +281,7 @@ def _run_graph_passes(
     context = GraphContext(**_common(run, exported.inputs), **_learning(run, exported.inputs), shortfalls=finder)
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
-        step = partial(pass_step, run.cache, key, config, state)
+        step = partial(run_graph_pass, run.cache, key, config, state)
         with run.journal.step(config.kind):
             results.append(_resume_pass(run, index, key, step, context) if config.needs_train else step(context))
         state = results[-1].model

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from compress.blocks.engine_arithmetic import compute_as_engine
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
@@ -130,7 +130,7 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
 
 
 @contextmanager
-def _open_last_step(stream: Stream) -> Iterator[BlockStep]:
+def _open_last_step(stream: Stream) -> Iterator[BlockWork]:
     """Yield the step that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
     with closing(iter(stream)) as steps:
         for _ in range(len(stream) - 1):
@@ -140,7 +140,7 @@ def _open_last_step(stream: Stream) -> Iterator[BlockStep]:
         step.close()
 
 
-def _share(one: BlockStep, other: BlockStep) -> None:
+def _share(one: BlockWork, other: BlockWork) -> None:
     """Let `other` hold the tensors of `one` that are the same in both models: embeddings, a head that stays float."""
     held, also = one.part.holders, other.part.holders
     for name in held.keys() & also.keys():
@@ -150,7 +150,7 @@ def _share(one: BlockStep, other: BlockStep) -> None:
                 twin._parameters[own] = module._parameters[key]
 
 
-def _score_rows(steps: Sequence[BlockStep], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:
+def _score_rows(steps: Sequence[BlockWork], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:
     """Yield each text's sums, in order."""
     texts = iter(batches)
     for i in range(len(steps[0].calls)):

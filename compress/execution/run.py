@@ -16,8 +16,8 @@ from compress.blocks.sharing import main_process
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.errors import PlaceError
-from compress.execution.blocks import open_streamed, torch_outputs_step
-from compress.execution.cached import FloatModel, baseline_step
+from compress.execution.blocks import open_streamed, score_in_torch
+from compress.execution.cached import FloatModel, run_baseline
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import Chain
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
@@ -34,7 +34,7 @@ from compress.planning.plan import Plan
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
-from compress.store.cache import StepCache, default_root
+from compress.store.cache import ResultCache, default_root
 from compress.store.durable import blame, temporary_folder
 from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal
@@ -57,14 +57,14 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
     """
     out, root = Path(out).resolve(), cache or default_root()
     if not main_process():
-        _run_as_worker(recipe, StepCache(root))
+        _run_as_worker(recipe, ResultCache(root))
         return None
     with reserve_output(out) as staging:
-        StepCache(root).check_place()
+        ResultCache(root).check_place()
         with blame(out):
             journal = Journal(staging / LOG, quiet)
         with _keep_log_on_failure(journal, out), journal.failures():
-            run = _prepare(recipe, StepCache(root, journal.log), journal)
+            run = _prepare(recipe, ResultCache(root, journal.log), journal)
             _check_room(run.plan, out, root)
             with temporary_folder() as between:
                 steps, notes = _build(run, staging, between)
@@ -100,7 +100,7 @@ def _check_room(plan: Plan, out: Path, cache: Path) -> None:
         )
 
 
-def _run_as_worker(recipe: Recipe, cache: StepCache) -> None:
+def _run_as_worker(recipe: Recipe, cache: ResultCache) -> None:
     """Do the share of a further process of a `torchrun` launch in the calibration; the first process writes all."""
     with temporary_folder() as folder:
         journal = Journal(folder / LOG, quiet=True)
@@ -108,7 +108,7 @@ def _run_as_worker(recipe: Recipe, cache: StepCache) -> None:
             block_passes_alone(_prepare(recipe, cache, journal))
 
 
-def _prepare(recipe: Recipe, cache: StepCache, journal: Journal) -> RunContext:
+def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal) -> RunContext:
     """Make the plan and load the data."""
     plan = make_plan(recipe, cache.root)
     for note in plan.notes:
@@ -140,7 +140,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Step
         with journal.step("exporting to float ONNX"):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
         with journal.step("baseline outputs"):
-            baseline = baseline_step(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
+            baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
     chain = None
     if exported is not None and measures_steps(recipe, plan.before):
         chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
@@ -219,7 +219,7 @@ def _score_in_torch(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarr
         log=run.journal.log,
         progress=run.journal.progress,
     )
-    return torch_outputs_step(run.cache, plan.keys.torch_outputs, before, passed.streamed, context)
+    return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context)
 
 
 def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[Note]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from compress.models.huggingface import quiet
 from compress.models.source import locate
 from compress.specs import ModelSpec
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json")
 """What decides it."""
@@ -25,7 +25,7 @@ def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | N
     if not spec.generates or source.kind != "huggingface" or source.folder is None:
         return source.folder, []
     notes: list[str] = []
-    made, key = StepCache(cache / "tokenizers", notes.append), _hash_files(source.folder)
+    made, key = ResultCache(cache / "tokenizers", notes.append), _hash_files(source.folder)
     step = made.get(key)
     if step is None:
         try:

@@ -10,7 +10,7 @@ from compress.passes import Pass
 from compress.planning.inputs import Inputs
 from compress.planning.outside import list_plugins
 from compress.recipe.schema import Recipe
-from compress.store.cache import step_key
+from compress.store.cache import cache_key
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.records import to_json
@@ -20,7 +20,7 @@ from runtime.metrics import METRICS
 
 
 @dataclass(frozen=True)
-class StepKeys:
+class CacheKeys:
     """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs.
 
     `passed_graph`: the graph exported after the passes over the torch model, on which the graph passes work; the float
@@ -37,33 +37,33 @@ class StepKeys:
     outputs: tuple[str, ...]
 
 
-def step_keys(inputs: Inputs) -> StepKeys:
+def cache_keys(inputs: Inputs) -> CacheKeys:
     """Return the keys of all steps of a recipe, chained: each holds that of the step before it."""
     recipe = inputs.recipe
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
     export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
     plugins = list_plugins(recipe)
-    source = step_key("plugins", inputs.digest, plugins) if plugins else inputs.digest
-    float_graph = step_key("export", source, export)
+    source = cache_key("plugins", inputs.digest, plugins) if plugins else inputs.digest
+    float_graph = cache_key("export", source, export)
     keys, previous = [], source
     staged = [(pass_, pass_.stage_on(inputs.facts)) for pass_ in recipe.passes]
     for pass_, stage in ((pass_, stage) for pass_, stage in staged if stage != "graph"):
         uses = [*_list_dependencies(pass_, recipe, data), *_digest_student(pass_, inputs)]
-        previous = step_key(f"{stage} pass", previous, uses, _describe_preprocess(inputs))
+        previous = cache_key(f"{stage} pass", previous, uses, _describe_preprocess(inputs))
         keys.append(previous)
-    exports = [step_key("export", key, export) for key in keys]
+    exports = [cache_key("export", key, export) for key in keys]
     previous = passed_graph = exports[-1] if exports else float_graph
     for pass_ in (pass_ for pass_, stage in staged if stage == "graph"):
-        previous = step_key("pass", previous, _list_dependencies(pass_, recipe, data))
+        previous = cache_key("pass", previous, _list_dependencies(pass_, recipe, data))
         keys.append(previous)
     judged = recipe.validate_
     how = [recipe.target, judged.batch_size, judged.benchmark.threads]
-    baseline = step_key("baseline", float_graph, data.get("evaluation"), how)
-    torch_outputs = step_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
+    baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
+    torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
     left = [*exports, *keys[len(exports) :]]
-    outputs = [step_key("step outputs", key, baseline) for key in left]
-    return StepKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
+    outputs = [cache_key("step outputs", key, baseline) for key in left]
+    return CacheKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
 
 
 def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]:

@@ -21,12 +21,12 @@ from compress.models.feeds import parameters
 from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
-from compress.planning.cache_keys import StepKeys, step_keys
+from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
 from compress.planning.measurements import step_note
 from compress.planning.outside import check_work
-from compress.planning.plan import Plan, PlannedStep
+from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import engine_notes, objections
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
@@ -36,7 +36,7 @@ from compress.recipe.exports import CheckpointExport
 from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
-from compress.store.cache import StepCache, default_root
+from compress.store.cache import ResultCache, default_root
 from compress.store.durable import blame
 from runtime.bundle.manifest import fixed_batch
 from runtime.measure.benchmark import choose_backend
@@ -54,11 +54,11 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     """
     restrict_network(recipe)
     check_work(recipe)
-    store = StepCache(cache or default_root())
+    store = ResultCache(cache or default_root())
     store.refuse_file()
     with blame(recipe.root, SourceError):
         inputs = read_inputs(recipe, store.root)
-        keys = step_keys(inputs)
+        keys = cache_keys(inputs)
     before = inputs.facts
     done, problems, schemes = _plan_passes(inputs, keys, store)
     after = done[-1].after if done else before
@@ -75,7 +75,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     if problems:
         raise PlanError(problems)
     first = [
-        PlannedStep(name, key, store.has(key), before.n_bytes, before.n_bytes)
+        PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes)
         for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
     ]
     steps = (*first, *(planned.step for planned in done))
@@ -88,12 +88,12 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
 class _Done:
     """A pass that has been planned, and the model's facts before and after it."""
 
-    step: PlannedStep
+    step: PlannedWork
     before: ModelFacts
     after: ModelFacts
 
 
-def _plan_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list[_Done], list[str], Schemes]:
+def _plan_passes(inputs: Inputs, keys: CacheKeys, store: ResultCache) -> tuple[list[_Done], list[str], Schemes]:
     """Check each pass on the facts that the one before it leaves.
 
     Returns the passes, the problems of all, and how layers are stored.
@@ -107,7 +107,7 @@ def _plan_passes(inputs: Inputs, keys: StepKeys, store: StepCache) -> tuple[list
         sizes = facts.n_bytes, plan.facts.n_bytes
         notes = (*plan.notes, *_train_notes(pass_, inputs))
         done.append(
-            _Done(PlannedStep(pass_.kind, key, store.has(key), *sizes, plan.decisions, notes), facts, plan.facts)
+            _Done(PlannedWork(pass_.kind, key, store.has(key), *sizes, plan.decisions, notes), facts, plan.facts)
         )
         facts = plan.facts
         schemes |= plan.schemes

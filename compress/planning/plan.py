@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from compress.facts import LayerDecision, ModelFacts, Note
-from compress.planning.cache_keys import StepKeys
+from compress.planning.cache_keys import CacheKeys
 from compress.planning.forecast import Forecast
 from compress.planning.inputs import Inputs
 from compress.recipe.schema import Recipe
@@ -23,8 +23,8 @@ MOST_LAYERS = 12
 
 
 @dataclass(frozen=True)
-class PlannedStep:
-    """One step, in order. `cached`: its result is in the cache already."""
+class PlannedWork:
+    """What is done at once: an export, a pass, the baseline's outputs. `cached`: its result is in the cache already."""
 
     name: str
     key: str
@@ -41,8 +41,8 @@ class Plan:
 
     recipe: Recipe
     inputs: Inputs
-    steps: tuple[PlannedStep, ...]
-    keys: StepKeys
+    steps: tuple[PlannedWork, ...]
+    keys: CacheKeys
     before: ModelFacts
     after: ModelFacts
     notes: tuple[Note, ...]
@@ -73,15 +73,15 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "size_bytes": {"before": plan.before.n_bytes, "after": plan.after.n_bytes},
         "steps": [
             {
-                "name": step.name,
-                "key": step.key,
-                "cached": step.cached,
-                "before_bytes": step.before_bytes,
-                "after_bytes": step.after_bytes,
-                "layers": [asdict(decision) for decision in step.decisions],
-                "notes": [asdict(note) for note in step.notes],
+                "name": work.name,
+                "key": work.key,
+                "cached": work.cached,
+                "before_bytes": work.before_bytes,
+                "after_bytes": work.after_bytes,
+                "layers": [asdict(decision) for decision in work.decisions],
+                "notes": [asdict(note) for note in work.notes],
             }
-            for step in plan.steps
+            for work in plan.steps
         ],
         "data": {
             name: {"source": f.source, "samples": f.n_samples, "digest": f.digest}
@@ -95,19 +95,19 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 def render_plan(plan: Plan, console: Console) -> None:
     """Print steps, layers, what the target will do, sizes and the forecast."""
     console.print(f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}")
-    table = Table("step", "done already", "weights before", "after", "layers")
-    for step in plan.steps:
+    table = Table("work", "done already", "weights before", "after", "layers")
+    for work in plan.steps:
         table.add_row(
-            step.name,
-            "cached" if step.cached else "",
-            size_text(step.before_bytes),
-            size_text(step.after_bytes),
-            _format_counts(step.decisions),
+            work.name,
+            "cached" if work.cached else "",
+            size_text(work.before_bytes),
+            size_text(work.after_bytes),
+            _format_counts(work.decisions),
         )
     console.print(table)
-    for step in plan.steps:
-        _print_layers(step.decisions, step.name, console)
-        for note in step.notes:
+    for work in plan.steps:
+        _print_layers(work.decisions, work.name, console)
+        for note in work.notes:
             console.print(f"  {_format_level(note.level)}{escape(note.text)}")
     for note in plan.notes:
         console.print(f"{_format_level(note.level)}{escape(note.text)}")
@@ -121,7 +121,7 @@ def plan_html(plan: Plan) -> str:
         f"<td>{size_text(s.after_bytes)}</td><td>{html_escape(_format_counts(s.decisions))}</td></tr>"
         for s in plan.steps
     )
-    head = "<tr><th>step</th><th>done already</th><th>weights before</th><th>after</th><th>layers</th></tr>"
+    head = "<tr><th>work</th><th>done already</th><th>weights before</th><th>after</th><th>layers</th></tr>"
     name, total = html_escape(plan.recipe.name), html_escape(_format_forecast(plan))
     return f"<p><b>{name}</b></p><table>{head}{rows}</table><p>{total}</p>"
 
@@ -141,20 +141,20 @@ def _format_counts(decisions: Sequence[LayerDecision]) -> str:
     return ", ".join(f"{n} {action}" for action, n in counts.items())
 
 
-def _print_layers(decisions: Sequence[LayerDecision], step: str, console: Console) -> None:
+def _print_layers(decisions: Sequence[LayerDecision], work: str, console: Console) -> None:
     """Print the layers that are left, with the reason, and the first of those that are touched."""
     touched = [d for d in decisions if d.action != "kept"]
     for decision in touched[:MOST_LAYERS]:
-        _print_layer(decision, f"{decision.action} {decision.reason}", step, console)
+        _print_layer(decision, f"{decision.action} {decision.reason}", work, console)
     if len(touched) > MOST_LAYERS:
-        console.print(f"  {step}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
+        console.print(f"  {work}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
     for decision in decisions:
         if decision.action == "kept":
-            _print_layer(decision, f"stays: {decision.reason}", step, console)
+            _print_layer(decision, f"stays: {decision.reason}", work, console)
 
 
-def _print_layer(decision: LayerDecision, what: str, step: str, console: Console) -> None:
-    console.print(f"  {step}: {decision.layer} ({decision.type}) {what}", highlight=False, markup=False)
+def _print_layer(decision: LayerDecision, what: str, work: str, console: Console) -> None:
+    console.print(f"  {work}: {decision.layer} ({decision.type}) {what}", highlight=False, markup=False)
 
 
 def _format_level(level: str) -> str:

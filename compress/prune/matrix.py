@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.trace import CONVOLUTIONS
 from compress.facts import Reading
 from compress.prune.layers import windows
@@ -71,10 +71,10 @@ def patches(layer: Any, x: Tensor) -> Tensor:
     return grouped.permute(2, 0, 1, 3).reshape(layer.groups, len(grouped), -1)
 
 
-def visit_inputs(step: BlockStep, convolutions: Sequence[str], visit: Visit, act: Callable[[Reading], None]) -> None:
+def visit_inputs(step: BlockWork, convolutions: Sequence[str], visit: Visit, act: Callable[[Reading], None]) -> None:
     """Run all micro-batches once and stop before each reading: `visit` for each micro-batch, then `act`.
 
-    Works like `BlockStep.lockstep`, but `visit` gets rows [groups, n, in] and each of `convolutions` is a reading too.
+    Works like `BlockWork.lockstep`, but `visit` gets rows [groups, n, in] and each of `convolutions` is a reading too.
     """
     if not convolutions:
         step.lockstep(lambda reading, rows: visit(reading, rows[None]), act)
@@ -91,7 +91,7 @@ def visit_inputs(step: BlockStep, convolutions: Sequence[str], visit: Visit, act
         run_in_lockstep(runs, taps, visit_rows, act, lambda go: go(), outputs=False)
 
 
-def _order_taps(step: BlockStep, convolutions: Sequence[str]) -> list[Tap]:
+def _order_taps(step: BlockWork, convolutions: Sequence[str]) -> list[Tap]:
     """Return the step's readings and the convolutions as the first micro-batch meets them, the same in all processes.
 
     What it does not meet comes last.

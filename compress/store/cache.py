@@ -51,7 +51,7 @@ class CachedResult:
 
 
 @dataclass(frozen=True)
-class StepCache:
+class ResultCache:
     """The store. `log` is told when a damaged step is discarded."""
 
     root: Path
@@ -238,7 +238,7 @@ def default_root() -> Path:
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compress"
 
 
-def step_key(*parts: Any) -> str:
+def cache_key(*parts: Any) -> str:
     """Hash JSON values and the version of the code and libraries that would do the step: sha256 (hex)."""
     text = json.dumps([code_version(), parts], sort_keys=True, default=_make_plain)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -18,7 +18,7 @@ from compress.passes.tune import is_selected
 from compress.quantize.autoround import autoround_block
 from compress.quantize.learn import RoundingCourse, TuneLog
 from compress.quantize.rounding import QuantizedWeight
-from compress.work.block_layers import matrix, nearest, remark, step_layers
+from compress.work.block_layers import block_layers, matrix, nearest, remark
 from compress.work.learning import block_lessons, open_saved_run
 
 
@@ -37,7 +37,7 @@ def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext
 
 def _learn(
     knobs: AutoRound,
-    step: BlockStep,
+    step: BlockWork,
     start: Mapping[str, QuantizedWeight],
     schemes: Mapping[str, Scheme],
     context: PassContext,
@@ -70,7 +70,7 @@ def _learn(
 
 def _record(
     knobs: AutoRound,
-    step: BlockStep,
+    step: BlockWork,
     start: Mapping[str, QuantizedWeight],
     weights: Mapping[str, QuantizedWeight],
     schemes: Mapping[str, Scheme],
@@ -92,20 +92,20 @@ def _record(
 
 
 def _choose_start(
-    knobs: AutoRound, model: StreamedModel, step: BlockStep, target: Target
+    knobs: AutoRound, model: StreamedModel, step: BlockWork, target: Target
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Scheme]]:
     """Return the integers to go on from, and their schemes: the nearest, or those that are there."""
     if knobs.start == "given":
         start = {layer: weight for layer, weight in step.quantized.items() if _is_learnable(knobs, model, step, layer)}
         return start, {layer: model.schemes[layer] for layer in start}
-    layers = step_layers(knobs, step, target)
+    layers = block_layers(knobs, step, target)
     step.say(decisions=layers.kept)
     return {
         layer: _round_to_nearest(knobs, step, layer, scheme, target) for layer, scheme in layers.schemes.items()
     }, layers.schemes
 
 
-def _is_learnable(knobs: AutoRound, model: StreamedModel, step: BlockStep, layer: str) -> bool:
+def _is_learnable(knobs: AutoRound, model: StreamedModel, step: BlockWork, layer: str) -> bool:
     """Return False for a layer that is not selected, or not on an integer grid, which is said."""
     kind = type(step.layers[layer]).__name__
     if not is_selected(knobs, layer, kind):
@@ -116,7 +116,7 @@ def _is_learnable(knobs: AutoRound, model: StreamedModel, step: BlockStep, layer
     return False
 
 
-def _round_to_nearest(knobs: AutoRound, step: BlockStep, layer: str, scheme: Scheme, target: Target) -> QuantizedWeight:
+def _round_to_nearest(knobs: AutoRound, step: BlockWork, layer: str, scheme: Scheme, target: Target) -> QuantizedWeight:
     weight = matrix(knobs, step, layer)
     if scheme.weights.kind != "int":
         raise PassError(f"autoround: {layer}: {scheme.name} is no integer grid to learn the rounding on; use rtn")

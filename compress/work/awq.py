@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.blocks.folding import tie_scales
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -20,14 +20,14 @@ from compress.formats.targets import Target
 from compress.passes.awq import Awq
 from compress.quantize.awq import Scaling, search_scales
 from compress.quantize.gram import Compute, Gram
-from compress.work.block_layers import StepLayers, fold_into, matrix, may_be_negative, nearest, remark, step_layers
+from compress.work.block_layers import BlockLayers, block_layers, fold_into, matrix, may_be_negative, nearest, remark
 
 
 def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:
-        _BlockScaling(knobs, step, step_layers(knobs, step, context.target), context.target).run()
+        _BlockScaling(knobs, step, block_layers(knobs, step, context.target), context.target).run()
     return stream.result()
 
 
@@ -45,7 +45,7 @@ class _Seen:
 class _BlockScaling:
     """AWQ on one block: scales for each group of layers that read one tensor, then rounding."""
 
-    def __init__(self, knobs: Awq, step: BlockStep, layers: StepLayers, target: Target) -> None:
+    def __init__(self, knobs: Awq, step: BlockWork, layers: BlockLayers, target: Target) -> None:
         self.knobs, self.step, self.layers, self.target = knobs, step, layers, target
         self.seen: dict[Reading, _Seen] = {}
         self.importance: dict[str, Tensor] = {}

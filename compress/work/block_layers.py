@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.blocks.folding import fold_scales
 from compress.blocks.materialise import plain
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.trace import layer_type, weight_shape
 from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
@@ -36,7 +36,7 @@ def layer_facts(name: str, layer: nn.Module, bits: float = 32) -> LayerFacts:
 
 
 @dataclass(frozen=True)
-class StepLayers:
+class BlockLayers:
     """Of one step: what each layer to round gets, in the order in which the step holds them, and the others."""
 
     facts: dict[str, LayerFacts]
@@ -48,7 +48,7 @@ class StepLayers:
         return [layer for layer in layers if layer in self.schemes]
 
 
-def step_facts(step: BlockStep) -> list[LayerFacts]:
+def block_facts(step: BlockWork) -> list[LayerFacts]:
     """Return the facts of the step's layers, as the plan has them."""
     quantized = step.quantized
     facts = []
@@ -58,20 +58,20 @@ def step_facts(step: BlockStep) -> list[LayerFacts]:
     return facts
 
 
-def step_layers(knobs: WeightPass, step: BlockStep, target: Target) -> StepLayers:
-    taken, kept = knobs.choose_layers(step_facts(step))
+def block_layers(knobs: WeightPass, step: BlockWork, target: Target) -> BlockLayers:
+    taken, kept = knobs.choose_layers(block_facts(step))
     schemes = {layer.name: knobs.setting(layer, target) for layer in taken}
-    return StepLayers({layer.name: layer for layer in taken}, schemes, tuple(kept))
+    return BlockLayers({layer.name: layer for layer in taken}, schemes, tuple(kept))
 
 
-def remark(knobs: WeightPass, step: BlockStep, texts: Sequence[str]) -> None:
+def remark(knobs: WeightPass, step: BlockWork, texts: Sequence[str]) -> None:
     """Add notes of level warning; with `strict` raise a PassError."""
     if texts and knobs.strict:
         raise PassError(list(texts))
     step.say(notes=[Note("warning", text) for text in texts])
 
 
-def matrix(knobs: WeightPass, step: BlockStep, layer: str) -> Tensor:
+def matrix(knobs: WeightPass, step: BlockWork, layer: str) -> Tensor:
     """Return a layer's weight. PassError naming it if it is not finite."""
     weight = step.matrix(layer)
     if not finite(weight):
@@ -79,7 +79,7 @@ def matrix(knobs: WeightPass, step: BlockStep, layer: str) -> Tensor:
     return weight
 
 
-def find_shared_peaks(knobs: WeightPass, step: BlockStep, schemes: Mapping[str, Scheme]) -> dict[str, float]:
+def find_shared_peaks(knobs: WeightPass, step: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float]:
     """Return the magnitude that the one scale of a whole weight makes room for: the largest of its input group.
 
     vLLM computes layers that read one tensor (q, k and v; gate and up) as one product with one scale, and rounds them
@@ -105,7 +105,7 @@ def nearest(
     return round_to_grid(weight, scheme.weights, importance, may_be_negative(scheme, target))
 
 
-def fold_into(step: BlockStep, reading: Reading, scales: Tensor) -> None:
+def fold_into(step: BlockWork, reading: Reading, scales: Tensor) -> None:
     """Divide what the reading reads by `scales` [in], in the module that gives it; its layers multiply it back in."""
     modules = {full_name(step, path): module for path, module in step.block.named_modules()}
     fold_scales(reading, scales, modules.__getitem__)
@@ -116,7 +116,7 @@ def fold_into(step: BlockStep, reading: Reading, scales: Tensor) -> None:
         step.replace(f"{reading.source}.bias", bias)
 
 
-def full_name(step: BlockStep, path: str) -> str:
+def full_name(step: BlockWork, path: str) -> str:
     """Return a module's name in the model, from its path in the step's block."""
     path = plain(path)
     inside = step.name not in ("", BEFORE, AFTER)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -33,7 +33,7 @@ from compress.quantize.gram import Gram, gram_matrix
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
-from compress.work.block_layers import InputRanges, StepLayers, matrix, may_be_negative, nearest, remark, step_layers
+from compress.work.block_layers import BlockLayers, InputRanges, block_layers, matrix, may_be_negative, nearest, remark
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pa
     """Round a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
     for step in stream:
-        work = _BlockRounding(knobs, step, step_layers(knobs, step, context.target), context.target)
+        work = _BlockRounding(knobs, step, block_layers(knobs, step, context.target), context.target)
         if knobs.sequential and work.layers.schemes:
             step.lockstep(work.visit, work.act)
         elif work.layers.schemes:
@@ -130,7 +130,7 @@ def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: floa
 class _BlockRounding:
     """One step: a Gram matrix for each reading while it is needed, and what is to be said."""
 
-    def __init__(self, knobs: Gptq, step: BlockStep, layers: StepLayers, target: Target) -> None:
+    def __init__(self, knobs: Gptq, step: BlockWork, layers: BlockLayers, target: Target) -> None:
         self.knobs, self.step, self.layers, self.target = knobs, step, layers, target
         self.grams: dict[Reading, Gram] = {}
         self.inputs = InputRanges.of(layers.schemes)

@@ -8,13 +8,13 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.passes.hqq import Hqq
 from compress.quantize.hqq import hqq_round
-from compress.work.block_layers import matrix, may_be_negative, remark, step_layers
+from compress.work.block_layers import block_layers, matrix, may_be_negative, remark
 
 
 def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=False)
     for step in stream:
-        work = step_layers(knobs, step, context.target)
+        work = block_layers(knobs, step, context.target)
         for layer, scheme in work.schemes.items():
             signed = may_be_negative(scheme, context.target)
             try:

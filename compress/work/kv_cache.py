@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.blocks.keys_values import exchange_keys_and_values
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -65,7 +65,7 @@ def _combine_peaks(name: str, mine: float) -> float:
 
 
 @contextmanager
-def _watch_attention(step: BlockStep, peaks: dict[str, _Peaks]) -> Iterator[None]:
+def _watch_attention(step: BlockWork, peaks: dict[str, _Peaks]) -> Iterator[None]:
     """Make the attention modules tell their peaks what they compute with while the context is open."""
     modules = {full_name(step, path): module for path, module in step.block.named_modules()}
     for name, seen in peaks.items():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import fill, holders, plain
 from compress.blocks.sharing import main_process, share, wait
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
 from compress.quantize.learn import is_transposed
@@ -25,7 +25,7 @@ ROWS = 2048
 """Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
 
 
-def block_lessons(step: BlockStep, held_out: float) -> tuple[list[Together], list[Together]]:
+def block_lessons(step: BlockWork, held_out: float) -> tuple[list[Together], list[Together]]:
     """Return a step's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
     lessons = [
         BlockLesson(_bind_index(step.forward, i), _bind_index(step.float_outputs, i), call.rows, call.n_rows)

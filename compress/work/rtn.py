@@ -13,7 +13,7 @@ from compress.errors import PassError
 from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
 from compress.quantize.state import GraphState
-from compress.work.block_layers import InputRanges, find_shared_peaks, matrix, nearest, remark, step_layers
+from compress.work.block_layers import InputRanges, block_layers, find_shared_peaks, matrix, nearest, remark
 
 
 def apply_rtn(
@@ -41,7 +41,7 @@ def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassRes
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=knobs.needs_calibration)
     for step in stream:
-        work = step_layers(knobs, step, context.target)
+        work = block_layers(knobs, step, context.target)
         inputs = InputRanges.of(work.schemes)
         try:
             if inputs.schemes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.blocks.folding import tie_scales
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -36,7 +36,7 @@ from compress.quantize.smooth import (
     search_smoothing,
 )
 from compress.quantize.state import GraphState
-from compress.work.block_layers import fold_into, step_facts
+from compress.work.block_layers import block_facts, fold_into
 
 
 def apply_smoothquant(
@@ -115,9 +115,9 @@ class _Sample:
 class _BlockSmoothing:
     """One step."""
 
-    def __init__(self, knobs: SmoothQuant, step: BlockStep, context: PassContext) -> None:
+    def __init__(self, knobs: SmoothQuant, step: BlockWork, context: PassContext) -> None:
         self.knobs, self.step = knobs, step
-        taken, self.kept = choose_layers(step_facts(step), (), knobs.ignore, knobs.unfit)
+        taken, self.kept = choose_layers(block_facts(step), (), knobs.ignore, knobs.unfit)
         self.facts = {layer.name: layer for layer in taken}
         self.samples: dict[Reading, _Sample] = {}
         self.n_each = max(1, knobs.rows // max(1, len(context.batches)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.blocks.parts import layers_of
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d, weight_shape
@@ -26,7 +26,7 @@ from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
 from compress.quantize.gptq import Hessian, invert_hessian
 from compress.quantize.gram import Gram
-from compress.work.block_layers import layer_facts, step_facts
+from compress.work.block_layers import block_facts, layer_facts
 
 JUDGED_ROWS = 128
 """Of each group of a weight, evenly spaced: the outputs on which the error is measured."""
@@ -38,7 +38,7 @@ def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) 
     amounts = _compute_global_amounts(knobs, model) if knobs.scope == "global" else {}
     stream = Stream(model, context, data=knobs.needs_calibration)
     for step in stream:
-        taken, kept = knobs.choose_layers(step_facts(step), model.structure)
+        taken, kept = knobs.choose_layers(block_facts(step), model.structure)
         step.say(decisions=[*map(knobs.decision, taken), *kept])
         wanted = {layer.name: amounts.get(layer.name, knobs.setting(layer)) for layer in taken}
         work = _BlockSparsifying(knobs, step, taken, wanted)
@@ -70,7 +70,7 @@ class _BlockSparsifying:
     """Zeros for the layers of one block: Gram matrices of what each reading's groups read, while they are needed."""
 
     def __init__(
-        self, knobs: Sparsify, step: BlockStep, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
+        self, knobs: Sparsify, step: BlockWork, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
     ) -> None:
         self.knobs, self.step, self.amounts = knobs, step, amounts
         self.scope: Scope = "row" if knobs.within == "row" else "layer"

@@ -19,7 +19,7 @@ from compress.errors import PlanError
 from compress.execution.lock import steps_by_the_clock
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from runtime.bundle.format import read_manifest
 
 Net = tuple[Path, dict[str, Any]]
@@ -138,7 +138,7 @@ def test_a_second_run_does_nothing_again(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a finished step was done again")
 
-    monkeypatch.setattr(StepCache, "put", refuse)
+    monkeypatch.setattr(ResultCache, "put", refuse)
     monkeypatch.setattr("compress.execution.passes.load_model", refuse)
     apply(net[1], tmp_path / "b", cache, net[0])
     assert bundle_bytes(tmp_path / "b") == bundle_bytes(bundle)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from makers import bundle_bytes, write_recipe
 
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from runtime.bundle.format import verify
 
 Net = tuple[Path, dict[str, Any]]
@@ -32,7 +32,7 @@ from runtime.report.render import Side
 example = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 3)).eval()
 torch.onnx.export(example, (torch.zeros(2, 1, 8, 8),), dynamo=True, verbose=False)  # imports a good deal more
 
-real_put, real_rename = compress.store.cache.StepCache.put, os.rename
+real_put, real_rename = compress.store.cache.ResultCache.put, os.rename
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +54,7 @@ def arm(point, n):
         real_rename(source, target)
         if point == "published" and source.parent.name.endswith(".partial") and source.name == "new":
             die()
-    compress.store.cache.StepCache.put, os.rename = put, rename
+    compress.store.cache.ResultCache.put, os.rename = put, rename
     compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     if point == "assemble":
         compress.export.bundle.write_bundle = die
@@ -131,7 +131,7 @@ def unbroken(server: Callable[[dict[str, Any]], int], net: Net, tmp_path_factory
 def complaints(cache: Path) -> list[str]:
     """What the cache says about its steps when each of them is asked for."""
     said: list[str] = []
-    store = StepCache(cache, said.append)
+    store = ResultCache(cache, said.append)
     for folder in cache.iterdir():
         if not folder.name.startswith("."):
             assert store.get(folder.name) is not None or said

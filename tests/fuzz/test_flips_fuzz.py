@@ -16,7 +16,7 @@ from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
 from compress.blocks.blockfiles import Changes, read_step, step_file, write_step
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.store.training_state import read_state, write_state
 from runtime.bundle.format import is_hashed, verify
 
@@ -73,7 +73,7 @@ def test_a_flipped_byte_of_the_cache_is_seen_and_the_step_done_again(shop: Works
         flip(shop.root / "cache", change)
         said: list[str] = []
         key = change[0].partition("/")[0]
-        assert StepCache(shop.root / "cache", said.append).get(key) is None, change
+        assert ResultCache(shop.root / "cache", said.append).get(key) is None, change
         assert said == [f"cache: step {key[:12]} is damaged; it is discarded and done again"]
         shop.begin(warm=True)
         flip(shop.root / "cache", change)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compress.blocks import activations
 from compress.blocks.materialise import copy_without_weights, memory_store
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
@@ -45,7 +45,7 @@ def rows_read(net: nn.Module, layer: str, batches: list[dict[str, np.ndarray]]) 
     return found[0].reshape(-1, found[0].shape[-1])[together(batches)["attention_mask"].bool().reshape(-1)]
 
 
-def round_all(step: BlockStep) -> Callable[[Reading], None]:
+def round_all(step: BlockWork) -> Callable[[Reading], None]:
     def act(reading: Reading) -> None:
         for layer in reading.layers:
             step.put(layer, nearest(step.matrix(layer)), W4)
@@ -121,7 +121,7 @@ def test_lockstep_goes_on_through_what_was_put(make: Callable[[], nn.Module]) ->
     for step in stream:
         rounding = round_all(step)
 
-        def act(reading: Reading, rounding: Callable[[Reading], None] = rounding, step: BlockStep = step) -> None:
+        def act(reading: Reading, rounding: Callable[[Reading], None] = rounding, step: BlockWork = step) -> None:
             plain = rows_read(net, reading.layers[0], batches)
             assert torch.allclose(seen[reading.layers[0]], plain, atol=1e-5)
             rounding(reading)
@@ -239,7 +239,7 @@ def test_a_model_without_a_chain_is_one_step() -> None:
     assert torch.equal(after.store.read("0.bias"), net[0].bias)
 
 
-def round_all_w8(step: BlockStep) -> Callable[[Reading], None]:
+def round_all_w8(step: BlockWork) -> Callable[[Reading], None]:
     from compress.formats.schemes import PRESETS
 
     def act(reading: Reading) -> None:

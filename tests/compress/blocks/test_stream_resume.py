@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.blocks import activations
 from compress.blocks.blockfiles import read_finished_steps, step_file
-from compress.blocks.step import BlockStep
+from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream, result_of
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
@@ -35,7 +35,7 @@ def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "ROWS", 24)
 
 
-def worked(step: BlockStep, lockstep: bool) -> None:
+def worked(step: BlockWork, lockstep: bool) -> None:
     """Rounds every layer to what depends on its inputs, changes a norm, and says so."""
     grams: dict[str, Tensor] = {}
 

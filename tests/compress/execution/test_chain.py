@@ -26,7 +26,7 @@ from compress.planning.forecast import forecast
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.work import WORK
 from runtime.bundle.format import verify
 from runtime.measure.probe import Probe
@@ -142,7 +142,7 @@ def test_a_second_run_scores_nothing_again_and_says_what_each_step_took(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a finished step was done again")
 
-    monkeypatch.setattr(StepCache, "put", refuse)
+    monkeypatch.setattr(ResultCache, "put", refuse)
     monkeypatch.setattr(chain, "run_graph", refuse)
     again = run(recipe_of(Shake(), ROUND, INT8), tmp_path / "b", cache)
     assert [(row.seconds, row.metrics) for row in rows(again)] == [(r.seconds, r.metrics) for r in rows(whole[1])]

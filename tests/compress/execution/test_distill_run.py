@@ -27,7 +27,7 @@ from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
 from compress.work import WORK
 
@@ -76,7 +76,7 @@ def ground(cache: Path, knobs: Distill) -> RunContext:
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
     (cache / "log.txt").unlink(missing_ok=True)
-    return RunContext(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
+    return RunContext(plan, ResultCache(cache), Journal(cache / "log.txt", quiet=True), sets)
 
 
 def weights(one: RunContext) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
 from runtime.bundle.format import verify
 
@@ -41,7 +41,7 @@ def ground(cache: Path, *passes: Pass) -> RunContext:
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
     (cache / "log.txt").unlink(missing_ok=True)
-    return RunContext(plan, StepCache(cache), Journal(cache / "log.txt", quiet=True), sets)
+    return RunContext(plan, ResultCache(cache), Journal(cache / "log.txt", quiet=True), sets)
 
 
 def test_a_recipe_ends_in_a_judged_int8_bundle(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from graphs import one_layer
 
 from compress.context import PassResult
 from compress.errors import ExportError, OutputError
-from compress.execution.cached import _refuse_broken, _save_arrays, example_batch, pass_step
+from compress.execution.cached import _refuse_broken, _save_arrays, example_batch, run_graph_pass
 from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note
 from compress.graph.layers import find_layers
 from compress.planning.inputs import fixed_batch
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState, Range
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.work import WORK, apply_pass
 from runtime.bundle.tensors import TensorSpec
 
@@ -57,8 +57,8 @@ def apply_rounding(config: Rounding, model: Any, context: Any) -> PassResult:
 
 
 def test_a_pass_is_done_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
-    store, one = StepCache(tmp_path), Rounding()
-    first, second = (pass_step(store, "k", one, None, None) for _ in range(2))  # type: ignore[arg-type]
+    store, one = ResultCache(tmp_path), Rounding()
+    first, second = (run_graph_pass(store, "k", one, None, None) for _ in range(2))  # type: ignore[arg-type]
     made = apply_pass(Rounding(), None, None)
     assert one.calls == 1
     for found in (first, second):

@@ -13,7 +13,7 @@ import pytest
 
 from compress.errors import PlaceError
 from compress.store import cache as cache_module
-from compress.store.cache import NEW_SECONDS, StepCache, code_version, default_root, step_key
+from compress.store.cache import NEW_SECONDS, ResultCache, cache_key, code_version, default_root
 from compress.store.durable import MARK
 
 
@@ -27,7 +27,7 @@ def writing(text: str, record: dict[str, Any] | None = None) -> Callable[[Path],
 
 
 def test_what_was_put_is_got(tmp_path: Path) -> None:
-    store = StepCache(tmp_path / "cache")
+    store = ResultCache(tmp_path / "cache")
     assert store.get("k") is None and not store.has("k")
     put = store.put("k", writing("a"))
     got = store.get("k")
@@ -41,7 +41,7 @@ def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
 
-    store = StepCache(tmp_path)
+    store = ResultCache(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         store.put("k", fail)
     assert not list(tmp_path.iterdir())
@@ -52,7 +52,7 @@ def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_a_damaged_record_is_no_step(tmp_path: Path, record: str | None) -> None:
     said: list[str] = []
-    store = StepCache(tmp_path, said.append)
+    store = ResultCache(tmp_path, said.append)
     store.put("k", writing("a"))
     if record is None:
         (tmp_path / "k/record.json").unlink()
@@ -79,21 +79,21 @@ EDITS = {
 
 @pytest.mark.parametrize("what", EDITS)
 def test_every_byte_and_every_name_counts(tmp_path: Path, what: str) -> None:
-    store = StepCache(tmp_path, lambda text: None)
+    store = ResultCache(tmp_path, lambda text: None)
     store.put("k", writing("abc", {"sqnr_db": 46.8}))
     EDITS[what](tmp_path / "k")
     assert store.get("k") is None
 
 
 def test_a_step_is_not_believed_under_another_key(tmp_path: Path) -> None:
-    store = StepCache(tmp_path, lambda text: None)
+    store = ResultCache(tmp_path, lambda text: None)
     store.put("k", writing("abc"))
     (tmp_path / "k").rename(tmp_path / "l")
     assert store.get("l") is None
 
 
 def test_a_cache_is_its_users_alone_and_drafts_without_our_mark_are_not_swept(tmp_path: Path) -> None:
-    store = StepCache(tmp_path / "deep/cache")
+    store = ResultCache(tmp_path / "deep/cache")
     store.check_place()
     assert store.root.stat().st_mode & 0o777 == 0o700
     mine = store.root / ".draft-letters"
@@ -107,17 +107,17 @@ def test_a_cache_is_its_users_alone_and_drafts_without_our_mark_are_not_swept(tm
 def test_a_cache_that_cannot_be_is_found_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PlaceError, match="a file; the cache is a folder"):
-        StepCache(tmp_path / "file").check_place()
+        ResultCache(tmp_path / "file").check_place()
     with pytest.raises(PlaceError, match="cannot be read or written"):
-        StepCache(tmp_path / "file/cache").check_place()
+        ResultCache(tmp_path / "file/cache").check_place()
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(PlaceError, match="the cache cannot be written; name another with --cache"):
-        StepCache(tmp_path).check_place()
+        ResultCache(tmp_path).check_place()
 
 
 def test_a_damaged_step_gives_way_to_a_new_one(tmp_path: Path) -> None:
     """Also when nobody asked for it first."""
-    store = StepCache(tmp_path, lambda text: None)
+    store = ResultCache(tmp_path, lambda text: None)
     store.put("k", writing("old"))
     (tmp_path / "k/inner/file").unlink()
     step = store.put("k", writing("new"))
@@ -125,10 +125,10 @@ def test_a_damaged_step_gives_way_to_a_new_one(tmp_path: Path) -> None:
 
 
 def test_the_run_that_finishes_first_is_believed(tmp_path: Path) -> None:
-    store = StepCache(tmp_path)
+    store = ResultCache(tmp_path)
 
     def slow(folder: Path) -> dict[str, Any]:
-        StepCache(tmp_path).put("k", writing("theirs"))
+        ResultCache(tmp_path).put("k", writing("theirs"))
         return writing("ours")(folder)
 
     step = store.put("k", slow)
@@ -137,11 +137,11 @@ def test_the_run_that_finishes_first_is_believed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_comes_between_check_and_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, rename = StepCache(tmp_path), os.rename
+    store, rename = ResultCache(tmp_path), os.rename
 
     def late(source: Path, target: Path) -> None:
         monkeypatch.setattr(cache_module.os, "rename", rename)
-        StepCache(tmp_path).put("k", writing("theirs"))
+        ResultCache(tmp_path).put("k", writing("theirs"))
         rename(source, target)
 
     monkeypatch.setattr(cache_module.os, "rename", late)
@@ -149,7 +149,7 @@ def test_a_run_that_comes_between_check_and_rename(tmp_path: Path, monkeypatch: 
 
 
 def test_drafts_of_killed_runs_are_swept_and_those_at_work_are_not(tmp_path: Path) -> None:
-    store = StepCache(tmp_path)
+    store = ResultCache(tmp_path)
     for name in (".draft-killed", ".draft-new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / MARK).touch()
@@ -160,7 +160,7 @@ def test_drafts_of_killed_runs_are_swept_and_those_at_work_are_not(tmp_path: Pat
     def slow(folder: Path) -> dict[str, Any]:
         (folder / "file").write_text("x")
         os.utime(folder.parent, (old, old))
-        StepCache(tmp_path).put("other", writing("b"))
+        ResultCache(tmp_path).put("other", writing("b"))
         assert (folder / "file").exists()
         return {}
 
@@ -169,13 +169,15 @@ def test_drafts_of_killed_runs_are_swept_and_those_at_work_are_not(tmp_path: Pat
 
 
 def test_a_key_is_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert step_key("a", {"x": 1, "y": (2,)}) == step_key("a", {"y": [2], "x": 1})
-    assert len({step_key("a", 1), step_key("a", "1"), step_key("a", [1]), step_key(["a", 1]), step_key("b", 1)}) == 5
+    assert cache_key("a", {"x": 1, "y": (2,)}) == cache_key("a", {"y": [2], "x": 1})
+    assert (
+        len({cache_key("a", 1), cache_key("a", "1"), cache_key("a", [1]), cache_key(["a", 1]), cache_key("b", 1)}) == 5
+    )
     with pytest.raises(TypeError, match="Path has no place in a step's key"):
-        step_key(Path("x"))
-    before = step_key("a")
+        cache_key(Path("x"))
+    before = cache_key("a")
     monkeypatch.setattr(cache_module, "code_version", lambda: "another")
-    assert step_key("a") != before
+    assert cache_key("a") != before
 
 
 def test_the_code_version_follows_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,13 +197,13 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_record_is_json_that_people_can_read(tmp_path: Path) -> None:
-    StepCache(tmp_path).put("k", writing("a", {"x": 1}))
+    ResultCache(tmp_path).put("k", writing("a", {"x": 1}))
     stored = json.loads((tmp_path / "k/record.json").read_text())
     assert stored["record"] == {"x": 1} and list(stored["files"]) == ["inner/file"]
 
 
 def test_a_step_that_was_just_done_is_as_it_will_be_read_back(tmp_path: Path) -> None:
-    store = StepCache(tmp_path)
+    store = ResultCache(tmp_path)
     done = store.put("k", lambda folder: {"training loss": {"2": 1.0, "10": 0.5}, "held out": (1, 2)})
     kept = store.get("k")
     assert kept is not None

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from compress.store.cache import StepCache, hand_over
+from compress.store.cache import ResultCache, hand_over
 
 LABEL = "tiny: pass 1, gptq"
 
 
-def leave(store: StepCache, key: str, label: str = LABEL) -> None:
+def leave(store: ResultCache, key: str, label: str = LABEL) -> None:
     """A run that fails when it has finished one block."""
 
     def work() -> None:
@@ -27,7 +27,7 @@ def leave(store: StepCache, key: str, label: str = LABEL) -> None:
 
 def test_what_a_failed_run_left_is_found_again_and_gone_after_success(tmp_path: Path) -> None:
     said: list[str] = []
-    store = StepCache(tmp_path / "cache", said.append)
+    store = ResultCache(tmp_path / "cache", said.append)
     leave(store, "k")
     with store.partial("k", LABEL) as folder:
         assert folder == tmp_path / "cache/partial-k" and (folder / "block-0").read_text() == "k"
@@ -36,7 +36,7 @@ def test_what_a_failed_run_left_is_found_again_and_gone_after_success(tmp_path: 
 
 def test_another_key_of_the_same_label_starts_afresh_and_says_so(tmp_path: Path) -> None:
     said: list[str] = []
-    store = StepCache(tmp_path, said.append)
+    store = ResultCache(tmp_path, said.append)
     leave(store, "old")
     leave(store, "foreign", "another recipe")
     with store.partial("new", LABEL) as folder:
@@ -50,7 +50,7 @@ def test_another_key_of_the_same_label_starts_afresh_and_says_so(tmp_path: Path)
 
 def test_a_folder_that_another_run_works_in_is_left_alone(tmp_path: Path) -> None:
     said: list[str] = []
-    store = StepCache(tmp_path, said.append)
+    store = ResultCache(tmp_path, said.append)
     with store.partial("k", LABEL) as theirs:
         (theirs / "block-0").write_text("x")
         with store.partial("k", LABEL) as ours:
@@ -63,18 +63,18 @@ def test_a_folder_that_another_run_works_in_is_left_alone(tmp_path: Path) -> Non
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from compress.store.cache import StepCache\n"
-        "with StepCache(Path(sys.argv[1])).partial('k', 'label') as folder:\n"
+        "import os, sys; from pathlib import Path; from compress.store.cache import ResultCache\n"
+        "with ResultCache(Path(sys.argv[1])).partial('k', 'label') as folder:\n"
         "    (folder / 'block-0').write_text('theirs'); os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
-    with StepCache(tmp_path).partial("k", "label") as folder:
+    with ResultCache(tmp_path).partial("k", "label") as folder:
         assert (folder / "block-0").read_text() == "theirs"
 
 
 def test_finished_blocks_become_part_of_the_step(tmp_path: Path) -> None:
     """And are still there if the run ends before the step is published."""
-    store = StepCache(tmp_path)
+    store = ResultCache(tmp_path)
     leave(store, "k")
 
     def write(draft: Path) -> dict[str, int]:

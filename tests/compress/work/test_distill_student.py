@@ -37,7 +37,7 @@ from compress.planning.make_plan import make_plan
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.load import Recipe
 from compress.recipe.network import needs_hub
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
 from compress.work import begin_pass
 from runtime.bundle.tensors import TensorSpec
@@ -224,7 +224,7 @@ def taught(own: Recipe, folder: Path, name: str = "checkpoint") -> tuple[TorchMo
     plan = make_plan(own, folder / "cache")
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
-    ground = RunContext(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
+    ground = RunContext(plan, ResultCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
     loaded, results = _run_model_passes(ground, not_kept)
     write_checkpoint(folder / name, open_streamed(plan.inputs, loaded), CheckpointExport(), "")
     return loaded, results[0]

@@ -38,7 +38,7 @@ from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
 from compress.recipe.load import Recipe
-from compress.store.cache import StepCache
+from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
 from compress.work.contexts import ModelContext, Timing
 from compress.work.prune_layers import apply_prune_layers, removable_blocks
@@ -499,7 +499,7 @@ def from_the_cache(own: Recipe, folder: Path) -> TorchModel:
     assert plan.steps[-1].cached
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
-    ground = RunContext(plan, StepCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
+    ground = RunContext(plan, ResultCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
     loaded, _ = _run_model_passes(ground, not_kept)
     return loaded
 
