@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,13 @@ def read_shapes_record(path: Path | None) -> Shapes:
 
 def shapes_from(record: Mapping[str, Any]) -> Shapes:
     """Return the shapes that a record of JSON values holds."""
-    tensors = {name: tuple(int(size) for size in shape) for name, shape in record["tensors"].items()}
+    tensors = {name: tuple(index(size) for size in shape) for name, shape in record["tensors"].items()}
     attributes = {
-        path: {key: tuple(value) if isinstance(value, list) else int(value) for key, value in own.items()}
+        path: {key: tuple(value) if isinstance(value, list) else index(value) for key, value in own.items()}
         for path, own in record["attributes"].items()
     }
-    config = {key: value if isinstance(value, list) else int(value) for key, value in record["config"].items()}
-    blocks = {name: tuple(int(number) for number in own) for name, own in record.get("blocks", {}).items()}
+    config = {key: value if isinstance(value, list) else index(value) for key, value in record["config"].items()}
+    blocks = {name: tuple(index(number) for number in own) for name, own in record.get("blocks", {}).items()}
     return Shapes(tensors, attributes, config, blocks, tuple(str(name) for name in record.get("skipped", ())))
 
 
