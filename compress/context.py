@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from compress.facts import LayerDecision, Note
 from compress.formats.targets import Target
+from compress.store.progress import Progress
 
 Feeds = dict[str, np.ndarray]
 Model = TypeVar("Model", covariant=True)
@@ -49,7 +50,7 @@ class PassContext:
     target: Target
     seed: int
     log: Callable[[str], None]
-    progress: Callable[[Sequence[Any], str], Iterable[Any]]
+    progress: Progress
     work: Path | None = None
     memory_mib: float | None = None
 

@@ -6,7 +6,7 @@ the teacher's distribution, not its most likely text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from compress.context import Feeds, TrainSet
 from compress.errors import PassError
+from compress.store.progress import Progress
 from compress.store.training_state import read_state, write_state
 
 FILE = "sequences.safetensors"
@@ -61,7 +62,7 @@ def write_sequences(
     train: TrainSet,
     how: Writing,
     folder: Path | None,
-    progress: Callable[[Sequence[Any], str], Iterable[Any]],
+    progress: Progress,
 ) -> Written:
     """Let the teacher continue the training set's texts.
 

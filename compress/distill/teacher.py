@@ -6,10 +6,9 @@ Kept outputs are worth their disk where every sample is seen again as it is: no 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from compress.distill.batch import Batch
 from compress.distill.watch import Seen
+from compress.store.progress import Progress
 from runtime.bundle.files import put_in_place, sha256_of
 
 Answer = Callable[[Batch], Seen]
@@ -43,7 +43,7 @@ def keep_outputs(
     batch_of: Callable[[np.ndarray], Batch],
     n: int,
     folder: Path,
-    progress: Callable[[Sequence[Any], str], Iterable[Any]],
+    progress: Progress,
 ) -> Kept:
     """Ask for every row once and keep the answers in `folder`, under their digest when whole; one output [b, width]."""
     path = next((file for file in folder.glob(f"{PREFIX}*.npy") if file.name == _name_by_digest(file)), None)

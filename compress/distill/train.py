@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +38,7 @@ from compress.distill.course import (
 from compress.distill.optimizer import check_sizes, make_optimizer, reduce_gradients
 from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
 from compress.errors import PassError
+from compress.store.progress import Progress
 from compress.store.training_state import (
     SavedRun,
     Tensors,
@@ -84,7 +84,7 @@ class Around:
 
     name: str
     log: Callable[[str], None]
-    progress: Callable[[Sequence[Any], str], Iterable[Any]]
+    progress: Progress
     work: Path | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
     before_step: Callable[[int, float], None] = _do_nothing

@@ -33,6 +33,7 @@ from compress.prune.least_squares import Fit, fit
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
+from compress.store.progress import Progress, no_progress
 
 HELD_OUT = 4
 """Every so many-th batch is held out to choose the ridge; of fewer batches none is."""
@@ -40,7 +41,6 @@ RECTIFIED_STEPS = 3
 """Rounds of least squares after the first where a ReLU follows."""
 FAINT = 1e-4
 """A batch norm scale below this share of its largest lets too little through to fit what lies before it."""
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 MAX_OUTPUTS = 16384
 """Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 
@@ -63,7 +63,7 @@ def compensate(
     layers: Sequence[str] | None = None,
     rows_per_feature: int = 128,
     seed: int = 0,
-    progress: Progress = lambda items, text: items,
+    progress: Progress = no_progress,
 ) -> list[Refitted]:
     """Fit weights and biases of `student` in place; `layers`: only these (None: all that are called once).
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from compress.prune.obs import Elimination, ReadingLayer, compensate_weight, eli
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
 from compress.quantize.outputs import first_output
+from compress.store.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 MEASURED_BATCHES = 2
 """On so many, the last ones, a dimension's damage is measured."""
 MEASURED_SHARES = (0.5, 0.25)
@@ -49,7 +49,7 @@ def find_curves(
     comparison: Comparison = "global",
     loss: Loss | None = None,
     seed: int = 0,
-    progress: Progress = lambda items, text: items,
+    progress: Progress = no_progress,
 ) -> list[Elimination]:
     """Return one curve for each dimension: the order in which its units go, and the damage that each width does.
 

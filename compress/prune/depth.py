@@ -24,8 +24,8 @@ from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_co
 from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
 from compress.quantize.outputs import first_output
+from compress.store.progress import Progress, no_progress
 
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 CLOSE = 1e-4
 """Largest difference of outputs, relative to the largest output, that leaves two models the same."""
 Settings = Mapping[str, Any]
@@ -95,7 +95,7 @@ class Removal:
 
 
 def least_error(
-    skipping: Skipping, n_gone: int, batches: Sequence[MicroBatch], progress: Progress = lambda items, text: items
+    skipping: Skipping, n_gone: int, batches: Sequence[MicroBatch], progress: Progress = no_progress
 ) -> Removal:
     """Choose `n_gone` blocks one after another, each the one without which the outputs err least (`Outputs.error_of`).
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,10 @@ from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch
 from compress.quantize.outputs import first_output
+from compress.store.progress import Progress, no_progress
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
 """(module, dimension, units): take the units out of the module, in place."""
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 HELD_BATCHES = 2
 """On so many, the last ones, the error of the outputs is told."""
 
@@ -60,7 +59,7 @@ def shrink(
     remove: Remove,
     compensation: bool = True,
     seed: int = 0,
-    progress: Progress = lambda items, text: items,
+    progress: Progress = no_progress,
 ) -> ShrinkResult:
     """Leave `widths[d]` units of each dimension, those that its curve removes last, in place; return the record.
 

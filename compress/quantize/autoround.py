@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from compress.quantize.fake import ShiftedWeight
-from compress.quantize.learn import LearnedParts, Lesson, Progress, Reduce, RoundingCourse, TuneLog, learn
+from compress.quantize.learn import LearnedParts, Lesson, Reduce, RoundingCourse, TuneLog, learn
 from compress.quantize.rounding import QuantizedWeight
+from compress.store.progress import Progress, no_progress
 from compress.store.training_state import SavedRun
 
 
@@ -25,7 +26,7 @@ def autoround_block(
     *,
     kept_aside: Sequence[Lesson] = (),
     floats: Mapping[str, Tensor] | None = None,
-    progress: Progress = lambda some, _: some,
+    progress: Progress = no_progress,
     reduce: Reduce = lambda tensor: tensor,
     saved: SavedRun | None = None,
 ) -> tuple[dict[str, QuantizedWeight], TuneLog]:

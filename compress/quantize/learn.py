@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from compress.quantize.fake import FakeWeight
 from compress.quantize.rounding import QuantizedWeight
+from compress.store.progress import Progress, no_progress
 from compress.store.training_state import (
     SavedRun,
     Tensors,
@@ -31,7 +32,6 @@ from compress.store.training_state import (
 WARMUP = 10
 """Steps over which Adam's rates rise, or a tenth of all if that is fewer."""
 Reduce = Callable[[Tensor], Tensor]
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 class Lesson(Protocol):
@@ -157,7 +157,7 @@ def learn(
     lessons: Sequence[Lesson],
     kept_aside: Sequence[Lesson],
     course: RoundingCourse,
-    progress: Progress = lambda some, _: some,
+    progress: Progress = no_progress,
     reduce: Reduce = lambda tensor: tensor,
     saved: SavedRun | None = None,
 ) -> TuneLog:

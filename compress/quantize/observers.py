@@ -22,7 +22,6 @@ LOWEST_EXPONENT = -100
 """Lowest exponent of the bound: the number of bins for each unit stays a float32."""
 Score = Callable[[np.ndarray, np.ndarray, float, float], float]
 """(centres, counts, low, high) -> the error of that interval."""
-Progress = Callable[[Iterable[Feeds], str], Iterable[Feeds]]
 
 
 @dataclass(eq=False)

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from compress.quantize.fake import LearnedWeight
-from compress.quantize.learn import LearnedParts, Progress, Reduce, RoundingCourse, TuneLog, learn
+from compress.quantize.learn import LearnedParts, Reduce, RoundingCourse, TuneLog, learn
 from compress.quantize.lessons import Feeds, FloatTeacher, Loss, output_lessons
 from compress.quantize.rounding import QuantizedWeight
+from compress.store.progress import Progress, no_progress
 from compress.store.training_state import SavedRun
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -32,7 +33,7 @@ def tune_module(
     floats: Mapping[str, Tensor] | None = None,
     places: Places | None = None,
     learn_rounding: bool = True,
-    progress: Progress = lambda some, _: some,
+    progress: Progress = no_progress,
     reduce: Reduce = lambda tensor: tensor,
     rank: int = 0,
     size: int = 1,
