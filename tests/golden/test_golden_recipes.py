@@ -72,3 +72,4 @@ def test_a_failure_says_which_number_moved_from_what_to_what() -> None:
         "gone: 2 -> nothing",
         "new: nothing -> 3",
     ]
+    assert not list_changes({"samples": 9, "fc.sqnr_db": 43.0}, {"samples": 9, "fc.sqnr_db": 31.2}, NOISE)
