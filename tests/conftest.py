@@ -22,3 +22,27 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("projects")
     write_projects(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The bundle of recipes/quickstart.yaml by the real command, its speed gate made lenient, and what was printed."""
+    from makers import cli
+    from places import QUICKSTART
+
+    folder = tmp_path_factory.mktemp("quickstart")
+    speed = ["--set", "validate.gates.3.min_speedup=0.001", "--set", "validate.benchmark.iterations=40"]
+    done = cli(["apply", str(QUICKSTART), "--out", "out/q", "--cache", "cache", *speed], folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "out/q", done.stdout
+
+
+@pytest.fixture(scope="session")
+def tags_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of golden/recipes/tags-distill-int8.yaml. Not to be written to."""
+    from golden import apply_golden
+    from trained_models import write_tagger
+
+    folder = tmp_path_factory.mktemp("tags")
+    write_tagger(folder)
+    return apply_golden("tags-distill-int8", folder)

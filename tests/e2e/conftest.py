@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import apply, cli, image_recipe
-from places import ROOT
+from makers import apply, image_recipe
 
 from compress.models.fresh_reader import answer
 from runtime.measure.probe import Probe
@@ -56,14 +55,3 @@ def bundle(net: tuple[Path, dict[str, Any]], cache: Path, tmp_path_factory: pyte
     out = tmp_path_factory.mktemp("bundle") / "tiny"
     apply(net[1], out, cache, net[0])
     return out
-
-
-@pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The bundle of recipes/quickstart.yaml by the real command, its speed gate made lenient, and what was printed."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    speed = ["--set", "validate.gates.3.min_speedup=0.001", "--set", "validate.benchmark.iterations=40"]
-    recipe = str(ROOT / "recipes/quickstart.yaml")
-    done = cli(["apply", recipe, "--out", "out/q", "--cache", "cache", *speed], folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "out/q", done.stdout

@@ -31,8 +31,6 @@ FILES = {
 }
 N = 797
 """Samples of the test set."""
-RIGHT = 792
-"""Of which the float model has these right."""
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +52,6 @@ def test_the_bundle_is_whole_and_nothing_lies_beside_it(quickstart: tuple[Path, 
     assert [path.name for path in bundle.parent.iterdir()] == ["q"]
     log = (bundle / "compress.log").read_text()
     assert "exporting to float ONNX" in log and "verdict: pass" in log
-
-
-def test_golden_numbers(report: dict[str, Any]) -> None:
-    before, after = report["baseline"]["metrics"], report["candidate"]["metrics"]
-    assert before["top1"] == pytest.approx(RIGHT / N)
-    assert after["top1"] == pytest.approx(RIGHT / N, abs=2 / N)
-    assert after["agreement"] >= 1 - 3 / N
-    assert after["sqnr_db"] > 35
-    assert report["ratios"]["size"] == pytest.approx(3.45, abs=0.1)
 
 
 def test_what_report_json_holds(report: dict[str, Any]) -> None:
