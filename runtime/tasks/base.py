@@ -64,13 +64,18 @@ class Task:
 
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return what a model gave for a batch, under the task's own names. BundleError where it is another thing."""
-        for name, output in outputs.items():
+        return dict(outputs)
+
+    def read_batch(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
+        """Return what `read_outputs` does. BundleError, too, unless there is a value for each sample."""
+        read = self.read_outputs(outputs, batch)
+        for name, output in read.items():
             if not output.ndim or len(output) != batch.n:
                 raise BundleError(
                     f"output '{name}' has shape {output.shape} for a batch of {batch.n}: it is not one value for each "
                     "sample"
                 )
-        return dict(outputs)
+        return read
 
     def check_frozen(self, file: str, outputs: Tensors) -> None:
         """Raise BundleError where outputs that were read from a bundle's `file` lack some that there always are."""

@@ -116,9 +116,9 @@ def _run_batch(
     rows: Array,
     class_names: Sequence[str],
 ) -> dict[str, Array]:
-    if not isinstance(preprocessor, TextEncoder):
-        outputs = session.run(preprocessor.encode(columns, rows))
-        return task.read_outputs(outputs, BatchFacts(len(rows), class_names=class_names))
-    tokens = preprocessor.tokenize(columns, rows, words=WORDS in task.token_facts)
-    outputs = session.run(preprocessor.feeds(tokens))
-    return task.read_outputs(outputs, BatchFacts(len(rows), tokens, preprocessor.spec, class_names))
+    if isinstance(preprocessor, TextEncoder):
+        tokens = preprocessor.tokenize(columns, rows, words=WORDS in task.token_facts)
+        feeds, facts = preprocessor.feeds(tokens), BatchFacts(len(rows), tokens, preprocessor.spec, class_names)
+    else:
+        feeds, facts = preprocessor.encode(columns, rows), BatchFacts(len(rows), class_names=class_names)
+    return task.read_batch(session.run(feeds), facts)

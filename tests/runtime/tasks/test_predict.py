@@ -280,3 +280,11 @@ def test_images_of_any_size_through_the_whole_path(tmp_path: Path, tiny: Any) ->
     np.testing.assert_allclose(out, out[:1].repeat(3, axis=0), rtol=1e-6)
     with pytest.raises(UsageError, match="differ in size after preprocessing"):
         run(tiny, path, ImagePreprocess(), "image-classification", {"image": images})
+
+
+def test_a_backend_that_gives_nothing_is_an_error(tmp_path: Path, tiny: Any, image_columns: dict[str, Any]) -> None:
+    session = tiny.open_onnx(tiny.image_model(tmp_path / "m.onnx"))
+    session.run = lambda feeds: {"logits": np.zeros((0, 5), np.float32)}
+    preprocessor = make_preprocessor(tiny.image_spec, session.inputs, tmp_path)
+    with pytest.raises(BundleError, match=r"output 'logits' has shape \(0, 5\) for a batch of 7: it is not one value"):
+        run_samples(session, preprocessor, "image-classification", image_columns, 32)
