@@ -6,6 +6,19 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=40,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    # The first cases import and compile; and fixtures by which a test changes a setting hold for all of its cases.
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.function_scoped_fixture),
+)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -207,7 +207,9 @@ def _hall_quantile(quantile: float, skew: float) -> float:
         return math.inf
     # the transformation turns back beyond 0.6; a more skewed sample must not get a narrower interval
     a = _TAIL_FACTOR * skew * np.linspace(0, 1, 65)[1:]
-    return max(quantile, float(np.max(3 / a * (1 - np.cbrt(1 - a * (quantile + a / 6))))))
+    root = np.cbrt(1 - a * (quantile + a / 6))
+    # 3 / a * (1 - root) as a quotient: the difference of a symmetric sample's root from 1 is nothing but rounding
+    return max(quantile, float(np.max(3 * (quantile + a / 6) / (1 + root + root**2))))
 
 
 def bound_rare_changes(

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from child_processes import SEARCH_PATH
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
@@ -85,20 +87,28 @@ def files(work: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("make", [llama, bert])
-@pytest.mark.parametrize("how", [{}, {"float_too": True, "offload": True}, {"compute": "bfloat16"}])
-@pytest.mark.parametrize("lockstep", [True, False])
-def test_raised_at_each_block(make: Any, how: dict[str, Any], lockstep: bool, tmp_path: Path) -> None:
-    model = streamed(make())
-    whole = run(model, tmp_path / "whole", lockstep, **how)
-    broken = tmp_path / "broken"
-    n = len(list((tmp_path / "whole").glob("*.json")))
-    for stop in range(n):
-        with pytest.raises(KeyboardInterrupt):
-            run(model, broken, lockstep, stop, **how)
-        assert len(list(broken.glob("*.json"))) == stop
+@settings(max_examples=4)
+@given(
+    st.sampled_from([llama, bert]),
+    st.sampled_from([{}, {"float_too": True, "offload": True}, {"compute": "bfloat16"}]),
+    st.booleans(),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4).map(sorted),
+)
+@example(make=llama, how={}, lockstep=True, stops=[0, 1, 2, 3])
+@example(make=bert, how={"float_too": True, "offload": True}, lockstep=False, stops=[1])
+def test_interrupted_at_any_blocks(
+    tmp_path_factory: pytest.TempPathFactory, make: Any, how: dict[str, Any], lockstep: bool, stops: list[int]
+) -> None:
+    model, folder = streamed(make()), tmp_path_factory.mktemp("stream")
+    whole, broken = run(model, folder / "whole", lockstep, **how), folder / "broken"
+    n = len(list((folder / "whole").glob("*.json")))
+    for stop in stops:
+        if stop < n:
+            with pytest.raises(KeyboardInterrupt):
+                run(model, broken, lockstep, stop, **how)
+            assert len(list(broken.glob("*.json"))) == stop
     result = run(model, broken, lockstep, **how)
-    assert files(broken) == files(tmp_path / "whole") and len(files(broken)) == 2 * n
+    assert files(broken) == files(folder / "whole") and len(files(broken)) == 2 * n
     same_results(result, whole)
     same_results(run(model, broken, lockstep, **how), whole)  # nothing is left to do
     same_results(result_of(model, read_finished_steps(broken)), whole)

@@ -19,11 +19,14 @@ import pytest
 import torch
 from child_processes import SEARCH_PATH
 from distilling import COURSE, conv_net, images, label_lessons, quiet, taught
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
 from compress.distill import train as loop
 from compress.distill.batch import Batch, Mixed, part
+from compress.distill.course import Course
 from compress.distill.train import FILE, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
@@ -316,29 +319,44 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize(("optimizer", "ema_decay"), [("adamw", 0.0), ("sgd", 0.0), ("adamw", 0.7)])
-def test_a_run_that_is_broken_off_ends_with_the_same_bytes(tmp_path: Path, optimizer: Any, ema_decay: float) -> None:
-    rate = {"adamw": 0.01, "sgd": 0.1}[optimizer]
-    course = replace(COURSE, optimizer=optimizer, learning_rate=rate, dropout=True, accumulate=2, schedule="linear")
-    course = replace(course, ema_decay=ema_decay)
+COURSES = st.builds(
+    lambda optimizer, **changes: replace(
+        COURSE, optimizer=optimizer, learning_rate={"adamw": 0.01, "sgd": 0.1}[optimizer], **changes
+    ),
+    st.sampled_from(["adamw", "sgd"]),
+    ema_decay=st.sampled_from([0.0, 0.7]),
+    dropout=st.booleans(),
+    accumulate=st.integers(1, 2),
+    schedule=st.sampled_from(["linear", "cosine", "constant"]),
+    evaluate_every=st.integers(3, 5),
+    save_seconds=st.sampled_from([0.0, 1e9]),
+    seed=st.integers(0, 3),
+)
+PLACES = st.tuples(st.sampled_from(["before_step", "after_step"]), st.integers(0, 11))
+
+
+@settings(max_examples=4)
+@given(COURSES, st.lists(PLACES, min_size=1, max_size=3))
+@example(course=replace(COURSE, ema_decay=0.7, dropout=True, accumulate=2), strikes=[("after_step", 4)])
+def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, course: Course, strikes: list[tuple[str, int]]
+) -> None:
+    """At any steps, once or again and again, whatever was saved by then."""
+    work = tmp_path_factory.mktemp("run")
     expected, whole = taught(course)
-    assert whole.best_step > 0
-    for stop in (0, 1, 4, 7, 11):
-        work = tmp_path / str(stop)
-        work.mkdir()
+    for where, stop in strikes:
 
         def strike(step: int, *done: float, stop: int = stop) -> None:
-            if step == stop:
+            if step >= stop:
                 raise Interrupted
 
-        for where in ("before_step", "after_step"):
-            with pytest.raises(Interrupted):
-                taught(course, work, **{where: strike})
-        net, log = taught(course, work)
-        assert same(net, expected)
-        assert (log.curve, log.looks, log.best_step) == (whole.curve, whole.looks, whole.best_step)
-        again, _ = taught(course, work)  # finished: read, not trained
-        assert same(again, expected)
+        with pytest.raises(Interrupted):
+            taught(course, work, **{where: strike})
+    net, log = taught(course, work)
+    assert same(net, expected)
+    assert (log.curve, log.looks, log.best_step) == (whole.curve, whole.looks, whole.best_step)
+    again, _ = taught(course, work)  # finished: read, not trained
+    assert same(again, expected)
 
 
 def test_saving_seldom_changes_nothing(tmp_path: Path) -> None:

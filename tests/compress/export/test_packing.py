@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from compress.export import packing
 from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits
-
-RNG = np.random.default_rng(0)
 
 
 def slow_unpack(words: np.ndarray, bits: int, n: int) -> np.ndarray:
@@ -22,27 +22,22 @@ def slow_unpack(words: np.ndarray, bits: int, n: int) -> np.ndarray:
     return np.array(rows)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("n", [1, 5, 32, 43, 64])
-def test_unpacking_gives_the_values_back(bits: int, n: int) -> None:
-    values = RNG.integers(0, 2**bits, (3, n)).astype(np.uint8)
-    words = pack_bits(values, bits)
-    assert words.dtype == np.int32 and words.shape == (3, count_words(n, bits))
+@settings(max_examples=30)
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 70), st.integers(1, 400), st.integers(0, 2**32 - 1))
+@example(bits=3, rows=7, n=21, chunk=40, seed=0)
+def test_any_width_and_length_is_packed_as_compressed_tensors_packs_it(
+    bits: int, rows: int, n: int, chunk: int, seed: int
+) -> None:
+    """In chunks of rows too; and each value is where a row as one long number has it."""
+    signed = np.random.default_rng(seed).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, n)).astype(np.int8)
+    values = as_unsigned(signed, bits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "CHUNK", chunk)
+        words = pack_bits(values, bits)
+    assert words.dtype == np.int32 and words.shape == (rows, count_words(n, bits))
     np.testing.assert_array_equal(slow_unpack(words, bits, n), values)
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_the_layout_is_that_of_compressed_tensors(bits: int) -> None:
-    values = RNG.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (4, 45)).astype(np.int8)
-    ours = pack_bits(as_unsigned(values, bits), bits)
-    np.testing.assert_array_equal(ours, pack_to_int32(torch.from_numpy(values), bits).numpy())
-
-
-def test_rows_are_packed_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = RNG.integers(0, 8, (7, 21)).astype(np.uint8)
-    whole = pack_bits(values, 3)
-    monkeypatch.setattr(packing, "CHUNK", 40)
-    np.testing.assert_array_equal(pack_bits(values, 3), whole)
+    np.testing.assert_array_equal(words, pack_to_int32(torch.from_numpy(signed), bits).numpy())
+    np.testing.assert_array_equal(as_signed(values, bits), signed)
 
 
 def test_signed_and_unsigned_are_the_same_integers_shifted() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_strategies import small_nets
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -145,6 +150,21 @@ def test_removing_units_is_not_reading_them(name: str) -> None:
     n_before, n_after = (sum(p.numel() for p in m.parameters()) for m in (module, smaller))
     assert n_after < n_before
     assert smaller(**feeds).shape == module(**feeds).shape
+
+
+@settings(max_examples=8)
+@given(small_nets(), st.randoms(use_true_random=False))
+def test_any_units_of_a_small_net_can_go_and_none_of_them_is_nothing(given: tuple[Any, Tensor], random: Random) -> None:
+    module, x = given
+    dimensions = find_coupling(module, {"x": x}).dimensions
+    assert {one.name for one in dimensions} >= {f"first.{i}" for i in range(len(module.first))}
+    before = module(x)
+    for one in dimensions:
+        remove(module, one, np.array([], np.int64))
+        assert torch.equal(module(x), before)
+    for one in dimensions:
+        units = np.array(sorted(random.sample(range(one.n_units), random.randint(0, one.n_units - 1))), np.int64)
+        assert differs_from_masked(module, one, units, {"x": x}) < EXACT, one.name
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "mobilenet", "resnet", "fused"])

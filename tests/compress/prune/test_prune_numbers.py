@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_strategies import convolutions
 from torch import Tensor, nn
 
 from compress.errors import PassError
@@ -25,16 +29,6 @@ from compress.prune.layers import (
 from compress.prune.least_squares import RIDGE, distance, fit, solve
 from compress.prune.obs import DAMPING, ReadingLayer, compensate_weight, eliminate
 from compress.prune.statistics import Sums, gather_inputs
-
-LAYERS = {
-    "linear": (lambda: nn.Linear(6, 5), (4, 3, 6)),
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (3, 4, 9)),
-    "strided": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (3, 4, 9, 8)),
-    "dilated": (lambda: nn.Conv2d(4, 6, (3, 2), dilation=2, padding="same", bias=False), (3, 4, 7, 8)),
-    "reflected": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (3, 4, 7, 8)),
-    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), (3, 4, 7, 8)),
-    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (3, 4, 7, 8)),
-}
 
 
 def correlated(rows: int, features: int, seed: int = 0) -> Tensor:
@@ -55,11 +49,18 @@ def refitted_error(x: Tensor, weight: Tensor, kept: list[int]) -> float:
     return float((target - x[:, kept] @ found).square().sum() / len(x))
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_as_matrices_gives_what_it_gives(name: str) -> None:
-    make, shape = LAYERS[name]
-    torch.manual_seed(0)
-    layer, x = make(), torch.randn(shape)
+@st.composite
+def linear_layers(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A linear layer and a batch of vectors, or of rows of them."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    n_in, n_out = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    return nn.Linear(n_in, n_out, draw(st.booleans())).requires_grad_(False), torch.randn(*shape, n_in)
+
+
+@given(convolutions(2) | linear_layers())
+def test_a_layer_as_matrices_gives_what_it_gives(given: tuple[Any, Tensor]) -> None:
+    layer, x = given
     out = layer(x).detach()
     rows = torch.randperm(out.numel() // len(read_weight(layer).flatten(0, 1)))[:20]
     bias = torch.zeros(len(read_weight(layer).flatten(0, 1))) if layer.bias is None else layer.bias.detach()
@@ -71,16 +72,22 @@ def test_a_layer_as_matrices_gives_what_it_gives(name: str) -> None:
     torch.testing.assert_close(layer(x).detach() - out, out - apply_layer(layer, x, 0 * read_weight(layer), bias))
 
 
-@pytest.mark.parametrize("name", ["linear", "strided", "grouped"])
-def test_the_features_of_an_input_are_those_that_see_it(name: str) -> None:
-    make, shape = LAYERS[name]
-    layer, x = make(), torch.zeros(shape)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(6, 5), (4, 3, 6)),
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1), (3, 4, 9, 8)),
+        (nn.Conv2d(4, 6, 3, groups=2), (3, 4, 7, 8)),
+    ],
+)
+def test_the_features_of_an_input_are_those_that_see_it(layer: Any, shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
     width = layer.weight.shape[1]
     features = features_of(layer, np.arange(width)[:, None])
     assert sorted(features.reshape(-1)) == list(range(features.size))
     for unit in range(width):
         seen = x.clone()
-        axis = 2 if name == "linear" else 1
+        axis = 2 if isinstance(layer, nn.Linear) else 1
         seen.index_fill_(axis, torch.arange(unit, shape[axis], width), 1.0)
         rows = input_rows(layer, seen, torch.arange(4)).transpose(0, 1).flatten(1)  # [rows, groups * features]
         assert set(rows.any(0).nonzero()[:, 0].tolist()) <= set(features[unit])

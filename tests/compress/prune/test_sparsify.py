@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_strategies import convolutions
 from torch import Tensor, nn
 
 from compress.prune.masks import choose_zeros, global_counts, lowest, refit, wanda_scores
@@ -57,13 +60,32 @@ def obvious(scores: Tensor, sparsity: Sparsity, scope: str) -> np.ndarray[Any, A
     return gone.reshape(scores.shape)
 
 
-@pytest.mark.parametrize("sparsity", AMOUNTS, ids=str)
-@pytest.mark.parametrize("scope", ["row", "layer"])
-@pytest.mark.parametrize("ties", [False, True])
-def test_the_lowest_scores_go(sparsity: Sparsity, scope: Any, ties: bool) -> None:
-    scores = weight_of(groups=2).abs()
+@st.composite
+def sparsities(draw: st.DrawFn) -> Sparsity:
+    """A share, or N:M."""
+    if draw(st.booleans()):
+        return Sparsity(draw(st.floats(0.01, 0.99)))
+    group = draw(st.integers(2, 8))
+    return Sparsity.of(f"{draw(st.integers(1, group - 1))}:{group}")
+
+
+SCOPES, SEEDS = st.sampled_from(["row", "layer"]), st.integers(0, 2**32 - 1)
+
+
+@given(sparsities(), SCOPES, st.booleans(), st.integers(1, 3), st.integers(1, 6), SEEDS)
+def test_the_lowest_scores_go(sparsity: Sparsity, scope: Any, ties: bool, groups: int, rows: int, seed: int) -> None:
+    scores = weight_of(groups, rows, (sparsity.group or 5) * (1 + seed % 4), seed).abs()
     scores = (scores * 3).round() if ties else scores
     np.testing.assert_array_equal(choose_zeros(scores, sparsity, scope).numpy(), obvious(scores, sparsity, scope))
+
+
+@given(sparsities())
+def test_a_pattern_reads_as_it_is_written(sparsity: Sparsity) -> None:
+    if sparsity.group:
+        assert Sparsity.of(str(sparsity)) == sparsity
+    else:
+        with pytest.raises(ValueError, match="is no pattern"):
+            Sparsity.of(str(sparsity))
 
 
 def test_none_of_them_is_none() -> None:
@@ -77,18 +99,17 @@ def test_wanda_weighs_with_the_norm_of_each_input() -> None:
     torch.testing.assert_close(wanda_scores(weight, gram), expected)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "zeros"])
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.999])
-def test_global_counts_are_those_of_all_weights_sorted(kind: str, share: float) -> None:
-    rng = np.random.default_rng(0)
+@given(st.sampled_from(["normal", "ties", "zeros"]), st.floats(0.001, 0.999), SEEDS)
+def test_global_counts_are_those_of_all_weights_sorted(kind: str, share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
     weights = {name: torch.from_numpy(rng.normal(size=n).astype(np.float32) * s) for name, n, s in zip(
-        "abc", (300, 1000, 57), (1.0, 0.01, 30.0), strict=True)}  # fmt: skip
+        "abc", rng.integers(1, 300, 3), (1.0, 0.01, 30.0), strict=True)}  # fmt: skip
     if kind == "ties":
         weights = {name: (one * 2).round() / 8 for name, one in weights.items()}
     if kind == "zeros":
         weights["b"] *= 0
-    places = sorted((abs(float(v)), order, i, name) for order, (name, one) in enumerate(weights.items())
-                    for i, v in enumerate(one))  # fmt: skip
+    places = sorted((abs(value), order, i, name) for order, (name, one) in enumerate(weights.items())
+                    for i, value in enumerate(one.tolist()))  # fmt: skip
     k = round(share * len(places))
     expected = {name: sum(place[3] == name for place in places[:k]) for name in weights}
     sizes = {name: one.numel() for name, one in weights.items()}
@@ -98,20 +119,19 @@ def test_global_counts_are_those_of_all_weights_sorted(kind: str, share: float) 
 # --- SparseGPT --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sparsity", AMOUNTS, ids=str)
-@pytest.mark.parametrize("scope", ["row", "layer"])
-def test_with_independent_inputs_it_is_magnitude(sparsity: Sparsity, scope: Any) -> None:
-    weight = weight_of(groups=2)
-    found = sparsegpt(weight, [inverted(torch.eye(N))] * 2, sparsity, scope)
+@given(sparsities(), SCOPES, SEEDS)
+def test_with_independent_inputs_it_is_magnitude(sparsity: Sparsity, scope: Any, seed: int) -> None:
+    n = (sparsity.group or 6) * (1 + seed % 5)
+    weight = weight_of(2, 5, n, seed)
+    found = sparsegpt(weight, [inverted(torch.eye(n))] * 2, sparsity, scope)
     assert torch.equal(found, zeroed(weight, weight.abs(), sparsity, scope))
 
 
-@pytest.mark.parametrize("sparsity", [Sparsity(0.5), Sparsity(0.3), PAIR, Sparsity.of("1:4")], ids=str)
-@pytest.mark.parametrize("scope", ["row", "layer"])
-@pytest.mark.parametrize("block", [16, 20, 128])
-def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, scope: str, block: int) -> None:
+@settings(max_examples=10)
+@given(st.sampled_from(AMOUNTS[:4]), SCOPES, st.sampled_from([16, 20, 24, 128]), st.integers(0, 9))
+def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, scope: str, block: int, seed: int) -> None:
     """The reference holds the inverse Hessian itself and takes each column out of it (equations 3 and 4)."""
-    weight, gram = weight_of(), correlated()
+    weight, gram = weight_of(seed=seed), correlated(seed=seed)
     found = sparsegpt(weight, [inverted(gram)], sparsity, scope, block)[0].double()  # type: ignore[arg-type]
     left = weight[0].double()
     inverse = torch.linalg.inv(gram.double() + 0.01 * gram.double().diagonal().mean() * torch.eye(N))
@@ -140,8 +160,8 @@ def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, scope:
     assert torch.equal(found == 0, left.abs() < 1e-12)
 
 
-@pytest.mark.parametrize("sparsity", AMOUNTS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@settings(max_examples=8)
+@given(st.sampled_from(AMOUNTS), st.integers(0, 99))
 def test_each_method_loses_less_than_the_one_before(sparsity: Sparsity, seed: int) -> None:
     weight, gram = weight_of(rows=24, seed=seed + 1), correlated(seed=seed)[None]
     hessian = inverted(gram[0])
@@ -153,11 +173,16 @@ def test_each_method_loses_less_than_the_one_before(sparsity: Sparsity, seed: in
     assert errors == sorted(errors) and errors[2] < 0.9 * errors[3] and errors[0] < 0.95 * errors[1]
 
 
-@pytest.mark.parametrize("sparsity", AMOUNTS, ids=str)
-def test_the_share_of_zeros_is_the_one_asked_for(sparsity: Sparsity) -> None:
+@settings(max_examples=20)
+@given(sparsities(), st.integers(1, 3), st.integers(1, 6), st.integers(3, 40), SEEDS)
+def test_the_share_of_zeros_is_the_one_asked_for(
+    sparsity: Sparsity, groups: int, rows: int, block: int, seed: int
+) -> None:
     """Of groups together, whatever the blocks are."""
-    weight = weight_of(groups=3, rows=5)
-    found = sparsegpt(weight, [inverted(correlated(seed=s)) for s in range(3)], sparsity, "layer", 20)
+    n = (sparsity.group or 6) * (1 + seed % 5)
+    weight = weight_of(groups, rows, n, seed)
+    hessians = [inverted(correlated(n, seed=group)) for group in range(groups)]
+    found = sparsegpt(weight, hessians, sparsity, "layer", block)
     assert int((found == 0).sum()) == round(sparsity.share * weight.numel())
     if sparsity.group:
         assert ((found != 0).reshape(-1, sparsity.group).sum(1) == sparsity.kept).all()
@@ -199,29 +224,17 @@ def test_refitting_changes_nothing_with_independent_inputs() -> None:
 
 # --- a layer as matrices ----------------------------------------------------------------------------------------------
 
-CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
-    "plain": (nn.Conv2d(6, 8, 3), (6, 9, 7)),
-    "strided": (nn.Conv2d(6, 8, (3, 2), stride=(2, 3), padding=(1, 2)), (6, 9, 8)),
-    "dilated": (nn.Conv2d(6, 8, 3, dilation=2, padding=2), (6, 9, 7)),
-    "grouped": (nn.Conv2d(6, 9, 3, groups=3, padding="same"), (6, 5, 7)),
-    "depthwise": (nn.Conv2d(6, 12, 3, groups=6, stride=2), (6, 9, 7)),
-    "reflected": (nn.Conv2d(6, 8, 3, padding=1, padding_mode="reflect"), (6, 5, 7)),
-    "1d": (nn.Conv1d(6, 8, 5, stride=2, padding=2), (6, 11)),
-    "3d": (nn.Conv3d(4, 6, 2, groups=2), (4, 3, 4, 5)),
-}
 
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_a_convolution_is_a_product_with_its_patches(name: str) -> None:
-    layer, shape = CONVOLUTIONS[name]
-    x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, *shape)).astype(np.float32))
+@given(convolutions())
+def test_a_convolution_is_a_product_with_its_patches(given: tuple[Any, Tensor]) -> None:
+    layer, x = given
     weight: Any = layer.weight
     with torch.no_grad():
         matrices = as_matrices(weight, groups_of(layer))
         product = patches(layer, x) @ matrices.mT  # [groups, n, out / groups]
-        bias: Any = layer.bias
-        expected = (layer(x) - bias.reshape(-1, *[1] * (x.dim() - 2))).flatten(2)  # [N, out, positions]
-    found = product.transpose(0, 1).reshape(3, -1, weight.shape[0]).transpose(1, 2)
+        bias = 0 if layer.bias is None else layer.bias.reshape(-1, *[1] * (x.dim() - 2))
+        expected = (layer(x) - bias).flatten(2)  # [N, out, positions]
+    found = product.transpose(0, 1).reshape(len(x), -1, weight.shape[0]).transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert torch.equal(as_weight(matrices, weight.shape), weight)
 
@@ -237,8 +250,8 @@ def test_groups_of_inputs_are_channels_at_one_position() -> None:
 def test_large_inputs_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from compress.prune import matrix
 
-    layer, shape = CONVOLUTIONS["plain"]
-    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+    layer = nn.Conv2d(6, 8, 3)
+    x = torch.randn(5, 6, 9, 7, generator=torch.Generator().manual_seed(0))
     whole = patches(layer, x)
     monkeypatch.setattr(matrix, "CHUNK", 2 * 9 * x[0].numel())
     parts = list(inputs_of(layer, x))

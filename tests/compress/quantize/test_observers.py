@@ -5,6 +5,8 @@ from __future__ import annotations
 import graphs
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from compress.quantize.observers import HALF_BINS, Method, Observer, choose_range, collect_rows, observe
 
@@ -29,18 +31,29 @@ def rounding_error(values: np.ndarray, low: float, high: float) -> float:
     return float(np.mean((levels * scale + low - values) ** 2))
 
 
-@pytest.mark.parametrize("axis", [1, -1])
-def test_streaming_is_one_shot_over_all_data(axis: int) -> None:
-    rng = np.random.default_rng(0)
-    batches = [(rng.normal(size=(n, 3, 5)) * scale).astype(np.float32) for n, scale in ((2, 1), (5, 30), (1, 0.1))]
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(
+    st.sampled_from([1, 2, -1, -2]),
+    st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0.0, 1e-6, 0.1, 1.0, 30.0, 1e9])), min_size=1, max_size=5),
+    SEEDS,
+)
+@example(axis=1, sizes=[(2, 1.0), (5, 30.0), (1, 0.1)], seed=0)
+def test_streaming_is_one_shot_over_all_data(axis: int, sizes: list[tuple[int, float]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batches = [(rng.normal(size=(n, 3, 5)) * scale).astype(np.float32) for n, scale in sizes]
     whole = np.concatenate(batches)
     streamed, once = seen(*batches, axis=axis), seen(whole, axis=axis)
     other = tuple(i for i in range(3) if i != axis % 3)
     assert (streamed.low, streamed.high) == (whole.min(), whole.max()) == (once.low, once.high)
-    np.testing.assert_allclose(streamed.channel_mean, whole.mean(axis=other, dtype=np.float64), atol=1e-6)
+    mean = whole.mean(axis=other, dtype=np.float64)
+    np.testing.assert_allclose(streamed.channel_mean, mean, atol=1e-6 * max(1.0, np.abs(whole).max()))
     np.testing.assert_array_equal(streamed.channel_peak, np.abs(whole).max(axis=other))
-    np.testing.assert_array_equal(streamed.counts, once.counts)
-    assert streamed.bound == once.bound
+    assert streamed.bound == once.bound and streamed.counts.sum() == whole.size
+    places = whole.astype(np.float64) * (HALF_BINS / (once.bound or 1))
+    on_an_edge = np.sum(np.abs(places - np.round(places)) < 1e-3)  # float32 may put these into the bin beside
+    assert np.abs(streamed.counts - once.counts).sum() <= 2 * on_an_edge
 
 
 def test_the_histogram_keeps_every_value_when_it_widens() -> None:
@@ -69,31 +82,26 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
         seen(np.zeros((0, 3), np.float32))
 
 
-@pytest.mark.parametrize("peak", [1e-42, 1e-30, 1e30])
-def test_extreme_magnitudes_are_counted(peak: float) -> None:
-    observer = seen(np.linspace(-peak, peak, 100, dtype=np.float32))
-    assert observer.counts.sum() == 100
-    low, high = choose_range(observer, "mse")
-    assert low < high
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_ranges_hold_zero_and_stay_within_what_was_seen(method: Method, symmetric: bool) -> None:
-    for values in (heavy_tailed(), np.abs(heavy_tailed()), heavy_tailed() - 50):
-        low, high = choose_range(seen(values), method, symmetric=symmetric)
-        assert low <= 0 <= high
-        assert low < high
-        peak = float(np.abs(values).max())
-        assert -peak <= low
-        assert high <= peak
-        assert not symmetric or low == -high
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_tensor_of_zeros_has_a_range(method: Method) -> None:
-    low, high = choose_range(seen(np.zeros(8, np.float32)), method)
-    assert low == 0 < high
+@settings(max_examples=30)
+@given(
+    st.sampled_from(METHODS),
+    st.booleans(),
+    st.sampled_from([1e-42, 1e-30, 1e-3, 1.0, 1e30]),
+    st.sampled_from([-50.0, 0.0, 50.0]),
+    st.integers(1, 2000),
+    SEEDS,
+)
+def test_ranges_hold_zero_and_stay_within_what_was_seen(
+    method: Method, symmetric: bool, size: float, shift: float, n: int, seed: int
+) -> None:
+    values = ((heavy_tailed(n, seed).astype(np.float64) + shift) * size).astype(np.float32)
+    observer = seen(values)
+    assert observer.counts.sum() == n
+    low, high = choose_range(observer, method, symmetric=symmetric)
+    peak = float(np.abs(values).max())
+    assert -peak <= low <= 0 <= high <= peak
+    assert low < high or not peak
+    assert not symmetric or low == -high
 
 
 def test_minmax_is_all_and_percentile_its_quantiles() -> None:
@@ -105,7 +113,8 @@ def test_minmax_is_all_and_percentile_its_quantiles() -> None:
     np.testing.assert_allclose([low, high], np.quantile(values, [0.01, 0.99]), atol=2 * step)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@settings(max_examples=5)
+@given(st.integers(0, 999))
 def test_mse_is_as_good_as_a_search_over_the_values(seed: int) -> None:
     values = heavy_tailed(seed=seed)
     observer = seen(values)

@@ -13,6 +13,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from graphs import context, int8_state, makers, node_of, operators, written
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from compress.graph.fast_forms import pad_input_channels
 from compress.graph.half import to_half
@@ -60,11 +62,16 @@ def test_writing_leaves_the_state_as_it_is(cnn: GraphState) -> None:
         np.testing.assert_array_equal(constant(cnn.model.graph.initializers[name]), array)
 
 
-@pytest.mark.parametrize("flavour", ["u8s8", "s8s8"])
-@pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
-def test_one_layer_is_what_numpy_computes(flavour: Flavour, op: str) -> None:
-    model, feeds = graphs.one_layer(64, 8, op), graphs.vectors(64)
-    state = int8_state(model, feeds, bias_correction=False, calibration="percentile", percentile=99.0)
+OPS, WIDTHS, SEEDS = st.sampled_from(["MatMul", "Gemm", "Gemm transB"]), st.integers(1, 40), st.integers(0, 10**6)
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(["u8s8", "s8s8"]), OPS, WIDTHS, WIDTHS, st.sampled_from(["minmax", "percentile", "mse"]), SEEDS)
+def test_one_layer_is_what_numpy_computes(
+    flavour: Flavour, op: str, n_in: int, n_out: int, calibration: str, seed: int
+) -> None:
+    model, feeds = graphs.one_layer(n_in, n_out, op, seed), graphs.vectors(n_in, seed=seed + 1)
+    state = int8_state(model, feeds, bias_correction=False, calibration=calibration, percentile=99.0)
     x = fake_quant(np.concatenate([f["x"] for f in feeds]), state.ranges["x"], flavour)
     (layer,) = find_layers(model)
     weight = state.weights["fc"].dequantize()
@@ -196,9 +203,10 @@ def test_dynamic_products_measure_their_inputs_at_run_time() -> None:
     assert output_cosine(graphs.run(state.model, feeds), graphs.run(model, feeds)) > 0.99
 
 
-@pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
-def test_a_dynamic_layer_is_what_numpy_computes(op: str) -> None:
-    model, feeds = graphs.one_layer(64, 8, op), graphs.vectors(64, n_batches=1)
+@settings(max_examples=10)
+@given(OPS, WIDTHS, WIDTHS, SEEDS)
+def test_a_dynamic_layer_is_what_numpy_computes(op: str, n_in: int, n_out: int, seed: int) -> None:
+    model, feeds = graphs.one_layer(n_in, n_out, op, seed), graphs.vectors(n_in, n_batches=1, seed=seed + 1)
     state = int8_state(model, feeds, mode="dynamic", bias_correction=False)
     x = feeds[0]["x"]
     low, high = min(0.0, float(x.min())), max(0.0, float(x.max()))

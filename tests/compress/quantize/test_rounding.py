@@ -6,6 +6,8 @@ import graphs
 import numpy as np
 import onnx_ir as ir
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from compress.graph.layers import find_layers
 from compress.quantize.int8 import mean_shift
@@ -24,26 +26,46 @@ def slow_group(group: np.ndarray, bits: int, symmetric: bool) -> np.ndarray:
     """One group, rounded number by number."""
     if symmetric:
         top = 2 ** (bits - 1) - 1
-        scale = np.float32(max(abs(float(w)) for w in group) / top)
+        scale = np.float32(max(abs(float(w)) for w in group) / top) or np.float32(1)
         return np.array([min(max(round(float(w / scale)), -top), top) * scale for w in group], np.float32)
     top = 2**bits - 1
     low, high = min(0.0, float(group.min())), max(0.0, float(group.max()))
-    scale = np.float32((high - low) / top)
+    scale = np.float32((high - low) / top) or np.float32(1)
     zero = round(-low / scale)
     levels = [min(max(round(float(w / scale)) + zero, 0), top) for w in group]
     return np.array([(level - zero) * scale for level in levels], np.float32)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group_size", [-1, 16])
-def test_groups_are_rounded_as_a_loop_rounds_them(bits: int, symmetric: bool, group_size: int) -> None:
-    rounded = round_to_nearest(WEIGHT, bits, group_size, symmetric, search=False).dequantize()
-    size = 64 if group_size == -1 else group_size
-    for row in range(6):
-        for start in range(0, 64, size):
-            expected = slow_group(WEIGHT[row, start : start + size], bits, symmetric)
-            np.testing.assert_allclose(rounded[row, start : start + size], expected, rtol=1e-6)
+BITS, SEEDS = st.integers(2, 8), st.integers(0, 2**32 - 1)
+GROUPS = st.tuples(st.integers(1, 4), st.integers(1, 24))
+"""Groups of a row, and inputs of a group."""
+
+
+def weight_of(rows: int, groups: tuple[int, int], size: float, seed: int) -> np.ndarray:
+    """Weights of about `size`, some of them zero and the first group wholly so, [rows, inputs]."""
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(rows, groups[0] * groups[1])) * size * (rng.random((rows, 1)) + 0.1)
+    weight[rng.random(weight.shape) < 0.2] = 0
+    weight[0, : groups[1]] = 0
+    return weight.astype(np.float32)
+
+
+@given(BITS, st.booleans(), st.integers(1, 5), GROUPS, st.sampled_from([1e-15, 1e-3, 1.0, 1e15]), SEEDS)
+def test_groups_are_rounded_as_a_loop_rounds_them(
+    bits: int, symmetric: bool, rows: int, groups: tuple[int, int], size: float, seed: int
+) -> None:
+    """No weight moves by more than half a step, and a zero does not move at all."""
+    weight, width = weight_of(rows, groups, size, seed), groups[1]
+    rounded = round_to_nearest(weight, bits, -1 if groups[0] == 1 else width, symmetric, search=False)
+    found = rounded.dequantize()
+    for row in range(rows):
+        for group, start in enumerate(range(0, weight.shape[1], width)):
+            own = slice(start, start + width)
+            np.testing.assert_allclose(found[row, own], slow_group(weight[row, own], bits, symmetric), rtol=1e-6)
+            assert np.abs(found[row, own] - weight[row, own]).max() <= rounded.scales[row, group] * 0.50001
+    searched = round_to_nearest(weight, bits, width, symmetric)
+    assert not found[weight == 0].any() and not searched.dequantize()[weight == 0].any()
+    assert error(weight, searched) <= error(weight, rounded) * 1.00001
 
 
 def test_what_is_on_the_grid_stays() -> None:
@@ -104,13 +126,13 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
         round_to_nearest(weight, 8)
 
 
-@pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group_size", [-1, 16])
-def test_onnx_runtime_dequantizes_what_we_wrote(op: str, bits: int, symmetric: bool, group_size: int) -> None:
+@settings(max_examples=25)
+@given(st.sampled_from(["MatMul", "Gemm", "Gemm transB"]), BITS, st.booleans(), st.sampled_from([-1, 16, 32]), SEEDS)
+def test_onnx_runtime_dequantizes_what_we_wrote(
+    op: str, bits: int, symmetric: bool, group_size: int, seed: int
+) -> None:
     """The weight that reaches the product, a MatMul whatever it was, is `dequantize()`, bit for bit."""
-    model = graphs.one_layer(64, 8, op)
+    model = graphs.one_layer(64, 1 + seed % 9, op, seed)
     (layer,) = find_layers(model)
     weight = round_to_nearest(layer.matrix(), bits, group_size, symmetric)
     written = write_state(GraphState(model, weight_only=["fc"], weights={"fc": weight}), "u8s8")

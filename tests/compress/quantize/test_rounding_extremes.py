@@ -50,7 +50,7 @@ def check(weight: QuantizedWeight, scheme: WeightScheme) -> None:
     assert low <= int(weight.values.min()) and int(weight.values.max()) <= high
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(layer=LAYERS, read=LAYERS, scheme=SCHEMES)
 def test_rounding_leaves_finite_weights(
     layer: tuple[float, float, str, int], read: tuple[float, float, str, int], scheme: WeightScheme
@@ -70,7 +70,7 @@ def test_rounding_leaves_finite_weights(
         assert torch.isfinite(weight * found.scales).all()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(layer=LAYERS, scheme=SCHEMES)
 @example(layer=(1e30, 0.0, "normal", 0), scheme=WeightScheme(4, -1))
 def test_learned_rounding_leaves_finite_weights(layer: tuple[float, float, str, int], scheme: WeightScheme) -> None:
@@ -102,7 +102,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["kl", "hidden"])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(layer=LAYERS, bias=SIZES, scheme=SCHEMES)
 @example(layer=(1e30, 0.0, "normal", 0), bias=1e30, scheme=WeightScheme(4, -1))
 @example(layer=(1e-42, 0.0, "normal", 0), bias=0.0, scheme=WeightScheme(4, -1))

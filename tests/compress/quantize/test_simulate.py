@@ -11,6 +11,8 @@ import onnx_ir as ir
 import pytest
 import torch
 from graphs import context, makers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.graph.edit import initializer
@@ -24,17 +26,25 @@ from compress.quantize.state import Flavour, GraphState, Range
 from compress.work import apply_pass
 
 FLAVOURS: tuple[Flavour, ...] = ("u8s8", "s8s8")
-CNN, TRANSFORMER = (graphs.residual_cnn(), graphs.images()), (graphs.transformer(), graphs.tokens())
-CASES: list[tuple[tuple[ir.Model, list[Feeds]], dict[str, Any]]] = [
-    (CNN, {}),
-    (CNN, {"placement": "inputs"}),
-    (CNN, {"ignore": ("stem", "two.conv2")}),
-    (TRANSFORMER, {}),
-    (TRANSFORMER, {"placement": "inputs", "attention": True}),
-    (TRANSFORMER, {"placement": "all"}),
-    ((graphs.residual_cnn(batchnorm=True), graphs.images()), {}),
-    *(((graphs.one_layer(op=op), graphs.vectors()), {}) for op in ("MatMul", "Gemm", "Gemm transB")),
-]
+FLAVOUR, SEEDS = st.sampled_from(FLAVOURS), st.integers(0, 999)
+CNN = graphs.residual_cnn(), graphs.images()
+
+
+@st.composite
+def small_graphs(draw: st.DrawFn) -> tuple[ir.Model, list[Feeds], dict[str, Any]]:
+    """A graph, its inputs, and what an int8 pass may be told of such a graph."""
+    kind, seed = draw(st.sampled_from(["layer", "layer", "cnn", "transformer"])), draw(SEEDS)
+    knobs = {"placement": draw(st.sampled_from(["auto", "inputs", "all"]))}
+    if kind == "layer":
+        n_in, n_out = draw(st.integers(1, 64)), draw(st.integers(1, 16))
+        layer = graphs.one_layer(n_in, n_out, draw(st.sampled_from(["MatMul", "Gemm", "Gemm transB"])), seed)
+        return layer, graphs.vectors(n_in, seed=seed + 1), {}
+    if kind == "cnn":
+        ignored = draw(st.lists(st.sampled_from(["stem", "one.conv1", "two.conv2", "fc"]), max_size=2, unique=True))
+        return graphs.residual_cnn(draw(st.booleans()), seed), graphs.images(), knobs | {"ignore": tuple(ignored)}
+    if draw(st.booleans()):
+        knobs = {"placement": "inputs", "attention": True}
+    return graphs.transformer(draw(st.booleans()), seed=seed), graphs.tokens(), knobs
 
 
 def int8_state(model: ir.Model, feeds: list[Feeds], **knobs: Any) -> GraphState:
@@ -61,13 +71,15 @@ def simulated(module: SimulatedGraph, batches: list[Feeds]) -> np.ndarray:
     return np.concatenate([next(iter(outputs.values())).numpy() for outputs in found])
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize(("given", "knobs"), CASES)
+@settings(max_examples=10)
+@given(small_graphs(), FLAVOUR)
+@example(given=(*CNN, {"ignore": ("stem", "two.conv2")}), flavour="s8s8")
+@example(given=(graphs.transformer(), graphs.tokens(), {"placement": "inputs", "attention": True}), flavour="u8s8")
 def test_what_is_simulated_is_what_is_written(
-    given: tuple[ir.Model, list[Feeds]], knobs: dict[str, Any], flavour: Flavour
+    given: tuple[ir.Model, list[Feeds], dict[str, Any]], flavour: Flavour
 ) -> None:
     """Up to float32 sums; one of them may send a value to the next level, which a few outputs then show."""
-    model, feeds = given
+    model, feeds, knobs = given
     module = trained(int8_state(model, feeds, **knobs), flavour)
     expected = graphs.written(module.decide(), feeds, flavour)
     error = np.abs(simulated(module, feeds) - expected) / np.abs(expected).max()
@@ -105,17 +117,19 @@ def test_outputs_are_equal_to_the_bit_where_sums_are_exact(flavour: Flavour, gro
     assert len(np.unique(expected)) > 20
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_stored_scales_and_zero_points_are_the_simulated_ones(flavour: Flavour) -> None:
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        low, high = -random.uniform(0, 3) * random.integers(0, 2), random.uniform(0, 5)
-        one = LearnedRange(Range(low, high, max(-low, high) * 0.9), flavour, learn=True)
-        with torch.no_grad():
-            one.growth.copy_(torch.from_numpy(random.uniform(-0.5, 2, len(one.growth))))
-        scale, zero = one.decide().parameters(flavour)
-        found = one.numbers()
-        assert found[0].item() == scale.item() and found[1].item() == zero.item()
+ENDS = st.floats(1e-6, 1e6)
+
+
+@given(ENDS | st.just(0.0), ENDS, st.floats(0.1, 1), st.lists(st.floats(-0.5, 2), min_size=2, max_size=2), FLAVOUR)
+def test_stored_scales_and_zero_points_are_the_simulated_ones(
+    below: float, high: float, share: float, growth: list[float], flavour: Flavour
+) -> None:
+    one = LearnedRange(Range(-below, high, max(below, high) * share), flavour, learn=True)
+    with torch.no_grad():
+        one.growth.copy_(torch.tensor(growth[: len(one.growth)]))
+    scale, zero = one.decide().parameters(flavour)
+    found = one.numbers()
+    assert found[0].item() == scale.item() and found[1].item() == zero.item()
 
 
 def test_stored_integers_are_the_simulated_weight() -> None:

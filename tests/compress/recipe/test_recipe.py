@@ -6,11 +6,14 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from recipe_strategies import ANYTHING, TEXTS, as_text, values
 
 from compress.errors import RecipeError, SourceError
 from compress.formats.schemes import PRESETS
@@ -78,13 +81,19 @@ def test_a_good_recipe_is_typed_and_frozen() -> None:
         recipe.name = "other"
 
 
-@pytest.mark.parametrize("extra", ["", 'model: {args: {"x": null, y: [1, {z: "$${q} 2020-01-01 010 yes"}]}}\n'])
-def test_resolved_yaml_reads_back_equal_and_is_stable(extra: str) -> None:
+RECORDS = recipe_schema()["properties"]
+
+
+@settings(max_examples=15)
+@given(st.dictionaries(TEXTS, ANYTHING, max_size=2), st.integers(1, 99), st.floats(0, 1))
+@example(args={"x": None, "y": [1, {"z": "${q} 2020-01-01 010 yes"}]}, size=32, mean=0.5)
+def test_resolved_yaml_reads_back_equal_and_is_stable(args: Any, size: int, mean: float) -> None:
     write(GOOD, "base.yaml")
-    recipe = load(f"include: base.yaml\n{extra}preprocess: {{kind: image, resize: [32, 32], mean: [0.5]}}\n")
+    more = {"model": {"args": args}, "preprocess": {"kind": "image", "resize": [size, size], "mean": [mean]}}
+    recipe = load(as_text({"include": "base.yaml"} | more))
     text = recipe_to_yaml(recipe)
     again = load_recipe(write(text, "elsewhere/b.yaml"))
-    assert again == recipe
+    assert repr(again.model_dump()) == repr(recipe.model_dump())  # repr: 1, 1.0 and True are equal
     assert again.root != recipe.root
     assert recipe_to_yaml(again) == text
 
@@ -349,19 +358,40 @@ def test_all_problems_are_said_at_once_in_the_order_of_the_lines() -> None:
     ]
 
 
-def pass_keys() -> Iterator[tuple[str, str]]:
+def misspell(key: str, how: str, at: int) -> str:
+    at = 1 + at % (len(key) - 2)  # the first and the last letter stay, by which a reader knows a word
+    typos = {
+        "lost": key[:at] + key[at + 1 :],
+        "doubled": key[:at] + key[at] + key[at:],
+        "swapped": key[: at - 1] + key[at] + key[at - 1] + key[at + 1 :],
+        "more": key + "s",
+        "cut": key[:-1],
+        "joined": key.replace("_", ""),
+        "upper": key.upper(),
+    }
+    return typos[how]
+
+
+TYPOS = st.sampled_from(["lost", "doubled", "swapped", "more", "cut", "joined", "upper"])
+
+
+@settings(max_examples=6)
+@given(TYPOS, st.integers(0, 20))
+@example(how="swapped", at=1)
+def test_every_misspelt_key_of_every_pass_is_recognised(how: str, at: int) -> None:
     for record in PASSES:
         fields = record.model_fields
-        yield from ((fields["kind"].default, name) for name in fields if name != "kind" and len(name) > 3)
-
-
-@pytest.mark.parametrize(("kind", "key"), list(pass_keys()))
-def test_every_misspelt_key_of_every_pass_is_recognised(kind: str, key: str) -> None:
-    for wrong in (key[:-1], key + "s", key[0] + key[2] + key[1] + key[3:], key.replace("_", ""), key.upper()):
-        if wrong != key and wrong not in {k for kd, k in pass_keys() if kd == kind}:
-            text = f"version: 1\nname: x\n{MODEL}\npasses:\n  - {{kind: {kind}, {wrong}: 1}}\n"
-            column = len(f"  - {{kind: {kind}, ") + 1
-            assert only(text) == f"a.yaml:5:{column}: passes.0.{wrong}: unknown key; did you mean '{key}'?"
+        wrong = {misspell(key, how, at): key for key in fields if key != "kind" and len(key) > 3}
+        wrong = {word: key for word, key in wrong.items() if word not in fields}
+        lines = [f"    {word}: 1" for word in wrong]
+        kind = fields["kind"].default
+        if not wrong:
+            continue
+        found = problems("\n".join(["version: 1", "name: x", MODEL, "passes:", f"  - kind: {kind}", *lines, ""]))
+        assert list(found) == [
+            f"a.yaml:{line}:5: passes.0.{word}: unknown key; did you mean '{key}'?"
+            for line, (word, key) in enumerate(wrong.items(), start=6)
+        ]
 
 
 @pytest.mark.parametrize("kind", [record.model_fields["kind"].default for record in PASSES])
@@ -515,6 +545,41 @@ def test_overrides() -> None:
     assert recipe.data.train is not None and recipe.data.train.samples == 5
     assert recipe.passes[1].kind == "fold_batchnorm"
     assert recipe.validate_.gates[0].max_drop == 0.5
+
+
+SETTINGS: list[tuple[tuple[str | int, ...], st.SearchStrategy[Any]]] = [
+    (("seed",), values(RECORDS["seed"]) | ANYTHING),
+    (("description",), TEXTS | ANYTHING),
+    (("model", "args", "x"), ANYTHING),
+    (("model", "args"), st.dictionaries(TEXTS, ANYTHING, max_size=3)),
+    (("preprocess",), values(RECORDS["preprocess"])),
+    (("data",), values(RECORDS["data"])),
+    (("passes", 0), values(RECORDS["passes"]["items"])),
+    (("passes", 0, "bits"), st.integers(0, 10)),
+    (("passes", 1, "ignore"), st.lists(TEXTS, max_size=3)),
+    (("validate", "gates", 0, "max_drop"), st.floats(-1, 1)),
+    (("validate", "confidence"), st.floats(0, 1)),
+]
+"""Where something is set, and what."""
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(SETTINGS).flatmap(lambda setting: st.tuples(st.just(setting[0]), setting[1])))
+def test_an_override_gives_the_recipe_edited_by_hand(setting: tuple[tuple[str | int, ...], Any]) -> None:
+    """Or both are refused."""
+    path, value = setting
+    edited = yaml.safe_load(GOOD)
+    inner = edited
+    for step in path[:-1]:
+        inner = inner.setdefault(step, {}) if isinstance(inner, dict) else inner[step]
+    inner[path[-1]] = value
+    recipes = []
+    for text, *overrides in ((as_text(edited),), (GOOD, f"{'.'.join(map(str, path))}={as_text(value)}")):
+        try:
+            recipes.append(repr(load(text, *overrides).model_dump()))
+        except RecipeError:
+            recipes.append("refused")
+    assert recipes[0] == recipes[1]
 
 
 def test_a_variable_that_is_only_used_may_be_set() -> None:

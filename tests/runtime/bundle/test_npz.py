@@ -6,37 +6,48 @@ import io
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
 from runtime.bundle import npz
 from runtime.bundle.npz import NpzError, read_arrays, read_headers, read_rows
 
-RNG = np.random.default_rng(0)
-ARRAYS = {
-    "float": RNG.standard_normal((7, 3, 2)),
-    "fortran": np.asfortranarray(RNG.standard_normal((5, 4)).astype(np.float32)),
-    "big": np.arange(6, dtype=">i4"),
-    "text": np.array(["a", "bcd", ""]),
-    "bool": np.array([True, False]),
-    "scalar": np.array(3.5),
-    "empty": np.zeros((0, 3), np.int8),
-}
+DTYPES = st.one_of(
+    npst.integer_dtypes(), npst.unsigned_integer_dtypes(), npst.floating_dtypes(), npst.boolean_dtypes(),
+    npst.unicode_string_dtypes(max_len=4),
+)  # fmt: skip
+ARRAYS = npst.arrays(DTYPES, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), fill=st.nothing())
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_what_numpy_writes_comes_back(tmp_path: Path, save: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npz, "_CHUNK", 50)  # an array in several pieces, a row in two
-    save(tmp_path / "a.npz", **ARRAYS)  # type: ignore[operator]
-    back = read_arrays(tmp_path / "a.npz")
-    assert back.keys() == ARRAYS.keys()
-    for name, array in ARRAYS.items():
-        assert back[name].dtype == array.dtype and np.array_equal(back[name], array)
-        assert read_headers(tmp_path / "a.npz")[name].n_bytes == array.nbytes
-        if array.ndim:
-            rows = RNG.integers(0, len(array), 9 if len(array) else 0)
-            assert np.array_equal(read_rows(tmp_path / "a.npz", name, rows), array[rows])
+@given(
+    st.dictionaries(st.sampled_from("abc"), ARRAYS, min_size=1),
+    st.sampled_from([np.savez, np.savez_compressed]),
+    st.sampled_from([np.ascontiguousarray, np.asfortranarray, np.flip, np.asarray]),
+    st.sampled_from([7, 50, 10**6]),
+    st.integers(0, 999),
+)
+def test_what_numpy_writes_comes_back(
+    tmp_path: Path, arrays: dict[str, np.ndarray], save: Any, order: Any, chunk: int, seed: int
+) -> None:
+    """Read in pieces of `chunk` bytes: an array in several, a row in two."""
+    arrays = {name: order(array) if array.ndim else array for name, array in arrays.items()}
+    save(tmp_path / "a.npz", **arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(npz, "_CHUNK", chunk)
+        back = read_arrays(tmp_path / "a.npz")
+        assert back.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert back[name].dtype == array.dtype and back[name].shape == array.shape
+            assert back[name].tobytes() == array.tobytes()
+            assert read_headers(tmp_path / "a.npz")[name].n_bytes == array.nbytes
+            if array.ndim:
+                rows = np.random.default_rng(seed).integers(0, max(1, len(array)), 9 if len(array) else 0)
+                assert read_rows(tmp_path / "a.npz", name, rows).tobytes() == array[rows].tobytes()
 
 
 def packed(tmp_path: Path, content: bytes, name: str = "x.npy", kind: int = zipfile.ZIP_STORED) -> Path:

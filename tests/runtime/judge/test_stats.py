@@ -7,6 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scipy import optimize, stats
 
 from runtime.judge.stats import (
@@ -23,12 +25,21 @@ from runtime.judge.stats import (
     subtract,
 )
 
+CONFIDENCES, SEEDS = st.sampled_from([0.8, 0.9, 0.95, 0.99]), st.integers(0, 2**32 - 1)
 
-@pytest.mark.parametrize(("successes", "n"), [(0, 20), (1, 20), (13, 20), (20, 20), (9339, 10000)])
-def test_a_proportion_is_scipys_exact_interval(successes: int, n: int) -> None:
-    wanted = stats.binomtest(successes, n).proportion_ci(0.95, method="exact")
-    found = proportion_interval(successes, n, 0.95)
-    assert (found.value, found.low, found.high) == pytest.approx((successes / n, wanted.low, wanted.high), abs=1e-12)
+
+@given(st.integers(1, 2000), st.floats(0, 1), CONFIDENCES)
+@example(n=20, share=0.0, confidence=0.95)
+@example(n=20, share=1.0, confidence=0.95)
+@example(n=10000, share=0.9339, confidence=0.95)
+def test_a_proportion_is_scipys_exact_interval(n: int, share: float, confidence: float) -> None:
+    """And that of the other side is its mirror image."""
+    successes = round(share * n)
+    wanted = stats.binomtest(successes, n).proportion_ci(confidence, method="exact")
+    found, other = (proportion_interval(k, n, confidence) for k in (successes, n - successes))
+    assert (found.value, found.low, found.high) == pytest.approx((successes / n, wanted.low, wanted.high), abs=1e-11)
+    assert found.low <= found.value <= found.high
+    assert (other.low, other.high) == pytest.approx((1 - found.high, 1 - found.low), abs=1e-11)
 
 
 def brute_force_difference(gained: int, lost: int, n: int, confidence: float) -> tuple[float, float]:
@@ -53,11 +64,35 @@ def brute_force_difference(gained: int, lost: int, n: int, confidence: float) ->
     return low, high
 
 
-@pytest.mark.parametrize(("gained", "lost", "n"), [(12, 2, 50), (3, 9, 44), (30, 41, 1000), (1, 0, 60), (0, 0, 100)])
-def test_paired_difference_is_the_brute_force_score_interval(gained: int, lost: int, n: int) -> None:
-    found = paired_difference(gained, lost, n, 0.95)
+@st.composite
+def paired_tables(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(gained, lost, n): often few of many, sometimes all."""
+    n = draw(st.integers(1, 2000))
+    gained = draw(st.integers(0, min(n, 60)) | st.integers(0, n))
+    return gained, draw(st.integers(0, min(n - gained, 60)) | st.integers(0, n - gained)), n
+
+
+@settings(max_examples=15)
+@given(paired_tables().filter(lambda table: table[0] + table[1] < table[2]), CONFIDENCES)
+@example(table=(1, 0, 60), confidence=0.95)
+def test_paired_difference_is_the_brute_force_score_interval(table: tuple[int, int, int], confidence: float) -> None:
+    found = paired_difference(*table, confidence)
+    assert (found.low, found.high) == pytest.approx(brute_force_difference(*table, confidence), abs=2e-5)
+
+
+@given(paired_tables(), CONFIDENCES)
+@example(table=(7, 0, 7), confidence=0.95)
+@example(table=(0, 7, 7), confidence=0.95)
+def test_paired_difference_holds_its_value_and_is_mirrored_with_the_sides(
+    table: tuple[int, int, int], confidence: float
+) -> None:
+    gained, lost, n = table
+    found, other = paired_difference(gained, lost, n, confidence), paired_difference(lost, gained, n, confidence)
     assert found.value == pytest.approx((gained - lost) / n)
-    assert (found.low, found.high) == pytest.approx(brute_force_difference(gained, lost, n, 0.95), abs=2e-5)
+    assert -1 <= found.low <= found.value <= found.high <= 1
+    assert (other.low, other.high) == pytest.approx((-found.high, -found.low), abs=1e-12)
+    surer = paired_difference(gained, lost, n, 0.995)
+    assert surer.low <= found.low + 1e-12 and found.high <= surer.high + 1e-12
 
 
 def test_paired_difference_agrees_with_mcnemars_test_at_zero() -> None:
@@ -71,23 +106,11 @@ def test_paired_difference_agrees_with_mcnemars_test_at_zero() -> None:
             assert (found.low > 0 or found.high < 0) == (significant and gained != lost)
 
 
-def test_paired_difference_is_antisymmetric() -> None:
-    one, other = paired_difference(12, 2, 50, 0.9), paired_difference(2, 12, 50, 0.9)
-    assert (one.low, one.high) == pytest.approx((-other.high, -other.low))
-
-
-@pytest.mark.parametrize("n", [1, 30, 2000])
-def test_no_change_at_all_still_leaves_doubt(n: int) -> None:
-    z = stats.norm.ppf(0.975)
-    found = paired_difference(0, 0, n, 0.95)
-    assert found.value == 0
-    assert (found.low, found.high) == pytest.approx((-(z**2) / (n + z**2), z**2 / (n + z**2)))
-
-
-@pytest.mark.parametrize(("gained", "lost"), [(7, 0), (0, 7)])
-def test_every_sample_changed(gained: int, lost: int) -> None:
-    found = paired_difference(gained, lost, 7, 0.95)
-    assert -1 <= found.low <= found.value <= found.high <= 1
+@given(st.integers(1, 10**5), CONFIDENCES)
+def test_no_change_at_all_still_leaves_doubt(n: int, confidence: float) -> None:
+    z = stats.norm.ppf(0.5 + confidence / 2)
+    found = paired_difference(0, 0, n, confidence)
+    assert (found.low, found.value, found.high) == pytest.approx((-(z**2) / (n + z**2), 0, z**2 / (n + z**2)))
 
 
 def test_paired_difference_covers_the_truth() -> None:
@@ -116,12 +139,23 @@ def test_paired_difference_of_rare_changes_keeps_either_side(p_gained: float, p_
     assert (chance < 0.026).all()
 
 
-@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
-def test_an_interval_of_well_behaved_samples_is_students(confidence: float) -> None:
-    values = stats.norm.ppf((np.arange(500) + 0.5) / 500)
+@given(st.integers(200, 900), st.floats(0.5, 0.995))
+@example(n=200, confidence=0.75)  # its skewness, 1e-17 but for rounding, once doubled one side
+def test_an_interval_of_well_behaved_samples_is_students(n: int, confidence: float) -> None:
+    values = stats.norm.ppf((np.arange(n) + 0.5) / n)
     found = skewed_interval(1.0, values, confidence)
-    wanted = stats.t.interval(confidence, 499, 1.0, stats.sem(values))
-    assert (found.low, found.high) == pytest.approx(wanted, rel=1e-3)
+    wanted = stats.t.interval(confidence, n - 1, 1.0, stats.sem(values))
+    assert (found.low - 1, found.high - 1) == pytest.approx([end - 1 for end in wanted], rel=2e-3)
+
+
+@given(st.integers(50, 300), st.sampled_from(["normal", "lognormal", "standard_cauchy"]), st.floats(0.01, 100), SEEDS)
+def test_an_interval_is_scaled_and_mirrored_with_its_samples(n: int, kind: str, factor: float, seed: int) -> None:
+    values = getattr(np.random.default_rng(seed), kind)(size=n)
+    found, larger = skewed_interval(0.0, values, 0.95), skewed_interval(0.0, factor * values, 0.95)
+    mirrored = skewed_interval(0.0, -values, 0.95)
+    assert found.low <= 0 <= found.high
+    assert (larger.low, larger.high) == pytest.approx((factor * found.low, factor * found.high))
+    assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
 
 
 def test_a_skewed_sample_widens_the_side_of_its_tail_most_and_neither_side_narrows() -> None:
@@ -163,13 +197,15 @@ def test_samples_of_unequal_weight_count_as_fewer() -> None:
     assert skewed_interval(0.0, values[:60], 0.95, weights[:60]).lacking == "at least 63 would be needed"
 
 
-@pytest.mark.parametrize(("percentile", "n"), [(50, 101), (95, 400), (99, 1000)])
-def test_a_percentile_of_independent_rounds_is_scipys(percentile: float, n: int) -> None:
-    times = np.random.default_rng(0).permutation(np.arange(1.0, n + 1))
+@settings(max_examples=20)
+@given(st.sampled_from([(50, 100), (80, 150), (95, 400), (99, 1000)]), st.integers(0, 300), SEEDS)
+def test_a_percentile_of_independent_rounds_is_scipys(given: tuple[float, int], more: int, seed: int) -> None:
+    percentile, n = given[0], given[1] + more
+    times = np.random.default_rng(seed).permutation(np.arange(1.0, n + 1))
     found = percentile_interval(times, percentile, 0.95)
     wanted = stats.quantile_test(times, p=percentile / 100).confidence_interval(0.95)
     assert found.low <= wanted.low <= wanted.high <= found.high
-    assert found.high - found.low <= 2 * (wanted.high - wanted.low)  # what chance alone makes of dependence
+    assert found.high - found.low <= 2.5 * (wanted.high - wanted.low)  # what chance alone makes of dependence
 
 
 def test_rounds_that_follow_each_other_count_as_fewer() -> None:
@@ -216,13 +252,25 @@ def test_the_range_of_six_processes_holds_their_median() -> None:
     assert range_interval((1.0, 2.0, 3.0), 0.95).lacking == "at least 6 would be needed"
 
 
-def test_intervals_subtract_and_divide_as_independent_ones() -> None:
-    a, b = Estimate(10.0, 7.0, 14.0, ""), Estimate(4.0, 1.0, 7.0, "")
-    apart = subtract(a, b)
-    assert (apart.low, apart.value, apart.high) == pytest.approx((6 - math.hypot(3, 3), 6.0, 6 + math.hypot(4, 3)))
-    found = divide(a, b)
-    assert found.value == 2.5
-    assert math.log(found.high / 2.5) == pytest.approx(math.hypot(math.log(1.4), math.log(4)))
+@st.composite
+def positive_estimates(draw: st.DrawFn) -> Estimate:
+    low, value, high = sorted(draw(st.lists(st.floats(0.01, 100), min_size=3, max_size=3)))
+    return Estimate(value, low, high, "")
+
+
+@given(positive_estimates(), positive_estimates())
+def test_intervals_subtract_and_divide_as_independent_ones(a: Estimate, b: Estimate) -> None:
+    apart, back = subtract(a, b), subtract(b, a)
+    below, above = math.hypot(a.value - a.low, b.high - b.value), math.hypot(a.high - a.value, b.value - b.low)
+    assert (apart.low, apart.value, apart.high) == pytest.approx(
+        (a.value - b.value - below, a.value - b.value, a.value - b.value + above)
+    )
+    assert (back.low, back.high) == pytest.approx((-apart.high, -apart.low))
+    found, inverse = divide(a, b), divide(b, a)
+    assert found.value == a.value / b.value and found.low <= found.value * 1.000001 <= found.high * 1.000002
+    upper = math.hypot(math.log(a.high / a.value), math.log(b.value / b.low))
+    assert math.log(found.high / found.value) == pytest.approx(upper, abs=1e-9)
+    assert (inverse.low, inverse.high) == pytest.approx((1 / found.high, 1 / found.low))
 
 
 def test_samples_needed_puts_the_interval_on_one_side() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from scipy import special, stats
 from sklearn import metrics as sk
 
@@ -69,36 +71,46 @@ def test_top5_counts_ties_in_the_order_of_class_ids() -> None:
 # references
 
 
-def test_accuracy_is_scikit_learns(labels: np.ndarray) -> None:
-    logits = classifier(0)["logits"]
-    assert METRICS["top1"].compute(classifier(0), labels) == sk.accuracy_score(labels, logits.argmax(axis=1))
-    wanted = sk.top_k_accuracy_score(labels, logits, k=5, labels=np.arange(C))
-    assert METRICS["top5"].compute(classifier(0), labels) == pytest.approx(wanted)
+SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize("average", ["micro", "macro"])
-@pytest.mark.parametrize("name", ["precision", "recall", "f1"])
-def test_f_scores_are_scikit_learns(name: str, average: str, labels: np.ndarray) -> None:
-    predicted = np.minimum(classifier(0)["logits"].argmax(axis=1), 6)  # a class that no label has
-    outputs = {"logits": np.eye(C, dtype=np.float32)[predicted]}
-    wanted = getattr(sk, f"{name}_score")(labels, predicted, average=average, zero_division=0)
-    assert METRICS[f"{name}_{average}"].compute(outputs, labels) == pytest.approx(wanted)
+@st.composite
+def classified(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [n, classes], which choose few of the classes or all, and labels, of which some are right."""
+    n, n_classes, rng = draw(st.integers(1, 60)), draw(st.integers(6, 12)), np.random.default_rng(draw(SEEDS))
+    logits = rng.normal(size=(n, n_classes)).astype(np.float32)
+    logits[:, draw(st.integers(1, n_classes)) :] -= 10
+    labels = rng.integers(0, draw(st.integers(1, n_classes)), n)
+    return logits, np.where(rng.random(n) < 0.5, logits.argmax(axis=1), labels)
 
 
-@pytest.mark.parametrize("name", ["spearman", "pearson"])
-@pytest.mark.parametrize("ties", [False, True])
-def test_correlations_are_scipys(name: str, ties: bool) -> None:
-    rng = np.random.default_rng(3)
-    score = rng.normal(size=N).astype(np.float32)
-    label = score + rng.normal(size=N)
-    label = np.round(label) if ties else label
-    wanted = getattr(stats, f"{name}r")(score.astype(np.float64), label).statistic
-    assert METRICS[name].compute({"logits": score[:, None]}, label) == pytest.approx(wanted)
+@given(classified())
+def test_accuracy_and_f_scores_are_scikit_learns(given: tuple[np.ndarray, np.ndarray]) -> None:
+    """Classes that nothing is or that nothing is taken for among them."""
+    logits, labels = given
+    outputs, predicted = {"logits": logits}, logits.argmax(axis=1)
+    assert METRICS["top1"].compute(outputs, labels) == sk.accuracy_score(labels, predicted)
+    wanted = sk.top_k_accuracy_score(labels, logits, k=5, labels=np.arange(logits.shape[1]))
+    assert METRICS["top5"].compute(outputs, labels) == pytest.approx(wanted)
+    for average in ("micro", "macro"):
+        scores = sk.precision_recall_fscore_support(labels, predicted, average=average, zero_division=0)
+        for name, score in zip(("precision", "recall", "f1"), scores[:3], strict=True):
+            assert METRICS[f"{name}_{average}"].compute(outputs, labels) == pytest.approx(score)
 
 
-def test_average_ranks_are_scipys() -> None:
-    values = np.random.default_rng(0).integers(0, 9, 50).astype(float)
-    assert average_ranks(values).tolist() == stats.rankdata(values).tolist()
+@given(st.integers(3, 80), st.sampled_from([0, 1, 2, 9]), st.sampled_from([1e-6, 1.0, 1e6]), SEEDS)
+def test_correlations_ranks_and_errors_are_scipys(n: int, digits: int, size: float, seed: int) -> None:
+    """With many ties, a few, or none."""
+    rng = np.random.default_rng(seed)
+    score = rng.normal(size=n).round(digits).astype(np.float32)
+    label = (score + rng.normal(size=n)).round(digits) * size
+    assert average_ranks(label).tolist() == stats.rankdata(label).tolist()
+    outputs = {"logits": score[:, None]}
+    assert METRICS["mse"].compute(outputs, label) == pytest.approx(sk.mean_squared_error(label, score))
+    assume(len(set(score.tolist())) > 1 and len(set(label.tolist())) > 1)
+    for name in ("spearman", "pearson"):
+        wanted = getattr(stats, f"{name}r")(score.astype(np.float64), label).statistic
+        assert METRICS[name].compute(outputs, label) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_the_score_of_embeddings_is_the_cosine_of_their_columns() -> None:
@@ -114,22 +126,14 @@ def test_a_constant_score_has_no_correlation() -> None:
     assert METRICS["spearman"].compute(outputs, np.arange(N)) == 0.0
 
 
-def test_mse_is_scikit_learns() -> None:
-    outputs, label = classifier(4, 1), np.random.default_rng(0).normal(size=N)
-    wanted = sk.mean_squared_error(label, outputs["logits"][:, 0])
-    assert METRICS["mse"].compute(outputs, label) == pytest.approx(wanted)
-
-
-def test_kl_is_scipys_with_the_baseline_first() -> None:
-    p, q = (special.softmax(classifier(seed)["logits"].astype(np.float64), axis=1) for seed in (1, 0))
-    wanted = stats.entropy(p, q, axis=1).mean()
-    assert METRICS["kl"].compute(classifier(0), classifier(1)) == pytest.approx(wanted)
-
-
-def test_agreement_counts_equal_choices() -> None:
-    a, b = classifier(0), classifier(1)
-    same = sum(int(x.argmax() == y.argmax()) for x, y in zip(a["logits"], b["logits"], strict=True))
-    assert METRICS["agreement"].compute(a, b) == pytest.approx(same / N)
+@given(st.integers(1, 50), st.integers(2, 9), st.sampled_from([0.1, 1.0, 50.0]), SEEDS)
+def test_divergence_and_agreement_are_those_of_two_softmaxes(n: int, n_classes: int, size: float, seed: int) -> None:
+    baseline, ours = (np.random.default_rng(seed).normal(size=(2, n, n_classes)) * size).astype(np.float32)
+    p, q = special.softmax(baseline.astype(np.float64), axis=1), special.log_softmax(ours.astype(np.float64), axis=1)
+    wanted = (p * (special.log_softmax(baseline.astype(np.float64), axis=1) - q)).sum(axis=1).mean()
+    assert METRICS["kl"].compute({"logits": ours}, {"logits": baseline}) == pytest.approx(wanted, abs=1e-12)
+    same = sum(int(x.argmax() == y.argmax()) for x, y in zip(ours, baseline, strict=True))
+    assert METRICS["agreement"].compute({"logits": ours}, {"logits": baseline}) == pytest.approx(same / n)
 
 
 def test_cosine_is_taken_over_all_embedding_columns() -> None:
@@ -177,13 +181,18 @@ def test_labels_of_another_kind_are_refused() -> None:
         METRICS["pearson"].compute(classifier(0, 1), np.zeros(3))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["top1", "f1_macro", "agreement", "kl", "cosine", "sqnr_db"])
-def test_broken_outputs_never_become_a_number(name: str, bad: float, labels: np.ndarray) -> None:
+@given(
+    st.sampled_from(["top1", "f1_macro", "agreement", "kl", "cosine", "sqnr_db"]),
+    st.sampled_from([np.nan, np.inf, -np.inf]),
+    st.integers(0, N - 1),
+    st.integers(0, C - 1),
+)
+def test_broken_outputs_never_become_a_number(name: str, bad: float, row: int, column: int) -> None:
     outputs = classifier(0)
-    outputs["logits"][3, 1] = bad
-    reference: Any = labels if METRICS[name].against == "labels" else classifier(0)
-    with pytest.raises(NonFiniteOutputs, match=r"'logits' holds NaN or infinity in 1 of 200 samples \(first rows: 3\)"):
+    outputs["logits"][row, column] = bad
+    reference: Any = np.zeros(N, int) if METRICS[name].against == "labels" else classifier(0)
+    message = rf"'logits' holds NaN or infinity in 1 of 200 samples \(first rows: {row}\)"
+    with pytest.raises(NonFiniteOutputs, match=message):
         METRICS[name].compute(outputs, reference)
 
 
