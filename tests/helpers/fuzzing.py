@@ -54,12 +54,12 @@ def fuzz(share: float, quick: int) -> Callable[[Test], Test]:
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Fail what takes more than SECONDS or WAITING (TookTooLong), or more than GIB of memory more (MemoryError)."""
+def bounded(seconds: float = SECONDS) -> Iterator[None]:
+    """Fail what takes more than `seconds` of processor time or WAITING (TookTooLong), or GIB of memory (MemoryError)."""
     before = [(number, signal.signal(number, _end)) for number in (signal.SIGPROF, signal.SIGALRM)]
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + GIB, limits[1]))
-    _set_timers(SECONDS, WAITING)
+    _set_timers(seconds, WAITING)
     try:
         yield
     finally:
@@ -74,14 +74,14 @@ def _set_timers(busy: float, waiting: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, waiting)
 
 
-def attempt(kind: str, call: Callable[[], Any], allowed: tuple[int, ...] = (1, 2)) -> Any:
+def attempt(kind: str, call: Callable[[], Any], allowed: tuple[int, ...] = (1, 2), seconds: float = SECONDS) -> Any:
     """Run one case within bounds: what it gives, or None where it ended in a typed error with an allowed exit code.
 
     Anything else that it raises is the test's failure. Counts the case under `kind`.
     """
     result, error = None, None
     try:
-        with bounded():
+        with bounded(seconds):
             result = call()
     except (CompressError, RuntimeFailure) as refusal:
         error = refusal
