@@ -55,7 +55,7 @@ def fuzz(share: float, quick: int) -> Callable[[Test], Test]:
 
 @contextmanager
 def bounded(seconds: float = SECONDS) -> Iterator[None]:
-    """Fail what takes more than `seconds` of processor time or WAITING (TookTooLong), or GIB of memory (MemoryError)."""
+    """Fail what takes more than `seconds` of the processor or WAITING (TookTooLong), or GIB of memory (MemoryError)."""
     before = [(number, signal.signal(number, _end)) for number in (signal.SIGPROF, signal.SIGALRM)]
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + GIB, limits[1]))
