@@ -47,6 +47,14 @@ class Budget:
         if self.characters > MOST_CHARACTERS:
             raise OverBudget(f"more than {MOST_CHARACTERS} characters, with those that variables stand for")
 
+    @property
+    def may_outgrow_a_file(self) -> bool:
+        """Return whether the recipe, written with all that its variables stand for, may be more than a file can be.
+
+        A value takes less than 200 bytes beside its own: a line, its indentation. A character takes 10 as an escape.
+        """
+        return 200 * self.values + 10 * self.characters > MOST_FILE_BYTES
+
     def spend_file(self, n_characters: int) -> None:
         """Count a file in. Raises OverBudget."""
         self.files += 1

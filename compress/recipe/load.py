@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from compress.errors import RecipeError
+from compress.recipe.budget import MOST_FILE_BYTES
 from compress.recipe.explain import explain
 from compress.recipe.includes import read_with_includes
 from compress.recipe.overrides import apply_overrides
-from compress.recipe.places import Path, RecipeFindings, StopReading, suggest
+from compress.recipe.places import Path, Position, Problem, RecipeFindings, StopReading, suggest
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
 from compress.recipe.tree import Node, plain
@@ -51,7 +52,17 @@ def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings)
         _check_gates(recipe, root, findings)
     if recipe is None or findings.problems:
         return None
-    return recipe.at_root(file.absolute().parent, _record_wording(written, root, values))
+    recipe = recipe.at_root(file.absolute().parent, _record_wording(written, root, values))
+    if findings.budget.may_outgrow_a_file:  # the bundle's copy of it is to be read again
+        _check_written_size(recipe, Position(str(file), 1, 1), findings)
+    return None if findings.problems else recipe
+
+
+def _check_written_size(recipe: Recipe, place: Position, findings: RecipeFindings) -> None:
+    size = len(recipe_to_yaml(recipe).encode())
+    if size > MOST_FILE_BYTES:
+        text = f"with all that its variables stand for it has {size} bytes, and a recipe has at most {MOST_FILE_BYTES}"
+        findings.report(Problem(place, (), text))
 
 
 def _record_wording(written: Node, root: Node, values: Mapping[str, str]) -> Wording:
