@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from shortcuts import quick_run
 
-from compress.models.fresh_reader import answer
-
-
-@pytest.fixture(autouse=True, scope="session")
-def read_back_here() -> Iterator[None]:
-    """Load checkpoints back in this process: the one of their own takes seconds, and test_loading_back.py tries it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.export.loading_back.ask", lambda work, seconds: answer(work))
-        yield
+__all__ = ["quick_run"]
 
 
 @pytest.fixture

@@ -45,9 +45,6 @@ With exact inputs the same file is within EXACT of torch, as the first two tests
 EXACT = 1e-4
 
 
-pytestmark = pytest.mark.usefixtures("unprobed")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model whose next tokens differ in likelihood; recipes stand in it."""

@@ -50,7 +50,7 @@ def test_every_architecture_has_recipes() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen-w4a16-awq-gptq", "gemma-fp8-kv8", "phi-w4a16-gptq"])
-def test_a_recipe_runs_on_a_tiny_model(name: str, models: Path, tmp_path: Path, quick_judge: None) -> None:
+def test_a_recipe_runs_on_a_tiny_model(name: str, models: Path, tmp_path: Path) -> None:
     from compress.execution.run import apply_recipe
     from compress.recipe.load import load_recipe
 

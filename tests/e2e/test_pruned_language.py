@@ -18,7 +18,7 @@ BOTH = [{"kind": "onnx"}, {"kind": "checkpoint"}]
 
 @pytest.mark.parametrize(("passes", "exact"), [([PRUNE], 1e-4), ([PRUNE, GPTQ], 1e-3)], ids=["float", "gptq"])
 def test_transformers_loads_a_pruned_decoder(
-    passes: list[dict[str, Any]], exact: float, cache: Path, tmp_path: Path, quick_judge: None
+    passes: list[dict[str, Any]], exact: float, cache: Path, tmp_path: Path
 ) -> None:
     """From its own config.json, with the nats that the ONNX file has: the same weights, heads and neurons."""
     language_folder(tmp_path / "lm", initializer_range=0.1)
@@ -30,7 +30,7 @@ def test_transformers_loads_a_pruned_decoder(
     assert torch_nll(model, tmp_path) == pytest.approx(reported(tmp_path / "out")["nll"], rel=exact)
 
 
-def test_a_configuration_that_cannot_say_it_is_named(cache: Path, tmp_path: Path, quick_judge: None) -> None:
+def test_a_configuration_that_cannot_say_it_is_named(cache: Path, tmp_path: Path) -> None:
     """Widths that differ between layers: a warning, and a record beside the weights."""
     language_folder(tmp_path / "lm", initializer_range=0.1)
     only_first = {**PRUNE, "targets": ["re:model.layers.0.mlp"]}

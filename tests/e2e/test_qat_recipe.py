@@ -22,9 +22,6 @@ from compress.recipe.load import load_recipe
 QAT: dict[str, Any] = {"kind": "qat", "scheme": "W4A16", "group_size": 32, "steps": 6, "batch_size": 8}
 
 
-pytestmark = pytest.mark.usefixtures("unprobed")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qat")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from places import ROOT
+from shortcuts import quick_judge, quick_reader
 
 from runtime.judge.advice import VNNI
 
@@ -25,15 +25,10 @@ def apply_golden(name: str, folder: Path) -> Path:
     from typer.testing import CliRunner
 
     from compress.cli import app
-    from compress.models.fresh_reader import answer
-    from runtime.measure.probe import Probe
 
     recipe = shutil.copy(RECORDS / f"recipes/{name}.yaml", folder)
     out = folder / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
-        patch.setattr("compress.export.loading_back.ask", lambda work, seconds: answer(work))
+    with quick_judge(), quick_reader():
         done = CliRunner().invoke(app, ["apply", recipe, "--out", str(out), "--cache", str(folder / "cache")])
     assert done.exit_code in (0, 3), done.output  # 3: a gate fell short, which the numbers tell better
     return out

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from shortcuts import quick_judge
 
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from runtime.bundle.format import is_hashed
-from runtime.measure.probe import Probe
 
 PASSES: list[dict[str, Any]] = [{"kind": "smoothquant"}, {"kind": "int8"}]
 FOREIGN = ("out/notes.txt", "out/b.compress.log", "out/.b.previous/mine", "out/.b.lock", "cache/mine.txt", "tmp/mine")
@@ -114,9 +114,7 @@ class Workshop:
 @contextmanager
 def open_workshop(folder: Path) -> Iterator[Workshop]:
     """Make the two bundles and the cache, and cut measurements short while the context is open."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+    with quick_judge(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.measure.timing.no_garbage_collection", nullcontext)  # it takes longer than all the rest
         patch.setattr(tempfile, "tempdir", None)
         shop = Workshop(folder / "work", folder / "kept", {}, {})

@@ -29,7 +29,6 @@ from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
 from compress.work import WORK
 from runtime.bundle.format import verify
-from runtime.measure.probe import Probe
 from runtime.report.render import render_text
 from runtime.report.report import Report
 from runtime.report.steps import STEPS, StepRow
@@ -73,9 +72,7 @@ def _one_thread_one_backend() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: [])
         patch.setitem(WORK, "shake", f"{__name__}:apply_shake")
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
         yield
     torch.set_num_threads(before)
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from shortcuts import quick_judge
 
 from compress.export.card import model_card, usage_of
 from runtime.__main__ import main
 from runtime.bundle.format import Artifact, Benchmark, Judgement, read_manifest, write_bundle
 from runtime.encode.preprocess import TensorPreprocess
-from runtime.measure.probe import Probe
 from runtime.tasks import TASKS
 
 LOCK = {"model": {"source": "onnx:m.onnx", "digest": "abc"}}
@@ -38,6 +38,7 @@ def make_generic(root: Path, tiny: Any) -> Path:
     return root
 
 
+@quick_judge()
 @pytest.mark.parametrize("task", TASKS)
 def test_every_command_of_a_card_works(
     task: str,
@@ -47,8 +48,6 @@ def test_every_command_of_a_card_works(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
-    monkeypatch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
     makers: dict[str, Callable[[], Path]] = {
         "image-classification": lambda: request.getfixturevalue("image_bundle"),
         "text-classification": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
