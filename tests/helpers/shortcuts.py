@@ -29,6 +29,14 @@ def quick_reader() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def no_probes() -> Iterator[None]:
+    """Judge on all backends, without the probes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_run() -> Iterator[None]:
     """Both, for the tests of a folder whose conftest.py imports this."""

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from shortcuts import no_probes
 
 from runtime.backends import BACKENDS, Session
 from runtime.bundle.format import (
@@ -36,6 +37,8 @@ from runtime.encode.preprocess import (
     spec_to_dict,
 )
 from runtime.tasks.predict import run_samples
+
+__all__ = ["no_probes"]
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "mat", "dog", "ran", "far"]
 IMAGE = ImagePreprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))

@@ -24,6 +24,7 @@ from runtime.report.render import render_markdown, render_text, to_dict
 from runtime.report.steps import STEPS, StepModel, StepRow
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
+pytestmark = pytest.mark.usefixtures("no_probes")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
 N = 300
 ONE = ("onnxruntime-cpu",)
