@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.PHONY: setup demo test fuzz check docs gpu-check format schema clean
+.PHONY: setup demo quick test fuzz check docs gpu-check format schema clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ demo: setup
 # Two processes of one thread each; the files that take longest come first.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_notebooks.py tests/e2e tests
+
+# The unit tests alone, without those that take seconds each: what to run while editing.
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/compress tests/runtime
 
 # The same generated cases as in `make test`, many more of them: about an hour. FUZZ_SEED=1 makes others.
 fuzz: setup

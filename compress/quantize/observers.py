@@ -110,11 +110,12 @@ def choose_range(
     if symmetric:
         low, high = -max(-low, high), max(-low, high)
     if low == high:
-        return low, max(high, low + 1e-6)
+        return low, low + 1e-6
     if method == "percentile":
         tail = (1 - percentile / 100) / 2
         low, high = max(low, min(seen.quantile(tail), 0.0)), min(high, max(seen.quantile(1 - tail), 0.0))
-        return (-max(-low, high), max(-low, high)) if symmetric else (low, max(high, low + 1e-6))
+        low, high = (-max(-low, high), max(-low, high)) if symmetric else (low, high)
+        return low, high if low < high else low + 1e-6
     if method in ("mse", "entropy"):
         score = _squared_error if method == "mse" else _divergence
         return _search_shrinkage(seen, low, high, score, symmetric)

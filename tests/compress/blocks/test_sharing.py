@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from child_processes import SEARCH_PATH
 
@@ -74,6 +75,7 @@ def launch(out: Path, *launcher: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
     """The weights bit for bit, sums of statistics to float64's rounding."""
     launch(tmp_path / "one")

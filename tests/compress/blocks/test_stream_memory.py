@@ -57,6 +57,7 @@ def told(model: StreamedModel, n_rows: int = 20_000, **use: object) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone tells a peak that can start anew")
+@pytest.mark.slow
 def test_told_and_taken(tmp_path: Path) -> None:
     """A width of 512, 32 texts of 256 tokens: about 170 MiB."""
     environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": SEARCH_PATH}

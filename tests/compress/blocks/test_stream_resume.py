@@ -220,6 +220,7 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_killed_while_it_works(tmp_path: Path) -> None:
     """By SIGKILL, in the body of the second block's step."""
     run(streamed(llama()), tmp_path / "whole", True)

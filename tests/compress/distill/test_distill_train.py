@@ -230,6 +230,7 @@ def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> No
     assert done == sorted(done) and done[-1] > 0.5  # by the clock: 10,000 steps are far
 
 
+@pytest.mark.slow
 def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves: list[float] = []
     now = [0.0]
@@ -374,6 +375,7 @@ def test_saving_seldom_changes_nothing(tmp_path: Path) -> None:
     assert same(taught(seldom, tmp_path)[0], expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL at an instant that depends on the machine; then the run is let go to its end."""
     process = subprocess.Popen(command(tmp_path, "work", 60), env=ENVIRONMENT)
@@ -401,6 +403,7 @@ def wait_for_step(file: Path, least: int, process: subprocess.Popen[bytes]) -> i
 @pytest.mark.parametrize(
     ("changes", "shares"), [({}, [3, 3]), ({"batch_size": 7, "ema_decay": 0.6, "clip": 0.5}, [4, 3])]
 )
+@pytest.mark.slow
 def test_two_processes_are_one_to_rounding(tmp_path: Path, changes: dict[str, Any], shares: list[int]) -> None:
     """Batch norm's statistics among them. `shares`: of each micro-batch, the two processes'."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

@@ -33,6 +33,7 @@ from runtime.report.render import render_text
 from runtime.report.report import Report
 from runtime.report.steps import STEPS, StepRow
 
+pytestmark = pytest.mark.slow
 QUICK = [
     "validate.gates=[]",
     "validate.benchmark={iterations: 10, throughput_batch_size: 4}",

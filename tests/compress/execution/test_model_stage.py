@@ -20,6 +20,7 @@ from compress.recipe.schema import Recipe
 from compress.work import WORK
 from runtime.bundle.format import read_outputs, verify
 
+pytestmark = pytest.mark.slow
 RUNS: list[str] = []
 
 

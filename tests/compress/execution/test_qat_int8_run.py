@@ -24,7 +24,7 @@ from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
 from runtime.bundle.format import verify
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def knobs(**more: Any) -> Qat:

@@ -29,6 +29,7 @@ KINDS = [kind for kind in CONFIGS if kind not in ("mamba", "phi", "bloom")]
 
 
 @pytest.mark.parametrize("kind", kinds(KINDS))
+@pytest.mark.slow
 def test_the_graph_is_the_model(kind: str) -> None:
     decoder = Decoder(exported(kind))
     ids = tokens(1, 14)

@@ -249,6 +249,7 @@ def test_what_does_not_fit_into_memory_is_compared_by_names_and_shapes(form: Any
         read_back(tmp_path / "out", model, spec, export, memory=0)
 
 
+@pytest.mark.slow
 def test_the_process_is_its_own_and_reads_no_module_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

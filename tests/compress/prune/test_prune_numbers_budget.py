@@ -171,6 +171,7 @@ def test_a_chain_runs_and_has_the_layers_it_says(tmp_path: Path) -> None:
     assert chain(LayerShape((), (), (1,), 0, 1), 2048, 1024)[1] == 1
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_interpolated_and_kept_as_json() -> None:
     module = Net()
     dimensions = find_coupling(module, SAMPLE).dimensions

@@ -91,6 +91,7 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
     st.integers(1, 2000),
     SEEDS,
 )
+@example("percentile", False, 1e-42, -50.0, 1, 0)
 def test_ranges_hold_zero_and_stay_within_what_was_seen(
     method: Method, symmetric: bool, size: float, shift: float, n: int, seed: int
 ) -> None:

@@ -241,6 +241,7 @@ def reloaded(folder: Path, loaded: TorchModel) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_a_student_of_some_layers(tmp_path: Path) -> None:
     own = recipe(tmp_path, "{layers: uniform, keep: 2}")
     loaded, result = taught(own, tmp_path)
@@ -285,6 +286,7 @@ def bag(width):
 """
 
 
+@pytest.mark.slow
 def test_a_student_from_a_factory(tmp_path: Path) -> None:
     """Through a whole run; its checkpoint is the factory's weights."""
     (tmp_path / "bag.py").write_text(FACTORY)

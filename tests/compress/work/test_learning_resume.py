@@ -75,6 +75,7 @@ def losses(result: PassResult) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize(
     ("knobs", "learning"), [(WHOLE, 0), (BLOCKS, 0), (BLOCKS, 1), (BLOCKS, 2), (ROUNDED, 0), (ROUNDED, 1)]
 )
+@pytest.mark.slow
 def test_learning_that_is_broken_off_ends_with_the_same_bytes(
     knobs: Pass, learning: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_together(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

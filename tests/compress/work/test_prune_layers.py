@@ -477,6 +477,7 @@ validate: {{benchmark: {{iterations: 3, warmup: 1}}, steps: false}}
     return compress.load_recipe(folder / "recipe.yaml")
 
 
+@pytest.mark.slow
 def test_the_bundle_is_smaller_and_its_weights_load_again(tmp_path: Path) -> None:
     """safetensors and shapes.json: the factory takes them, and gives what the ONNX file gives; so does the cache."""
     own = recipe(tmp_path, "{kind: prune_layers, keep: 4}")

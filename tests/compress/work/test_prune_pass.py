@@ -140,6 +140,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder / "out", report
 
 
+@pytest.mark.slow
 def test_the_bundle_is_smaller_and_nearly_as_good(pruned: tuple[Path, Any]) -> None:
     out, report = pruned
     before, after = report.baseline.metrics["top1"], report.candidate.metrics["top1"]
@@ -151,12 +152,14 @@ def test_the_bundle_is_smaller_and_nearly_as_good(pruned: tuple[Path, Any]) -> N
     assert rows["layer1.conv1"]["width"] < rows["layer1.conv1"]["width_before"]
 
 
+@pytest.mark.slow
 def test_without_compensation_it_is_worse(pruned: tuple[Path, Any], tmp_path: Path) -> None:
     plain = compress.apply(recipe_with({**PRUNE, "compensate": "false"}), tmp_path / "out", tmp_path / "c", quiet=True)
     assert plain is not None
     assert plain.candidate.metrics["sqnr_db"] < pruned[1].candidate.metrics["sqnr_db"] - 3
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_the_factory_s_weights_with_a_record(pruned: tuple[Path, Any]) -> None:
     """safetensors and shapes.json: a python: source takes them, and gives what the ONNX file gives."""
     import onnxruntime as ort
@@ -174,6 +177,7 @@ def test_the_checkpoint_is_the_factory_s_weights_with_a_record(pruned: tuple[Pat
     assert np.abs(found - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_refused(pruned: tuple[Path, Any], tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes((pruned[0] / "checkpoint/model.safetensors").read_bytes())
@@ -184,6 +188,7 @@ def test_a_damaged_record_is_refused(pruned: tuple[Path, Any], tmp_path: Path) -
         load_model(spec, Path.cwd(), {"pixel_values": ((1, 8, 8), "float32")})
 
 
+@pytest.mark.slow
 def test_prune_then_int8(tmp_path: Path) -> None:
     report = compress.apply(recipe_with(PRUNE, {"kind": "int8"}), tmp_path / "out", tmp_path / "cache", quiet=True)
     assert report is not None
@@ -198,6 +203,7 @@ def test_no_calibration_data_is_refused(tmp_path: Path) -> None:
         compress.apply(recipe, tmp_path / "out", tmp_path / "cache", quiet=True)
 
 
+@pytest.mark.slow
 def test_a_speedup_that_is_measured(tmp_path: Path) -> None:
     """The notes say what was measured and what was foretold; the figures are the machine's."""
     recipe = recipe_with({"kind": "prune_channels", "speedup": 1.05, "round_to": 4})

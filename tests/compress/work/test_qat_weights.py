@@ -327,6 +327,7 @@ def test_passes_over_blocks_go_on_from_the_integers(trained: TorchModel) -> None
     assert all(left.store.quantized(name) is one.weight for name, one in trained.rounded.items())
 
 
+@pytest.mark.slow
 def test_the_graph_holds_the_integers_and_gives_what_training_gave(trained: TorchModel, graph: ir.Model) -> None:
     state = with_rounded_layers(GraphState(clone(graph)), trained.rounded)
     layers = {layer.name: layer.matrix() for layer in find_layers(state.model)}

@@ -358,6 +358,7 @@ def test_labels_are_asked_for() -> None:
     assert "the training set has no labels" in small().train_problems("image-classification", 100, has_labels=False)[0]
 
 
+@pytest.mark.slow
 def test_zeros_stay_through_int8(tmp_path: Path) -> None:
     """The recipe, shortened: what the bundle's integers are is zero where training left zeros."""
     said = [f"passes.0.{key}" for key in ("epochs=null", "steps=4", "rounds=2", "batch_size=16", "sparsity=0.9")]

@@ -31,6 +31,7 @@ SHARED = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_two_processes_reach_what_one_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both the same bytes; those of one process to what rounding of sums does to ten steps of refitting."""
     monkeypatch.setattr(activations, "ROWS", 24)
