@@ -7,6 +7,7 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from places import ROOT
@@ -120,6 +121,25 @@ def test_every_pass_has_its_work() -> None:
     assert sorted(WORK) == sorted(one.model_fields["kind"].default for one in PASSES)
     for kind in WORK:
         assert find_work(kind).__name__.startswith("apply_")
+
+
+def test_work_gives_the_form_of_model_that_it_got() -> None:
+    """And asks for no more than what that form's stage is given."""
+    from compress.blocks.streamed import StreamedModel
+    from compress.context import PassContext
+    from compress.models.load import TorchModel
+    from compress.quantize.state import GraphState
+    from compress.work import WORK, find_work
+    from compress.work.contexts import GraphContext, ModelContext
+
+    given = {TorchModel: ModelContext, StreamedModel: PassContext, GraphState: GraphContext}
+    for kind in WORK:
+        hints = get_type_hints(find_work(kind))
+        (result,) = get_args(hints.pop("return"))
+        _, model, context = hints.values()
+        assert result == model, kind
+        for form in get_args(model) or (model,):
+            assert issubclass(given[form], get_args(context) or context), kind
 
 
 def test_nobody_asks_which_pass_it_is() -> None:

@@ -278,7 +278,7 @@ MANIFEST_RECORDS = (
     "runtime.bundle.manifest.Manifest",
     "runtime.bundle.manifest.Artifact",
     "runtime.bundle.tensors.TensorSpec",
-    "runtime.bundle.manifest.KvCache",
+    "runtime.bundle.manifest.KvCacheSpec",
     "runtime.bundle.manifest.Generation",
     "runtime.bundle.manifest.EvaluationSet",
     "runtime.bundle.manifest.BuildScore",
