@@ -84,8 +84,15 @@ def test_a_good_recipe_is_typed_and_frozen() -> None:
 RECORDS = recipe_schema()["properties"]
 
 
+def fits(value: Any) -> bool:
+    """Whether every integer in it has 64 bits; YAML's readers know no others."""
+    if isinstance(value, dict | list):
+        return all(map(fits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
+
+
 @settings(max_examples=15)
-@given(st.dictionaries(TEXTS, ANYTHING, max_size=2), st.integers(1, 99), st.floats(0, 1))
+@given(st.dictionaries(TEXTS, ANYTHING.filter(fits), max_size=2), st.integers(1, 99), st.floats(0, 1))
 @example(args={"x": None, "y": [1, {"z": "${q} 2020-01-01 010 yes"}]}, size=32, mean=0.5)
 def test_resolved_yaml_reads_back_equal_and_is_stable(args: Any, size: int, mean: float) -> None:
     write(GOOD, "base.yaml")
