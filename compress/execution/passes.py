@@ -137,7 +137,7 @@ def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]
             yield index, config, key
 
 
-def _common(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
     """Return the fields of a PassContext, for a model with these inputs."""
     plan, calibration = run.plan, run.sets.get("calibration")
     limit = plan.recipe.limits.memory_gib
@@ -180,8 +180,8 @@ def _resume_pass(
 def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
     """Return what a pass over the whole torch module is given beside it."""
     return ModelContext(
-        **_common(run, loaded.inputs),
-        **_learning(run, loaded.inputs),
+        **_list_fields(run, loaded.inputs),
+        **_list_training_fields(run, loaded.inputs),
         student=partial(make_student, run.plan.recipe, run.plan.inputs.feeds, loaded),
         timing=_make_timing(run, loaded),
     )
@@ -198,7 +198,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     )
 
 
-def _learning(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
     """Return the fields of a TrainingContext beside a PassContext's, for a model with these inputs."""
     source_is_torch = run.plan.before.source == "torch"
     return {
@@ -227,7 +227,7 @@ def _run_block_passes(
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:
         run.journal.log(note)
-    context = PassContext(**_common(run, plan.before.inputs))
+    context = PassContext(**_list_fields(run, plan.before.inputs))
     for index, config, key in steps:
         with run.journal.step(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"
@@ -278,7 +278,9 @@ def _run_graph_passes(
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
     finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, run.journal.log)
-    context = GraphContext(**_common(run, exported.inputs), **_learning(run, exported.inputs), shortfalls=finder)
+    context = GraphContext(
+        **_list_fields(run, exported.inputs), **_list_training_fields(run, exported.inputs), shortfalls=finder
+    )
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
         step = partial(run_graph_pass, run.cache, key, config, state)
