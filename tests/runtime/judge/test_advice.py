@@ -19,6 +19,7 @@ from runtime.judge.advice import (
     disagreeing,
     faster_elsewhere,
     larger,
+    less_exact,
     noisy,
     reason_not_smaller,
     reasons,
@@ -169,6 +170,15 @@ def test_reasons_fit_the_machine_and_the_graph() -> None:
     assert reasons(0.01, on("openvino", modern, PLAIN)) == [
         "a call is so short that its fixed cost dominates: compare throughput at a larger batch"
     ]
+
+
+def test_that_products_may_saturate_is_told_where_they_do() -> None:
+    unsigned = GraphFacts({"QuantizeLinear": 9, "MatMul": 9}, {"uint8": 9})
+    (said,) = less_exact(on("onnxruntime-cpu", X86, unsigned))
+    assert "where they may saturate" in said
+    assert less_exact(on("onnxruntime-cpu", {"cpu_flags": ["avx2", "avx_vnni"]}, unsigned)) == []
+    assert less_exact(on("onnxruntime-cpu", {}, unsigned)) == []
+    assert less_exact(on("openvino", X86, unsigned)) == less_exact(on("onnxruntime-cpu", X86, PLAIN)) == []
 
 
 def test_a_busy_machine_is_told() -> None:
