@@ -111,7 +111,7 @@ def less_exact(subject: Subject) -> list[str]:
     if subject.backend != "onnxruntime-cpu" or not subject.graph.activations.get("uint8") or not _lacks_vnni(subject):
         return []
     return [
-        "This CPU has no VNNI or AMX: onnxruntime adds pairs of int8 products in 16 bits here, where they may saturate, "
+        "This CPU has no VNNI or AMX: onnxruntime adds pairs of int8 products in 16 bits here, which may saturate, "
         "so that outputs are less exact than on a CPU that has one of them. The quality measured here is that of CPUs "
         "like this one."
     ]

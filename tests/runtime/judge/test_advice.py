@@ -175,7 +175,7 @@ def test_reasons_fit_the_machine_and_the_graph() -> None:
 def test_that_products_may_saturate_is_told_where_they_do() -> None:
     unsigned = GraphFacts({"QuantizeLinear": 9, "MatMul": 9}, {"uint8": 9})
     (said,) = less_exact(on("onnxruntime-cpu", X86, unsigned))
-    assert "where they may saturate" in said
+    assert "which may saturate" in said
     assert less_exact(on("onnxruntime-cpu", {"cpu_flags": ["avx2", "avx_vnni"]}, unsigned)) == []
     assert less_exact(on("onnxruntime-cpu", {}, unsigned)) == []
     assert less_exact(on("openvino", X86, unsigned)) == less_exact(on("onnxruntime-cpu", X86, PLAIN)) == []
