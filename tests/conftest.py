@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,13 @@ settings.load_profile("repeatable")
 def no_waiting_for_disks() -> None:
     """Without `fsync`, which takes milliseconds for each file, but for those that bring their own."""
     os.fsync = lambda handle: None  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """Let garbage collection pass over what the modules imported so far hold: judging collects, a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
