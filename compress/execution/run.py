@@ -147,7 +147,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Step
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
     if baseline is None:
         with journal.step("scoring the model in torch"):
-            baseline, candidate = _score_in_torch(run, passed)
+            baseline, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed)
     portable, parity = make_portable(recipe), exported.parity if exported else None
     with journal.step("writing the bundle"), blame(staging.parent):
@@ -206,7 +206,7 @@ def _source_bytes(plan: Plan) -> int:
     return sum(path.stat().st_size for path in weights)
 
 
-def _score_in_torch(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return baseline's and candidate's outputs where no graph is written that the runtime could run."""
     plan = run.plan
     assert passed.source is not None and passed.streamed is not None

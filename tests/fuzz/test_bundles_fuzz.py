@@ -12,10 +12,10 @@ import pytest
 from fuzzing import COUNTS, attempt, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
+from shortcuts import without_probes
 from tiny_bundles import DELETE, KINDS, damaged, edited, in_child, make_bundle, sign, sign_files, use_bundle
 
 from runtime.encode.chat import render_chat
-from runtime.measure.probe import Probe
 
 Edits = list[tuple[int, Any]]
 Bundles = dict[str, Path]
@@ -42,8 +42,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 @pytest.fixture(autouse=True, scope="module")
 def _brief() -> Iterator[None]:
     """Judge in milliseconds: no processes for load time and memory, no more rounds than a few."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+    with without_probes(), pytest.MonkeyPatch.context() as patch:
         for name in ("benchmark.LATENCY_BUDGET_S", "benchmark.THROUGHPUT_BUDGET_S", "timing.LIMIT_BUDGET_S"):
             patch.setattr(f"runtime.measure.{name}", 0.02)
         patch.setattr("runtime.measure.timing.WARMUP_BUDGET_S", 0.1)

@@ -11,11 +11,18 @@ from runtime.measure.probe import Probe
 
 
 @contextmanager
+def without_probes() -> Iterator[None]:
+    """Judge without the probes of load time and memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+        yield
+
+
+@contextmanager
 def quick_judge() -> Iterator[None]:
     """Judge on the main backend alone, without the probes of load time and memory."""
-    with pytest.MonkeyPatch.context() as patch:
+    with without_probes(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
         yield
 
 
@@ -32,8 +39,7 @@ def quick_reader() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_probes() -> Iterator[None]:
     """Judge on all backends, without the probes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+    with without_probes():
         yield
 
 
