@@ -33,13 +33,16 @@ def notebooks() -> list[Path]:
     return sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
-def execute(path: Path, folder: Path, bench: str = "") -> NotebookNode:
-    """The notebook `path` with the outputs of a run in `folder`, where all its files go. The file is not changed.
+def execute(path: Path, folder: Path, bench: str = "", before: str = "") -> NotebookNode:
+    """Return the notebook `path` with the outputs of a run in `folder`, where all its files go; the file stays as it is.
 
-    `bench` is what the notebook sees as COMPRESS_BENCH, whatever it is outside. Raises CellExecutionError with the
-    traceback of the first cell that fails.
+    `bench` is what the notebook sees as COMPRESS_BENCH, whatever it is outside. `before`: code that its kernel runs
+    first, unseen. Raises CellExecutionError with the traceback of the first cell that fails.
     """
     notebook = nbformat.read(path, as_version=4)
+    startup = folder / "ipython/profile_default/startup/before.py"
+    startup.parent.mkdir(parents=True)
+    startup.write_text(before)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH")))),

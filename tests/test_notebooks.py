@@ -10,9 +10,19 @@ from typing import Any
 
 import nbformat
 import pytest
+from places import HELPERS
 
 from notebooks.execute import NOTEBOOKS, cleaned, execute, notebooks
 
+QUICK_JUDGE = f"""
+import sys
+sys.path.append({str(HELPERS)!r})
+from shortcuts import quick_judge
+judging = quick_judge()
+judging.__enter__()
+del sys, quick_judge  # `judging` stays: it ends when it is no longer held
+"""
+"""What is drawn is of fewer measurements: no other backends, no probes of load time and memory."""
 MOST_PNG_BYTES = 60_000
 PATHS = ("/tmp/", "/home/", "/root/", "/Users/", "site-packages", "C:\\")
 """Signs of the machine that a notebook ran on."""
@@ -40,7 +50,7 @@ def test_there_are_notebooks_and_the_readme_lists_each() -> None:
 
 @every_notebook
 def test_it_runs_and_draws_what_is_kept_of_it(path: Path, tmp_path: Path) -> None:
-    done = cleaned(execute(path, tmp_path))  # raises where a cell fails
+    done = cleaned(execute(path, tmp_path, before=QUICK_JUDGE))  # raises where a cell fails
     assert [cell for cell, output in outputs(done) if output.get("name") == "stderr"] == [], "it warns"
     shape = [(cell, output.output_type, sorted(output.get("data", ()))) for cell, output in outputs(done)]
     kept = nbformat.read(path, as_version=4)

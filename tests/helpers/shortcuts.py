@@ -19,9 +19,18 @@ def without_probes() -> Iterator[None]:
 
 
 @contextmanager
+def few_rounds() -> Iterator[None]:
+    """Time in the fewest rounds that give an interval, whether they drift or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SETTLING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S"):
+            patch.setattr(f"runtime.measure.benchmark.{name}", 0.0)
+        yield
+
+
+@contextmanager
 def quick_judge() -> Iterator[None]:
-    """Judge on the main backend alone, without the probes of load time and memory."""
-    with without_probes(), pytest.MonkeyPatch.context() as patch:
+    """Judge on the main backend alone, in few rounds, without the probes of load time and memory."""
+    with without_probes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
         yield
 
@@ -38,8 +47,8 @@ def quick_reader() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_probes() -> Iterator[None]:
-    """Judge on all backends, without the probes."""
-    with without_probes():
+    """Judge on all backends, in few rounds, without the probes."""
+    with without_probes(), few_rounds():
         yield
 
 
