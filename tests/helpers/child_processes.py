@@ -30,6 +30,7 @@ SEARCH_PATH = os.pathsep.join((str(ROOT), str(HELPERS), *ROOMS))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 PRELOADED = [
     "torch._dynamo",  # optimizers import it
+    "pytest",
     "hypothesis",
     "streaming",
     "distilling",
