@@ -1,15 +1,18 @@
-"""Small models to distill, training sets in memory, and one training run as a script that can be killed."""
+"""Small models to distill, training sets in memory, and a training run for processes that are killed or share it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compress.blocks.sharing import share
 from compress.context import Feeds
 from compress.distill.batch import Batch
 from compress.distill.course import Course
@@ -111,3 +114,26 @@ def taught(course: Course = COURSE, work: Path | None = None, **more: Any) -> tu
     """A net trained on labels, and what happened."""
     net = conv_net().requires_grad_(True)
     return net, train(net, label_lessons(net, images()), course, quiet(work, **more))
+
+
+SHARED = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
+
+
+def train_and_save(out: Path, steps: int, changes: dict[str, Any]) -> list[str]:
+    """Train by `SHARED` with its state in `out`; return the log's lines. To be the only work of its process.
+
+    Leaves there, by this process's rank, RANK.safetensors and RANK.json: [curve, looks, samples that it trained on].
+    """
+    lines: list[str] = []
+    seen = 0
+
+    def count(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        nonlocal seen
+        seen += len(result) if torch.is_grad_enabled() and isinstance(module, ConvNet) else 0
+
+    torch.nn.modules.module.register_module_forward_hook(count, with_kwargs=True)
+    net, log = taught(replace(SHARED, steps=steps, **changes), out, log=lines.append)
+    rank = share().rank
+    save_file(net.state_dict(), out / f"{rank}.safetensors")
+    (out / f"{rank}.json").write_text(json.dumps([log.curve, log.looks, seen]))
+    return lines

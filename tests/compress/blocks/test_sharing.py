@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from child_processes import SEARCH_PATH
+from child_processes import run_in_process, run_in_two_processes
+from streaming import W4, context, llama, nearest, streamed, texts
+from torch import Tensor
 
+from compress.blocks import activations
 from compress.blocks.sharing import (
     Share,
     from_main,
@@ -22,65 +23,54 @@ from compress.blocks.sharing import (
     sum_over_processes,
     wait,
 )
+from compress.blocks.step import BlockWork
+from compress.blocks.stream import Stream
+from compress.facts import Reading
 
-SCRIPT = textwrap.dedent("""
-    import sys
-    from pathlib import Path
-    import torch
-    torch.set_num_threads(1)
-    from streaming import W4, context, llama, nearest, streamed, texts
-    from compress.blocks import activations
-    from compress.blocks.sharing import gather_from_processes, share, sum_over_processes
-    from compress.blocks.stream import Stream
+
+def stream_and_sum(work: Path) -> dict[str, Any]:
+    """Round a model's blocks, lockstep and not; return the calls of every process, this one's sums and its model."""
     activations.ROWS = 24
-    out = Path(sys.argv[1])
-    work = out / "work" if share().rank == 0 else None
-    stream = Stream(streamed(llama()), context(texts(7), work), float_too=True)
-    calls, traces = [], []
+    stream = Stream(streamed(llama()), context(texts(7), work if main_process() else None), float_too=True)
+    calls: list[int] = []
+    traces: list[float] = []
     for step in stream:
-        grams = {}
-        calls.append(len(step.calls))
-
-        def visit(reading, x):
-            grams[reading] = grams.get(reading, 0) + (x.double().T @ x.double())
-
-        def act(reading):
-            width = step.layers[reading.layers[0]].in_features
-            gram = sum_over_processes(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
-            traces.append(float(gram.trace()))
-            for layer in reading.layers:
-                step.put(layer, nearest(step.matrix(layer)), W4, float(gram.diagonal().mean()))
-
-        if step.index % 2:
-            step.collect(visit)
-            for reading in step.readings:
-                act(reading)
-        else:
-            step.lockstep(visit, act)
+        round_block(step, calls, traces)
     model = stream.result().model
     assert len(model.quantized_layers()) == 22
     assert len(set(map(str, gather_from_processes(traces)))) == 1
-    torch.save({"calls": gather_from_processes(calls), "traces": traces, "scales": dict(model.activation_scales),
-                "weights": {name: model.store.read(name) for name in model.store.names()}}, out / f"{share().rank}.pt")
-""")
+    weights = {name: model.store.read(name) for name in model.store.names()}
+    scales = dict(model.activation_scales)
+    return {"calls": gather_from_processes(calls), "traces": traces, "scales": scales, "weights": weights}
 
 
-def launch(out: Path, *launcher: str) -> None:
-    out.mkdir()
-    script = out / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
-    command = [sys.executable, *launcher, str(script), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+def round_block(step: BlockWork, calls: list[int], traces: list[float]) -> None:
+    grams: dict[Reading, Tensor] = {}
+    calls.append(len(step.calls))
+
+    def visit(reading: Reading, x: Tensor) -> None:
+        grams[reading] = grams.get(reading, torch.zeros(())) + (x.double().T @ x.double())
+
+    def act(reading: Reading) -> None:
+        width = step.layers[reading.layers[0]].in_features
+        gram = sum_over_processes(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
+        traces.append(float(gram.trace()))
+        for layer in reading.layers:
+            step.put(layer, nearest(step.matrix(layer)), W4, float(gram.diagonal().mean()))
+
+    if step.index % 2:
+        step.collect(visit)
+        for reading in step.readings:
+            act(reading)
+    else:
+        step.lockstep(visit, act)
 
 
 @pytest.mark.slow
 def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
     """The weights bit for bit, sums of statistics to float64's rounding."""
-    launch(tmp_path / "one")
-    launch(tmp_path / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    one, two, other = (torch.load(tmp_path / name) for name in ("one/0.pt", "two/0.pt", "two/1.pt"))
+    one = run_in_process(stream_and_sum, tmp_path / "one")
+    two, other = run_in_two_processes(stream_and_sum, tmp_path / "two")
     assert one["calls"] == [[4] * 4] and two["calls"] == [[2] * 4, [2] * 4]
     assert np.allclose(one["traces"], two["traces"], rtol=1e-9)
     assert two["scales"] == other["scales"]
@@ -94,3 +84,16 @@ def test_one_process_is_alone() -> None:
     assert sum_over_processes(tensor) is tensor and gather_from_processes("a") == ["a"] and from_main(3) == 3
     wait()
     assert [i for i in range(5) if Share(1, 2).mine(i)] == [1, 3]
+
+
+def fail_in_second() -> None:
+    if share().rank:
+        raise ValueError("no more")
+    time.sleep(100)
+
+
+def test_a_process_that_fails_ends_both() -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)fail_in_second in process 1: Traceback.*ValueError: no more"):
+        run_in_two_processes(fail_in_second)
+    assert time.monotonic() - started < 60

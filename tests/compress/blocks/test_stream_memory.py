@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
+import gc
 from pathlib import Path
 
+import numpy as np
 import pytest
-from child_processes import SEARCH_PATH
-from streaming import gpt2, llama, streamed
+import torch
+from child_processes import run_in_process
+from streaming import context, gpt2, llama, streamed
 
+from compress.blocks import heap
+from compress.blocks.stream import Stream
 from compress.blocks.stream_memory import FIXED_BYTES, StreamUse, stream_memory
 from compress.blocks.streamed import StreamedModel
 
 MIB = 2**20
-SCRIPT = textwrap.dedent("""
-    import gc
-    import sys
-    from pathlib import Path
-    import numpy as np
-    import torch
-    from streaming import context, llama, streamed
-    from compress.blocks import heap
-    from compress.blocks.stream import Stream
-    from compress.blocks.stream_memory import StreamUse, stream_memory
 
-    def status(key):
-        return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
+def read_status(key: str) -> int:
+    """Return a number of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def tell_and_take(folder: Path) -> tuple[int, int]:
+    """Return the bytes that a stream of a width of 512 is told to take, and by how many this process's peak rises."""
+    torch.set_num_threads(2)
     width, n, t = 512, 32, 256
-    big = dict(hidden_size=width, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=8)
+    big = {"hidden_size": width, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
     net = llama(layers=2, **big)
-    model = streamed(net, Path(sys.argv[1]))
+    model = streamed(net, folder)
     del net
     ids = np.random.default_rng(0).integers(0, 64, (n, t))
     batches = [{"input_ids": row[None], "attention_mask": np.ones((1, t), np.int64)} for row in ids]
@@ -42,13 +40,12 @@ SCRIPT = textwrap.dedent("""
     gc.collect()
     heap.return_all()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = status("VmRSS")
+    before = read_status("VmRSS")
     for step in Stream(model, context(batches)):
         step.lockstep(lambda reading, x: None, lambda reading: None)
     shapes = {name: model.store.shape(name) for name in model.store.names()}
     use = StreamUse(rounded=())
-    print(stream_memory(model.structure, shapes, n * t, width, use), status("VmHWM") - before)
-""")
+    return stream_memory(model.structure, shapes, n * t, width, use), read_status("VmHWM") - before
 
 
 def told(model: StreamedModel, n_rows: int = 20_000, **use: object) -> int:
@@ -60,11 +57,7 @@ def told(model: StreamedModel, n_rows: int = 20_000, **use: object) -> int:
 @pytest.mark.slow
 def test_told_and_taken(tmp_path: Path) -> None:
     """A width of 512, 32 texts of 256 tokens: about 170 MiB."""
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": SEARCH_PATH}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected, taken = map(int, done.stdout.split())
+    expected, taken = run_in_process(tell_and_take, tmp_path)
     assert expected == pytest.approx(taken, rel=0.15), f"{expected / MIB:.0f} MiB told, {taken / MIB:.0f} taken"
 
 

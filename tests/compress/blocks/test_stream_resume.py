@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from child_processes import SEARCH_PATH
+from child_processes import start_process
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from streaming import W4, bert, context, llama, nearest, streamed, texts
@@ -206,37 +203,25 @@ def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
     assert not folder.exists()
 
 
-SCRIPT = textwrap.dedent("""
-    import sys
-    from pathlib import Path
-    from streaming import context, llama, streamed, texts
-    from test_stream_resume import worked
-    from compress.blocks import activations
-    from compress.blocks.stream import Stream
+def work_and_tell(work: Path, told: Connection) -> None:
+    """Work through all blocks; send the number of each that is done with."""
     activations.ROWS = 24
-    for step in Stream(streamed(llama()), context(texts(), Path(sys.argv[1]))):
+    for step in Stream(streamed(llama()), context(texts(), work)):
         worked(step, True)
-        print(step.index, flush=True)
-""")
+        told.send(step.index)
 
 
 @pytest.mark.slow
 def test_killed_while_it_works(tmp_path: Path) -> None:
     """By SIGKILL, in the body of the second block's step."""
     run(streamed(llama()), tmp_path / "whole", True)
-    assert [int(line) for line in lines_until(tmp_path / "work", 1)] == [0, 1]
+    ours, theirs = Pipe(duplex=False)
+    with ours, theirs, start_process(work_and_tell, tmp_path / "work", theirs) as process:
+        assert ours.poll(60) and ours.recv() == 0
+        assert ours.poll(60) and ours.recv() == 1
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert 1 <= len(list((tmp_path / "work").glob("*.json"))) < 4
     run(streamed(llama()), tmp_path / "work", True)
     assert files(tmp_path / "work") == files(tmp_path / "whole")
-
-
-def lines_until(work: Path, index: int) -> Iterator[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": SEARCH_PATH}
-    command = [sys.executable, "-c", SCRIPT, str(work)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            yield line
-            if int(line) == index:
-                process.send_signal(signal.SIGKILL)
-                return

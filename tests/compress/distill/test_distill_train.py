@@ -11,14 +11,15 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from child_processes import SEARCH_PATH
-from distilling import COURSE, conv_net, images, label_lessons, quiet, taught
+from child_processes import ENVIRONMENT, run_in_process, run_in_two_processes, start_process
+from distilling import COURSE, SHARED, conv_net, images, label_lessons, quiet, taught, train_and_save
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
@@ -34,8 +35,7 @@ from compress.store import training_state
 from compress.store.training_state import module_state, read_state, write_state
 
 SCRIPT = textwrap.dedent("""
-    import atexit, json, sys
-    from dataclasses import replace
+    import atexit, sys
     from pathlib import Path
 
     def count_threads():  # of process groups
@@ -45,37 +45,16 @@ SCRIPT = textwrap.dedent("""
     atexit.register(lambda: (out / f"{rank}.ended").write_text(f"{most - count_threads()}"))  # runs last
     import torch
     torch.set_num_threads(1)
-    from distilling import COURSE, taught
-    from safetensors.torch import save_file
+    from distilling import train_and_save
     from compress.blocks.sharing import from_main, share
-    out, seen = Path(sys.argv[1]), [0]
-
-    def count(module, args, kwargs, result):
-        seen[0] += len(result) if torch.is_grad_enabled() and type(module).__name__ == "ConvNet" else 0
-
-    torch.nn.modules.module.register_module_forward_hook(count, with_kwargs=True)
-    work = from_main(out) if sys.argv[2] == "work" else None
-    course = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1, steps=int(sys.argv[3]))
-    course = replace(course, **json.loads(sys.argv[4]))
+    out = from_main(Path(sys.argv[1]))
     import torch.distributed.fsdp, torch.distributed.optim  # hold the default group
-    net, log = taught(course, work, log=print)
+    train_and_save(out, int(sys.argv[2]), {})
     most, rank = count_threads(), share().rank
-    save_file(net.state_dict(), out / f"{rank}.safetensors")
-    (out / f"{rank}.json").write_text(json.dumps([log.curve, log.looks, seen]))
 """)
-SCRIPTED = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def command(out: Path, work: str, steps: int, *launcher: str, **changes: Any) -> list[str]:
-    (out / "script.py").write_text(SCRIPT)
-    more = json.dumps(changes)
-    return [sys.executable, *launcher, str(out / "script.py"), str(out), work, str(steps), more]
-
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -378,21 +357,21 @@ def test_saving_seldom_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL at an instant that depends on the machine; then the run is let go to its end."""
-    process = subprocess.Popen(command(tmp_path, "work", 60), env=ENVIRONMENT)
-    wait_for_step(tmp_path / FILE, 5, process)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = subprocess.run(command(tmp_path, "work", 60), env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "goes on from step" in done.stdout, done.stderr
-    expected, log = taught(replace(SCRIPTED, steps=60))
+    with start_process(train_and_save, tmp_path, 60, {}) as process:
+        wait_for_step(tmp_path / FILE, 5, process)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert any("goes on from step" in line for line in run_in_process(train_and_save, tmp_path, 60, {}))
+    expected, log = taught(replace(SHARED, steps=60))
     assert log.best_step > 5
     assert save(expected.state_dict()) == (tmp_path / "0.safetensors").read_bytes()
     assert json.loads((tmp_path / "0.json").read_text())[:2] == json.loads(json.dumps([log.curve, log.looks]))
 
 
-def wait_for_step(file: Path, least: int, process: subprocess.Popen[bytes]) -> int:
+def wait_for_step(file: Path, least: int, process: BaseProcess) -> int:
     """The step that a run has saved, once it is `least` or later."""
-    while process.poll() is None:
+    while process.is_alive():
         found = read_state(file)
         if found is not None and found[1]["step"] >= least:
             return int(found[1]["step"])
@@ -400,26 +379,36 @@ def wait_for_step(file: Path, least: int, process: subprocess.Popen[bytes]) -> i
     raise AssertionError("the run ended before it was killed")
 
 
-@pytest.mark.parametrize(
-    ("changes", "shares"), [({}, [3, 3]), ({"batch_size": 7, "ema_decay": 0.6, "clip": 0.5}, [4, 3])]
-)
 @pytest.mark.slow
-def test_two_processes_are_one_to_rounding(tmp_path: Path, changes: dict[str, Any], shares: list[int]) -> None:
-    """Batch norm's statistics among them. `shares`: of each micro-batch, the two processes'."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    line = command(tmp_path, "work", 8, *launcher, **changes)
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+def test_two_processes_are_one_to_rounding(tmp_path: Path) -> None:
+    """Batch norm's statistics among them; one sample of each micro-batch is left over."""
+    changes = {"batch_size": 7, "ema_decay": 0.6, "clip": 0.5}
+    run_in_two_processes(train_and_save, tmp_path, 8, changes)
+    check_shared_run(tmp_path, changes, shares=[4, 3])
+
+
+@pytest.mark.slow
+def test_torchrun_s_processes_are_one_to_rounding_and_end_in_order(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line = [*launcher, str(tmp_path / "script.py"), str(tmp_path), "8"]
+    done = subprocess.run(line, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
     ended = [int((tmp_path / f"{rank}.ended").read_text()) for rank in (0, 1)]
     assert min(ended) >= 2  # threads of the process group that ended: one that frees a tensor later aborts
-    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1))
-    one, log = taught(replace(SCRIPTED, steps=8, **changes))
+    check_shared_run(tmp_path, {}, shares=[3, 3])
+
+
+def check_shared_run(out: Path, changes: dict[str, Any], shares: list[int]) -> None:
+    """Hold what two processes left against one's training. `shares`: of each micro-batch, the two processes'."""
+    first, second = (load_file(out / f"{rank}.safetensors") for rank in (0, 1))
+    one, log = taught(replace(SHARED, steps=8, **changes))
     assert log.best_step > 0
     for name, value in one.state_dict().items():
         assert torch.equal(first[name], second[name])
         assert torch.allclose(first[name].float(), value.float(), atol=1e-4), name
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert [seen for _, _, seen in found] == [[8 * 2 * share] for share in shares]  # two micro-batches a step
+    found = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [seen for _, _, seen in found] == [8 * 2 * share for share in shares]  # two micro-batches a step
     curve, looks, _ = found[0]
     assert found[0][:2] == found[1][:2]
     assert np.allclose(curve, log.curve, rtol=1e-4) and np.allclose(looks, log.looks, rtol=1e-4)

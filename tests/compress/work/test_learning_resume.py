@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from child_processes import SEARCH_PATH
+from child_processes import run_in_two_processes
 from streaming import context, llama, streamed, texts
 from test_tune import in_two_bits
 
+from compress.blocks.sharing import gather_from_processes, share
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.passes import Pass
@@ -110,35 +107,21 @@ def test_short_learning_is_not_saved(tmp_path: Path) -> None:
     assert not list((tmp_path / "learning").iterdir())
 
 
-SCRIPT = textwrap.dedent("""
-    import sys
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    import torch
-    torch.set_num_threads(1)
-    from test_learning_resume import BLOCKS, STEPS, WHOLE, Interrupted, assert_same, learned, training_state
-    from compress.blocks.sharing import gather_from_processes, share
+def learn_in_two_goes(folder: Path) -> list[int]:
+    """Break learning off before a step and go on; return the ranks of the processes that did, once for each way."""
     training_state.SAVE_SECONDS = 0.0
+    ranks = []
     for name, knobs, learning in (("whole", WHOLE, 0), ("blocks", BLOCKS, 1)):
-        work, (expected, _) = Path(sys.argv[2]) / name, learned(knobs)
-        try:
-            learned(knobs, work, (learning, 5))
-        except Interrupted:
-            again, lines = learned(knobs, work)
+        expected, _ = learned(knobs)
+        with pytest.raises(Interrupted):
+            learned(knobs, folder / name, (learning, 5))
+        again, lines = learned(knobs, folder / name)
         assert sum(line.endswith("goes on from step 5") for line in lines) == 1, lines
         assert_same(again.model, expected.model)
-        assert gather_from_processes(share().rank) == [0, 1]
-""")
+        ranks += gather_from_processes(share().rank)
+    return ranks
 
 
 @pytest.mark.slow
 def test_two_processes_go_on_together(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run(
-        [*command, str(here), str(tmp_path / "work")], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_in_two_processes(learn_in_two_goes, tmp_path) == [[0, 1, 0, 1]] * 2

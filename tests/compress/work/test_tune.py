@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from child_processes import SEARCH_PATH
+from child_processes import run_in_two_processes
 from streaming import bert, context, gpt2, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
+from compress.blocks.sharing import gather_from_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
@@ -404,15 +399,8 @@ def test_the_plan() -> None:
     assert "works on torch models" in Tune(kind="tune").check(facts(structured=False), target).problems[0]
 
 
-SCRIPT = textwrap.dedent("""
-    import json, sys
-    from pathlib import Path
-    import torch
-    torch.set_num_threads(1)
-    from streaming import context, llama, streamed, texts
-    from test_tune import END, in_two_bits, Tune, apply_tune
-    from compress.blocks.sharing import gather_from_processes, share
-    out = Path(sys.argv[1])
+def tune_both_ways() -> dict[bool, list[float]]:
+    """Return the losses before and after, of tuning block by block or not."""
     before = in_two_bits(streamed(llama(layers=2)))
     found = {}
     for blockwise in (False, True):
@@ -420,26 +408,16 @@ SCRIPT = textwrap.dedent("""
         result = apply_tune(knobs, before, context(texts(7)))
         digest = sum(float(result.model.store.read(name).double().abs().sum()) for name in result.model.store.names())
         assert len(set(gather_from_processes(digest))) == 1
-        found[str(blockwise)] = [result.measured[END]["start_loss"], result.measured[END]["end_loss"]]
-    if share().rank == 0:
-        (out / "found.json").write_text(json.dumps(found))
-""")
+        found[blockwise] = [result.measured[END]["start_loss"], result.measured[END]["end_loss"]]
+    return found
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_the_same_and_as_one_does(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+def test_two_processes_end_with_the_same_and_as_one_does() -> None:
+    found, _ = run_in_two_processes(tune_both_ways)
     before = in_two_bits(streamed(llama(layers=2)))
     knobs = Tune(kind="tune", steps=5, batch_size=3, blockwise=False, loss="kl", held_out=0.3)
     alone = apply_tune(knobs, before, context(texts(7))).measured[END]
-    assert found["False"][0] == pytest.approx(alone["start_loss"], rel=1e-3)
-    assert found["False"][1] == pytest.approx(alone["end_loss"], rel=0.02)
-    assert found["True"][1] <= found["True"][0]
+    assert found[False][0] == pytest.approx(alone["start_loss"], rel=1e-3)
+    assert found[False][1] == pytest.approx(alone["end_loss"], rel=0.02)
+    assert found[True][1] <= found[True][0]
