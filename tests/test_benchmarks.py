@@ -6,15 +6,15 @@ import importlib
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from places import BENCHMARKS
+from child_processes import run_python
+from places import BENCHMARKS, ROOT
 
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
@@ -41,10 +41,9 @@ def measuring(load: Any) -> Any:
     return load("measuring")
 
 
-def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call(script: str, *arguments: str) -> CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "COMPRESS_BENCH"}
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return run_python(BENCHMARKS / f"{script}.py", *arguments, cwd=ROOT, environment=environment)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_python
 from makers import changed, write_recipe
 from places import ROOT
 from typer.testing import CliRunner, Result
@@ -46,8 +45,7 @@ def test_the_runtime_judges_it_again(quickstart: tuple[Path, str], tmp_path: Pat
     shutil.copytree(quickstart[0], bundle)
     for name in ("report.json", "report.md", "report.xml", "compress.log"):
         (bundle / name).unlink()
-    command = [sys.executable, "-m", "runtime", "validate", str(bundle), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_python("-m", "runtime", "validate", bundle, "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass" and (bundle / "report.json").is_file()
 

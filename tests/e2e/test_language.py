@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from makers import apply, bundle_bytes, cli, write_recipe
+from makers import apply, bundle_bytes, compress_elsewhere, write_recipe
 from places import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_lm import CHARACTERS, MIXTURES, language_folder, language_recipe
@@ -163,7 +163,7 @@ def test_what_the_bundle_holds(gptq: Path) -> None:
     assert {layer for layer, action in actions(gptq).items() if action == "w4"} == ROUNDED
     config = json.loads((gptq / "checkpoint/config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"] and config["config_groups"]["group_0"]["weights"]["group_size"] == 32
-    done = cli(["verify", str(gptq)], gptq.parent)
+    done = compress_elsewhere(["verify", str(gptq)], gptq.parent)
     assert done.returncode == 0, done.stderr
 
 
@@ -180,7 +180,7 @@ def test_same_recipe_same_bytes(home: Path, gptq: Path, tmp_path: Path) -> None:
     """In another process, with nothing in its cache."""
     recipe = language_recipe(home, [{"kind": "gptq", **W4}], export=BOTH)
     file = write_recipe(home / "again.yaml", recipe)
-    done = cli(["apply", str(file), "--out", "tiny", "--cache", "fresh", "--quiet"], tmp_path)
+    done = compress_elsewhere(["apply", str(file), "--out", "tiny", "--cache", "fresh", "--quiet"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert bundle_bytes(tmp_path / "tiny") == bundle_bytes(gptq)
 

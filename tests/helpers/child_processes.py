@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,10 @@ from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from runpy import run_module, run_path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 from unittest import mock
@@ -85,6 +90,48 @@ def run_in_two_processes(function: Callable[..., Any], *arguments: Any) -> list[
         "WORLD_SIZE": "2",
     }
     return _run(function, arguments, [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")])
+
+
+def run_python(*words: object, cwd: Path, environment: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    """Do what `python WORDS` does in a folder: -m MODULE, -c CODE or FILE, and arguments; stdin is empty.
+
+    What others wrote (torch, transformers, onnxruntime) may be imported already, of our packages nothing is.
+    `environment`: all of it; None for this process's own.
+    """
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        call = [str(word) for word in words]
+        with start_process(
+            _interpret, call, cwd, dict(os.environ if environment is None else environment), outputs
+        ) as it:
+            it.join(TIMEOUT_SECONDS)
+            assert it.exitcode is not None, f"{call}: takes over {TIMEOUT_SECONDS:.0f} s"
+            return CompletedProcess(call, it.exitcode, *(path.read_text() for path in outputs))
+
+
+def _interpret(words: list[str], cwd: Path, environment: dict[str, str], outputs: list[Path]) -> None:
+    for handle, path in enumerate(outputs, 1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), handle)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("compress", "runtime")]:
+        del sys.modules[name]
+    kind = words.pop(0) if words[0] in ("-m", "-c") else ""
+    first = {"-m": str(cwd), "-c": ""}.get(kind) or str(Path(words[0]).parent)
+    search = environment.get("PYTHONPATH", "").split(os.pathsep)
+    ours = {*map(os.path.abspath, ENVIRONMENT["PYTHONPATH"].split(os.pathsep)), ""}
+    sys.path[:] = [first, *filter(None, search), *(path for path in sys.path if path not in ours)]
+    if kind == "-m":
+        sys.argv = words
+        run_module(words[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *words[1:]]
+        exec(words[0], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        run_path(words[0], run_name="__main__")
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environments: list[dict[str, str]]) -> list[Any]:

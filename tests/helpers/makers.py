@@ -20,6 +20,7 @@ QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size":
 
 NET = '''
 import torch
+from child_processes import run_python
 from torch import nn
 
 
@@ -175,8 +176,13 @@ with runtime.open_bundle(sys.argv[1]) as bundle:
     return answer
 
 
+def compress_elsewhere(args: Sequence[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process that has imported nothing of ours, though torch."""
+    return run_python("-m", "compress", *args, cwd=cwd, environment={**os.environ, **environment})
+
+
 def cli(args: Sequence[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The real command, in a process of its own."""
+    """Run the real command, in a process of its own."""
     command = [sys.executable, "-m", "compress", *args]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, check=False
