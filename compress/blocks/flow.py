@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch
 from compress.blocks.skeleton import Form, Template, forms_of, passage
-from compress.blocks.step import BlockCall
+from compress.blocks.block import BlockCall
 
 
 class BatchFlow:

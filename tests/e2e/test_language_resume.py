@@ -31,7 +31,7 @@ from runtime.report.report import Report
 from runtime.report.render import Side
 
 torch.set_num_threads(1)
-real_write = compress.blocks.stream.write_step
+real_write = compress.blocks.stream.write_block
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,7 +53,7 @@ def arm(kill):
         if kill and len(calls) == kill["block"] and kill["when"] == "after":
             die()
         return path
-    compress.blocks.stream.write_step = write
+    compress.blocks.stream.write_block = write
     compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     return calls
 

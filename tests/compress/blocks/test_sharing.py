@@ -37,26 +37,26 @@ SCRIPT = textwrap.dedent("""
     work = out / "work" if share().rank == 0 else None
     stream = Stream(streamed(llama()), context(texts(7), work), float_too=True)
     calls, traces = [], []
-    for step in stream:
+    for block in stream:
         grams = {}
-        calls.append(len(step.calls))
+        calls.append(len(block.calls))
 
         def visit(reading, x):
             grams[reading] = grams.get(reading, 0) + (x.double().T @ x.double())
 
         def act(reading):
-            width = step.layers[reading.layers[0]].in_features
+            width = block.layers[reading.layers[0]].in_features
             gram = sum_over_processes(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
             traces.append(float(gram.trace()))
             for layer in reading.layers:
-                step.put(layer, nearest(step.matrix(layer)), W4, float(gram.diagonal().mean()))
+                block.put(layer, nearest(block.matrix(layer)), W4, float(gram.diagonal().mean()))
 
-        if step.index % 2:
-            step.collect(visit)
-            for reading in step.readings:
+        if block.index % 2:
+            block.collect(visit)
+            for reading in block.readings:
                 act(reading)
         else:
-            step.lockstep(visit, act)
+            block.lockstep(visit, act)
     model = stream.result().model
     assert len(model.quantized_layers()) == 22
     assert len(set(map(str, gather_from_processes(traces)))) == 1

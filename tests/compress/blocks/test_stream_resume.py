@@ -21,8 +21,8 @@ from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
 from compress.blocks import activations
-from compress.blocks.blockfiles import read_finished_steps, step_file
-from compress.blocks.step import BlockWork
+from compress.blocks.blockfiles import read_finished_blocks, block_file
+from compress.blocks.block import BlockWork
 from compress.blocks.stream import Stream, result_of
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
@@ -37,7 +37,7 @@ def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "ROWS", 24)
 
 
-def worked(step: BlockWork, lockstep: bool) -> None:
+def worked(block: BlockWork, lockstep: bool) -> None:
     """Rounds every layer to what depends on its inputs, changes a norm, and says so."""
     grams: dict[str, Tensor] = {}
 
@@ -48,29 +48,29 @@ def worked(step: BlockWork, lockstep: bool) -> None:
         gram = grams[reading.layers[0]]
         for layer in reading.layers:
             importance = (gram.diagonal() / gram.diagonal().mean()).sqrt()
-            step.put(layer, nearest(step.matrix(layer) * importance), W4, float(gram.mean()))
-            step.say([LayerDecision(layer, "Linear", "W4")], measured={layer: {"trace": float(gram.trace())}})
+            block.put(layer, nearest(block.matrix(layer) * importance), W4, float(gram.mean()))
+            block.say([LayerDecision(layer, "Linear", "W4")], measured={layer: {"trace": float(gram.trace())}})
 
     if lockstep:
-        step.lockstep(visit, act)
+        block.lockstep(visit, act)
     else:
-        step.collect(visit)
-        for reading in step.readings:
+        block.collect(visit)
+        for reading in block.readings:
             act(reading)
-        norms = [name for name in step.part.holders if "norm" in name.lower()]
-        for name in [step.readings[0].layers[0] + ".weight", *norms]:
-            module, key = step.part.holders[name][0]
-            step.replace(name, 1.01 * getattr(module, key))
-    step.say(notes=[Note("info", f"{step.name} done")])
+        norms = [name for name in block.part.holders if "norm" in name.lower()]
+        for name in [block.readings[0].layers[0] + ".weight", *norms]:
+            module, key = block.part.holders[name][0]
+            block.replace(name, 1.01 * getattr(module, key))
+    block.say(notes=[Note("info", f"{block.name} done")])
 
 
 def run(model: StreamedModel, work: Path, lockstep: bool, stop: int | None = None, **how: Any) -> PassResult:
     said: list[str] = []
     stream = Stream(model, context(texts(), work, said.append), **how)
     done = len(list(work.glob("*.json"))) if work.exists() else 0
-    for step in stream:
-        worked(step, lockstep)
-        if step.index == stop:
+    for block in stream:
+        worked(block, lockstep)
+        if block.index == stop:
             raise KeyboardInterrupt
     assert said == ([f"{done} of {len(stream)} blocks are done already; going on after them"] if done else [])
     return stream.result()
@@ -111,7 +111,7 @@ def test_interrupted_at_any_blocks(
     assert files(broken) == files(folder / "whole") and len(files(broken)) == 2 * n
     same_results(result, whole)
     same_results(run(model, broken, lockstep, **how), whole)  # nothing is left to do
-    same_results(result_of(model, read_finished_steps(broken)), whole)
+    same_results(result_of(model, read_finished_blocks(broken)), whole)
 
 
 def same_results(one: PassResult, other: PassResult) -> None:
@@ -166,22 +166,22 @@ def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
     model, work = streamed(llama()), tmp_path / "work"
     run(model, work, True)
     wanted = files(work)
-    damage(step_file(work, 1))
+    damage(block_file(work, 1))
     (work / "block-00002.draft").write_bytes(b"half")
     done = []
     stream = Stream(model, context(texts(), work))
-    for step in stream:
-        done.append(step.name)
-        worked(step, True)
+    for block in stream:
+        done.append(block.name)
+        worked(block, True)
     assert done == ["model.layers.1", "model.layers.2", "after"] and files(work) == wanted
 
 
-def test_finished_results_need_every_step(tmp_path: Path) -> None:
+def test_finished_results_need_every_block(tmp_path: Path) -> None:
     model = streamed(llama())
     run(model, tmp_path, True)
-    step_file(tmp_path, 2).with_suffix(".json").unlink()
+    block_file(tmp_path, 2).with_suffix(".json").unlink()
     with pytest.raises(OutputError, match="does not hold every block of a finished pass; run it again"):
-        read_finished_steps(tmp_path)
+        read_finished_blocks(tmp_path)
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,11 +195,11 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
     stream = Stream(streamed(llama(layers=2)), context(texts()))
-    for step in stream:
-        worked(step, True)
+    for block in stream:
+        worked(block, True)
     folder = stream._folder
     result = stream.result()
-    del stream, step
+    del stream, block
     result = PassResult(result.model.store.over([]))
     assert folder.exists() and result.model.read("model.layers.0.mlp.up_proj.weight").shape == (48, 32)
     del result
@@ -214,15 +214,15 @@ SCRIPT = textwrap.dedent("""
     from compress.blocks import activations
     from compress.blocks.stream import Stream
     activations.ROWS = 24
-    for step in Stream(streamed(llama()), context(texts(), Path(sys.argv[1]))):
-        worked(step, True)
-        print(step.index, flush=True)
+    for block in Stream(streamed(llama()), context(texts(), Path(sys.argv[1]))):
+        worked(block, True)
+        print(block.index, flush=True)
 """)
 
 
 @pytest.mark.slow
 def test_killed_while_it_works(tmp_path: Path) -> None:
-    """By SIGKILL, in the body of the second block's step."""
+    """By SIGKILL, in the body of the second block's turn."""
     run(streamed(llama()), tmp_path / "whole", True)
     assert [int(line) for line in lines_until(tmp_path / "work", 1)] == [0, 1]
     assert 1 <= len(list((tmp_path / "work").glob("*.json"))) < 4
