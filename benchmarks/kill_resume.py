@@ -168,7 +168,7 @@ def finished_steps(cache: Path) -> set[tuple[str, int]]:
 
 
 def finished_blocks(cache: Path) -> set[int]:
-    """Inodes of the tensors that unfinished steps have kept, but for the newest: it may have been at work."""
+    """Inodes of the tensors that unfinished work has kept, but for the newest: it may have been at work."""
     files = sorted(cache.glob(f"{PARTIAL}*/*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
     return {file.stat().st_ino for file in files[:-1]}
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from compress.blocks.activations import Holder, MicroBatch, micro_batches
-from compress.blocks.blockfiles import Said, read_finished_blocks, read_block, block_file, write_block
-from compress.blocks.sharing import from_main, share, wait
 from compress.blocks.block import BlockWork
+from compress.blocks.blockfiles import Said, block_file, read_block, read_finished_blocks, write_block
+from compress.blocks.sharing import from_main, share, wait
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult
 from compress.errors import PassError

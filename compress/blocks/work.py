@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from compress.blocks import heap
 from compress.blocks.activations import HeldTensor, Holder, MicroBatch
+from compress.blocks.block import BlockCall, BlockWork, Part
 from compress.blocks.flow import BatchFlow, feeds_calls
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
 from compress.blocks.parts import as_float, is_real, is_table, layers_of, no_data, own_names
 from compress.blocks.skeleton import StopForward, first_hidden, standing_in, until_reached, without_cache
-from compress.blocks.block import BlockCall, BlockWork, Part
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_layer
 from compress.facts import Reading

@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from compress.blocks.engine_arithmetic import compute_as_engine
 from compress.blocks.block import BlockWork
+from compress.blocks.engine_arithmetic import compute_as_engine
 from compress.blocks.stream import Stream
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel

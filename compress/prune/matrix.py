@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.block import BlockWork
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.block import BlockWork
 from compress.blocks.trace import CONVOLUTIONS
 from compress.facts import Reading
 from compress.prune.layers import windows

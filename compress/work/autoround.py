@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from compress.blocks.sharing import sum_over_processes
 from compress.blocks.block import BlockWork
+from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.folding import tie_scales
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.block import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor, nn
 
+from compress.blocks.block import BlockWork
 from compress.blocks.folding import fold_scales
 from compress.blocks.materialise import plain
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.block import BlockWork
 from compress.blocks.trace import layer_type, weight_shape
 from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError

@@ -15,8 +15,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from compress.blocks.sharing import sum_over_processes
 from compress.blocks.block import BlockWork
+from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult

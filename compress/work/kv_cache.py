@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.keys_values import exchange_keys_and_values
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.block import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult

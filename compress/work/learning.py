@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.block import BlockWork
 from compress.blocks.materialise import fill, holders, plain
 from compress.blocks.sharing import main_process, share, wait
-from compress.blocks.block import BlockWork
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
 from compress.quantize.learn import is_transposed

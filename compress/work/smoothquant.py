@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.folding import tie_scales
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.block import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult

@@ -202,8 +202,8 @@ def test_the_schema_has_what_is_installed(acme: Path) -> None:
 
 def test_names_are_known_without_importing_what_they_name(acme: Path) -> None:
     code = (
-        "import sys; from runtime.metrics import METRICS, known_metrics; from runtime.backends import BACKENDS; "
-        "assert 'brier' in known_metrics() and 'onnxruntime-plain' in BACKENDS and METRICS['top1']; "
+        "import sys; from runtime.metrics import METRICS, metric_names; from runtime.backends import BACKENDS; "
+        "assert 'brier' in metric_names() and 'onnxruntime-plain' in BACKENDS and METRICS['top1']; "
         "assert not [name for name in sys.modules if name.startswith('acme')]; "
         "from compress.recipe.schema import Recipe; assert 'acme.passes' in sys.modules; "
         "assert not {'acme.work', 'torch', 'onnx'} & set(sys.modules)"

@@ -228,5 +228,5 @@ def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatc
     assert done.exit_code == 0, done.output
     log = Path("out/b/compress.log").read_text()
     assert "tiny-lm: passes.0: the recipe, its model, its data or the code has changed since a run that did not" in log
-    assert "so this step starts afresh" in log and "going on after them" not in log
+    assert "so this pass starts afresh" in log and "going on after them" not in log
     assert not list(Path("cache").glob("partial-*"))

@@ -136,7 +136,7 @@ def test_a_second_run_does_nothing_again(
     net: Net, bundle: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a finished step was done again")
+        raise AssertionError("finished work was done again")
 
     monkeypatch.setattr(ResultCache, "put", refuse)
     monkeypatch.setattr("compress.execution.passes.load_model", refuse)

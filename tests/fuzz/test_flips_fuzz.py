@@ -15,7 +15,7 @@ from fuzzing import FULL, SEED, attempt
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
-from compress.blocks.blockfiles import Changes, read_block, block_file, write_block
+from compress.blocks.blockfiles import Changes, block_file, read_block, write_block
 from compress.store.cache import ResultCache
 from compress.store.training_state import read_state, write_state
 from runtime.bundle.format import is_hashed, verify
@@ -65,7 +65,7 @@ def flip(folder: Path, change: Flip) -> None:
     (folder / file).write_bytes(data)
 
 
-def test_a_flipped_byte_of_the_cache_is_seen_and_the_step_done_again(shop: Workshop) -> None:
+def test_a_flipped_byte_of_the_cache_is_seen_and_the_result_made_again(shop: Workshop) -> None:
     shop.begin(warm=True)
     (shop.root / "cache/mine.txt").unlink()
     for change in flips(shop.root / "cache", "cache", 0.005, 6):
@@ -74,7 +74,7 @@ def test_a_flipped_byte_of_the_cache_is_seen_and_the_step_done_again(shop: Works
         said: list[str] = []
         key = change[0].partition("/")[0]
         assert ResultCache(shop.root / "cache", said.append).get(key) is None, change
-        assert said == [f"cache: step {key[:12]} is damaged; it is discarded and done again"]
+        assert said == [f"cache: result {key[:12]} is damaged; it is discarded and done again"]
         shop.begin(warm=True)
         flip(shop.root / "cache", change)
         attempt("flip in the cache", shop.apply, allowed=())

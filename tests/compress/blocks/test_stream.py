@@ -15,8 +15,8 @@ from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, 
 from torch import Tensor, nn
 
 from compress.blocks import activations
-from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.block import BlockWork
+from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError

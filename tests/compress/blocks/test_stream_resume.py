@@ -21,8 +21,8 @@ from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
 from compress.blocks import activations
-from compress.blocks.blockfiles import read_finished_blocks, block_file
 from compress.blocks.block import BlockWork
+from compress.blocks.blockfiles import block_file, read_finished_blocks
 from compress.blocks.stream import Stream, result_of
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
@@ -189,7 +189,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OutputError, match="the disk is full; finished steps are kept, free some space and run again"):
+    with pytest.raises(OutputError, match="the disk is full; finished work is kept, free some space and run again"):
         run(streamed(llama()), tmp_path, True)
 
 
