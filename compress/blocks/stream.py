@@ -82,7 +82,7 @@ class Stream:
         self._said = read_finished_blocks(self._folder, len(self._plan))
 
     def result(self) -> PassResult[StreamedModel]:
-        """Return the model as the blocks left it, and what they recorded. RuntimeError before the last block is done."""
+        """Return the model as the blocks left it, and their records. RuntimeError before the last one is done."""
         if len(self._said) < len(self._plan):
             raise RuntimeError("the stream was not worked through")
         return result_of(self.model, self._said, self._owner)

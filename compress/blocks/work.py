@@ -32,7 +32,7 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True)
 class Planned:
-    """A block to come, or a part outside the blocks. `block`: its number among the blocks; None for what is outside of them."""
+    """A block to come, or a part outside the blocks. `block`: its number among the blocks; None outside of them."""
 
     index: int
     name: str
@@ -130,7 +130,7 @@ class Work:
         return BlockWork(self._make_part(entry, self.module, layers_of(self.module), feeds_calls(batches), run))
 
     def _open_outside(self, entry: Planned) -> BlockWork:
-        """Return the part before or after the blocks: forwards of "before" end at the first block, "after" begins at the last."""
+        """Return a part outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
         after = entry.name == AFTER
         whole = not after or self.flow is None
         self._fill_outside(self.module, late=after or self.flow is None, views=not whole)

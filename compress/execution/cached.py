@@ -1,4 +1,4 @@
-"""The work of a run, each piece taken from the cache or done and kept: the float graph, one pass, the baseline's outputs."""
+"""The results of a run, each from the cache or made and kept: the float graph, one pass, the baseline's outputs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
 
 
 def quality_gates(judgement: Judgement) -> Judgement:
-    """Return the judgement with only the gates that speak of outputs, without what it says of speed, size and single passes."""
+    """Return the judgement with only the gates that speak of outputs, without speed, size and what passes left."""
     gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS)
     return replace(judgement, gates=gates, benchmark=Benchmark(), steps="auto")
 

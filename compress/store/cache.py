@@ -2,8 +2,8 @@
 
 A result is a folder `<cache>/<key>` with its files and `record.json`, which holds their names and digests, the key
 and a digest of itself: every byte counts, and so does every name. It is made under another name and renamed when whole,
-so a folder under its key is a finished result; one that was damaged or edited later is discarded and said so. Drafts that
-a killed run left behind are swept away by the next one that writes. Work that takes long keeps what it has finished in
+so a folder under its key is a finished result; one that was damaged or edited later is discarded and said so. Drafts
+that a killed run left behind are swept away by the next one that writes. Long work keeps what it has finished in
 `<cache>/partial-<key>`, which outlives the run. Who can write here and makes digests anew is believed: the folder is
 its user's alone (mode 0700).
 """

@@ -54,8 +54,8 @@ def validate(
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
     `backends`: the first is the one that is judged, the others are compared; by default the bundle's target, compared
-    with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left on the way to the candidate,
-    to be measured with it and recorded in the bundle; without them the report shows what was recorded.
+    with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left,
+    to be measured with the candidate and recorded in the bundle; without them the report shows what was recorded.
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
     this machine, for the report. A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
     (not intact), UsageError (a gate that cannot be judged, labels out of range), RuntimeFailure.
