@@ -116,11 +116,11 @@ def end_and_resume(subject: Subject, number: int, after: float, call: Call) -> R
     row: Row = {"model": subject.name, "ended_by": by.name, "after_s": round(after, 2)}
     if by is signal.SIGTERM:
         row["left_at_the_end"] = left_over(temporary, place)
-    finished, blocks = finished_steps(cache), finished_blocks(cache)
+    finished, blocks = finished_results(cache), finished_blocks(cache)
     finish(subject, place / "bundle", cache, temporary)
     row |= {
         "different_files": different(subject.digests or {}, digests(place / "bundle")),
-        "steps_again": len(finished - finished_steps(cache)),
+        "steps_again": len(finished - finished_results(cache)),
         "blocks_again": len(blocks - inodes(cache)),
         "left": left_over(temporary, place),
     }
@@ -162,8 +162,8 @@ def run_for(
     return False
 
 
-def finished_steps(cache: Path) -> set[tuple[str, int]]:
-    """(key, inode of its record) of every step that the cache holds whole."""
+def finished_results(cache: Path) -> set[tuple[str, int]]:
+    """(key, inode of its record) of every result that the cache holds whole."""
     return {(record.parent.name, record.stat().st_ino) for record in cache.glob(f"*/{RECORD}")}
 
 

@@ -49,8 +49,8 @@ def compile_bundle(path: Path, again: bool = False) -> Report:
         with blame(path):
             _rewrite_descriptions(staging, changed, orders, [note for _, notes in made for note in notes])
         changed = write_bundle(staging, changed)
-        if (steps := read_pass_table(path, manifest)) is not None:
-            write_pass_table(replace(steps, manifest_digest=changed.digest), staging)
+        if (table := read_pass_table(path, manifest)) is not None:
+            write_pass_table(replace(table, manifest_digest=changed.digest), staging)
         report = validate(staging)
         publish(staging, path)
     return report

@@ -136,11 +136,11 @@ def test_a_bundle_is_judged_without_the_package_but_for_what_it_lacks(bundle: Pa
     assert "unknown metric 'brier'" in last_problem(done, 2)
 
 
-def test_steps_are_done_again_when_the_code_of_a_plugin_changes(acme: Path, bundle: Path, tmp_path: Path) -> None:
+def test_passes_are_done_again_when_the_code_of_a_plugin_changes(acme: Path, bundle: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from compress.recipe.load import load_recipe; "
         "from compress.planning.make_plan import make_plan; "
-        "plan = make_plan(load_recipe(sys.argv[1]), Path(sys.argv[2])); print([step.cached for step in plan.steps])"
+        "plan = make_plan(load_recipe(sys.argv[1]), Path(sys.argv[2])); print([row.cached for row in plan.steps])"
     )
     recipe, cache = bundle.parent / "tiny.yaml", bundle.parent / "cache"
     assert python(acme, "-c", code, recipe, cache).stdout.strip() == "[True, True, True]"

@@ -159,12 +159,12 @@ def unbroken(server: Server, home: Path, tmp_path_factory: pytest.TempPathFactor
     return get
 
 
-def steps_before(cache: Path, to: Path) -> None:
+def results_before(cache: Path, to: Path) -> None:
     """Copy what a run has done before its passes (the exported float graph, its outputs)."""
     to.mkdir()
-    for step in cache.iterdir():
-        if not list(step.glob("block-*")) and not (step / "candidate.npz").exists():
-            shutil.copytree(step, to / step.name)
+    for folder in cache.iterdir():
+        if not list(folder.glob("block-*")) and not (folder / "candidate.npz").exists():
+            shutil.copytree(folder, to / folder.name)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_run_killed_at_a_block_goes_on_there(
     done: int,
 ) -> None:
     whole, runs = unbroken(name), Runs(server, home, tmp_path, name)
-    steps_before(whole.cache, runs.cache)
+    results_before(whole.cache, runs.cache)
     total = int((whole.folder / "done").read_text())
     runs.killed(block, when)
     written = runs.finished()
@@ -232,7 +232,7 @@ def test_two_processes_make_one_bundle(name: str, unbroken: Callable[[str], Runs
     """Statistics are added in another order, to the bits of float32. Where two levels are equally good, another may
     then be taken, after which later blocks see other inputs: not the same model, but one as good."""
     whole = unbroken(name)
-    steps_before(whole.cache, tmp_path / "cache")
+    results_before(whole.cache, tmp_path / "cache")
     launched(whole.recipe, tmp_path, 2)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
     assert bundle_bytes(whole.out).keys() == bundle_bytes(tmp_path / "out/b").keys()
