@@ -11,7 +11,7 @@ its pins, not trained: AutoRound 3.774, llm-compressor's GPTQ 4.778.
 from __future__ import annotations
 
 from common import ROOT, Call, Claim, Measured, Row, at_most, metric, run_recipe, run_script
-from encoder_prune_distill import steps
+from encoder_prune_distill import pass_rows
 from measuring import find_row
 
 CHAIN, TRAINED = (
@@ -26,7 +26,7 @@ def measure(call: Call) -> Measured:
     chain, _ = run_recipe(CHAIN, call, "chain", quick[0])
     _, report = run_recipe(TRAINED, call, "qat", quick[1])
     trained: Row = {"model": "qat W2", "backend": "step", "nll": metric(report, "candidate", "nll")}
-    rows = [*steps(chain), trained]
+    rows = [*pass_rows(chain), trained]
     claims: list[Claim] = [
         at_most("float_nats", find_row(rows, "float", "step").get("nll"), 3.3525),
         at_most("distilled_nats", find_row(rows, "distill", "step").get("nll"), 3.45),

@@ -3,7 +3,7 @@
 On the 1,500 pairs of STS-B dev and one CPU thread, against ONNX Runtime on the float model, one text of 128 tokens:
 once pruned and distilled at least 2 times as fast with a Spearman correlation of 0.84 or more, in int8 at least 4.5
 times as fast; a student of three of the six layers at least 1.8 times as fast with 0.83. Training reads sentences of
-SST-2 and STS-B, no labels. The figures of the first recipe's steps are those of its report. No peer does all of it.
+SST-2 and STS-B, no labels. The figures of the first recipe's passes are those of its report. No peer does all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def measure(call: Call) -> Measured:
     quick = QUICK if call.quick else ((), ())
     chain, report = run_recipe(CHAIN, call, "chain", quick[0])
     student, other = run_recipe(STUDENT, call, "student", quick[1])
-    rows = steps(chain) + timed(chain, "chain") + timed(student, "3 layers")
+    rows = pass_rows(chain) + timed(chain, "chain") + timed(student, "3 layers")
     taught = find_row(rows, "distill", "step")
     claims: list[Claim] = [
         at_least("evaluated_pairs", report["n_samples"], 1500),
@@ -39,8 +39,8 @@ def measure(call: Call) -> Measured:
     return claims, rows
 
 
-def steps(bundle: Path) -> list[Row]:
-    """A row for each step of the chain, as its report has it."""
+def pass_rows(bundle: Path) -> list[Row]:
+    """A row for each pass of the chain, as its report has it."""
     table: dict[str, Any] = json.loads((bundle / "report.steps.json").read_text(encoding="utf-8"))
     return [
         {"model": one["name"], "backend": "step", "size_ratio": one["smaller"], SPEED: one["faster"], **one["metrics"]}

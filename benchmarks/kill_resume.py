@@ -116,11 +116,11 @@ def end_and_resume(subject: Subject, number: int, after: float, call: Call) -> R
     row: Row = {"model": subject.name, "ended_by": by.name, "after_s": round(after, 2)}
     if by is signal.SIGTERM:
         row["left_at_the_end"] = left_over(temporary, place)
-    finished, blocks = finished_steps(cache), finished_blocks(cache)
+    finished, blocks = finished_results(cache), finished_blocks(cache)
     finish(subject, place / "bundle", cache, temporary)
     row |= {
         "different_files": different(subject.digests or {}, digests(place / "bundle")),
-        "steps_again": len(finished - finished_steps(cache)),
+        "steps_again": len(finished - finished_results(cache)),
         "blocks_again": len(blocks - inodes(cache)),
         "left": left_over(temporary, place),
     }
@@ -162,13 +162,13 @@ def run_for(
     return False
 
 
-def finished_steps(cache: Path) -> set[tuple[str, int]]:
-    """(key, inode of its record) of every step that the cache holds whole."""
+def finished_results(cache: Path) -> set[tuple[str, int]]:
+    """(key, inode of its record) of every result that the cache holds whole."""
     return {(record.parent.name, record.stat().st_ino) for record in cache.glob(f"*/{RECORD}")}
 
 
 def finished_blocks(cache: Path) -> set[int]:
-    """Inodes of the tensors that unfinished steps have kept, but for the newest: it may have been at work."""
+    """Inodes of the tensors that unfinished work has kept, but for the newest: it may have been at work."""
     files = sorted(cache.glob(f"{PARTIAL}*/*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
     return {file.stat().st_ino for file in files[:-1]}
 

@@ -3,7 +3,7 @@
 Against ONNX Runtime on the float model, one CPU thread, 5,000 CIFAR-10 test images. Blocks removed and the rest taught,
 in float: the median call at batch 1 at least 1.6 times as fast, top-1 lower by at most 0.01. Channels removed, too, and
 in int8: at least 3.5 times as fast, the file at least 6 times smaller, top-1 lower by at most 0.013. Each training is
-bounded to 20 minutes by its recipe. There is no peer: no other tool chains these. Its rows are the steps of the second
+bounded to 20 minutes by its recipe. There is no peer: no other tool chains these. Its rows are the passes of the second
 chain, as the report has them.
 """
 

@@ -38,7 +38,7 @@ Overrides = Annotated[
 ]
 Cache = Annotated[
     Path | None,
-    typer.Option("--cache", metavar="DIR", help="Where finished steps are kept; default: $COMPRESS_CACHE."),
+    typer.Option("--cache", metavar="DIR", help="Where finished work is kept; default: $COMPRESS_CACHE."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
@@ -220,7 +220,10 @@ def reproduce(
         Path | None, typer.Option("--out", metavar="DIR", help="Keep the new bundle here; default: nothing is kept.")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="DIR", help="Steps to take up; default: all are done again.")
+        Path | None,
+        typer.Option(
+            "--cache", metavar="DIR", help="Where finished results are taken up; default: all work is done again."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -14,7 +14,7 @@ from compress.formats.targets import Target
 from compress.store.progress import Progress
 
 Feeds = dict[str, np.ndarray]
-Model = TypeVar("Model", covariant=True)
+Form_co = TypeVar("Form_co", covariant=True)
 """A model in one of its three forms: `TorchModel`, `StreamedModel`, `GraphState`."""
 
 
@@ -56,14 +56,14 @@ class PassContext:
 
 
 @dataclass(frozen=True)
-class PassResult(Generic[Model]):
+class PassResult(Generic[Form_co]):
     """The model to go on with, what was decided for each layer, and what the report should say.
 
     `measured`: layer -> named numbers (sqnr_db, sensitivity, ...) for the report's layer table. `seconds`: what the
-    pass took when it was done; the step that runs it fills it in.
+    pass took when it was done; whoever runs it fills it in.
     """
 
-    model: Model
+    model: Form_co
     decisions: tuple[LayerDecision, ...] = ()
     notes: tuple[Note, ...] = ()
     measured: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -90,7 +90,7 @@ def find_plugin(group: str, name: str) -> Plugin | None:
     return next((plugin for plugin in find_plugins(group) if plugin.name == name), None)
 
 
-def loaded_versions() -> dict[str, str]:
+def plugin_versions() -> dict[str, str]:
     """Return distribution -> version of the plug-ins that this process has imported, for records of its environment."""
     return {plugin.distribution: plugin.version for plugin in _LOADED}
 

@@ -1,6 +1,6 @@
-"""Finished steps of a stream: `block-00003.safetensors` with what it changed, and `.json` with what it said.
+"""Finished blocks of a stream: `block-00003.safetensors` with what it changed, and `.json` with what it said.
 
-The record is written last and holds the digest of the tensors and its own, so a step is whole or it is not there.
+The record is written last and holds the digest of the tensors and its own, so a block is whole or it is not there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runtime.bundle.records import from_json, to_json
 
 @dataclass
 class Changes:
-    """What a step did: float values by parameter, quantized weights by layer, and what is to be said of it."""
+    """What was done to a block: float values by parameter, quantized weights by layer, and what is to be said of it."""
 
     replaced: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Said:
-    """What the record of a finished step tells."""
+    """What the record of a finished block tells."""
 
     name: str
     path: Path
@@ -52,17 +52,17 @@ class Said:
     timing: dict[str, float]
 
 
-def step_file(folder: Path, index: int) -> Path:
-    """Return the path of the file that holds a step's tensors."""
+def block_file(folder: Path, index: int) -> Path:
+    """Return the path of the file that holds a block's tensors."""
     return folder / f"block-{index:05d}.safetensors"
 
 
-def write_step(folder: Path, index: int, name: str, changes: Changes, timing: Mapping[str, float]) -> Path:
-    """Write a finished step, its record last; OutputError where the disk takes no more."""
+def write_block(folder: Path, index: int, name: str, changes: Changes, timing: Mapping[str, float]) -> Path:
+    """Write a finished block, its record last; OutputError where the disk takes no more."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path = step_file(folder, index)
+    path = block_file(folder, index)
     tensors = {key: tensor.detach().contiguous() for key, tensor in changes.replaced.items()}
     for layer, weight in changes.quantized.items():
         tensors |= pack_tensors(layer, weight)
@@ -79,9 +79,9 @@ def write_step(folder: Path, index: int, name: str, changes: Changes, timing: Ma
     return path
 
 
-def read_step(folder: Path, index: int, name: str) -> Said | None:
-    """Read a finished step of that name; None if it is not there, or any byte is not as it was written."""
-    path = step_file(folder, index)
+def read_block(folder: Path, index: int, name: str) -> Said | None:
+    """Read a finished block of that name; None if it is not there, or any byte is not as it was written."""
+    path = block_file(folder, index)
     try:
         record = unseal(path.with_suffix(".json").read_bytes())
         if record is None or record["name"] != name or record["sha256"] != sha256_of(path):
@@ -91,13 +91,13 @@ def read_step(folder: Path, index: int, name: str) -> Said | None:
         return None
 
 
-def read_finished_steps(folder: Path, count: int | None = None) -> list[Said]:
-    """Read the first `count` steps (None: all) that a stream left in a folder, in order; tensors are not checked.
+def read_finished_blocks(folder: Path, count: int | None = None) -> list[Said]:
+    """Read the first `count` blocks (None: all) that a stream left in a folder, in order; tensors are not checked.
 
     OutputError where one is not there.
     """
     n = len(list(folder.glob("block-*.json"))) if count is None else count
-    files = [step_file(folder, index) for index in range(n)]
+    files = [block_file(folder, index) for index in range(n)]
     if not n or not all(path.is_file() and path.with_suffix(".json").is_file() for path in files):
         raise OutputError(f"{folder}: does not hold every block of a finished pass; run it again")
     records = [unseal(path.with_suffix(".json").read_bytes()) for path in files]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch
+from compress.blocks.block import BlockCall
 from compress.blocks.skeleton import Form, Template, forms_of, passage
-from compress.blocks.step import BlockCall
 
 
 class BatchFlow:

@@ -56,12 +56,12 @@ def run_in_lockstep(
     taps: Sequence[Tap],
     visit: Callable[[Reading, Tensor, int], None],
     act: Callable[[Reading], None],
-    step: Callable[[Callable[[], None]], None],
+    advance: Callable[[Callable[[], None]], None],
     outputs: bool = True,
 ) -> list[Tensor]:
     """Run all forwards together, stopping before each reading, and return their outputs in order.
 
-    `visit` gets a reading, its input and the number of the run; `act` follows once for each reading. `step` is given
+    `visit` gets a reading, its input and the number of the run; `act` follows once for each reading. `advance` is given
     every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit` and `act` are
     outside of them. Without `outputs` the passes end at the last reading, and the list is empty. PassError where a
     forward meets its readings in another order than `taps`.
@@ -81,9 +81,9 @@ def run_in_lockstep(
         forward.at, forward.x = number, x
         driver.switch()
 
-    def advance(forward: _Pass) -> None:
+    def continue_pass(forward: _Pass) -> None:
         forward.at = forward.x = None
-        step(forward.thread.switch)
+        advance(forward.thread.switch)
 
     def start_pass(run: Run) -> _Pass:
         def body() -> None:
@@ -96,7 +96,7 @@ def run_in_lockstep(
     with tap_inputs(taps, stop_at_tap):
         order = [start_pass(run) for run in runs]
         for forward in order:
-            advance(forward)
+            continue_pass(forward)
         for number, (reading, _) in enumerate(taps):
             waiting = [(i, forward) for i, forward in enumerate(order) if forward.at == number]
             for i, forward in waiting:
@@ -106,7 +106,7 @@ def run_in_lockstep(
             acted = number + 1
             if outputs or acted < len(taps):
                 for _, forward in waiting:
-                    advance(forward)
+                    continue_pass(forward)
     if not outputs:
         for forward in order:
             if not forward.thread.dead:

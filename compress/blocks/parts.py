@@ -37,5 +37,5 @@ def as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def no_data(i: int) -> Tensor:
-    """Raise IndexError: the forward of a step without data."""
+    """Raise IndexError: the forward of a block without data."""
     raise IndexError("this stream has no data")

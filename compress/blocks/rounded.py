@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compress.blocks.blockfiles import Changes, read_finished_steps, write_step
+from compress.blocks.blockfiles import Changes, read_finished_blocks, write_block
 from compress.blocks.materialise import plain
 from compress.blocks.store import HeldLayer, WeightStore
 from compress.blocks.streamed import StreamedModel
@@ -15,7 +15,7 @@ from compress.formats.schemes import Scheme
 from compress.quantize.rounding import QuantizedWeight
 
 NAME = "rounded"
-"""Of the one step that such a file holds."""
+"""Of the one block that such a file holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,12 @@ def write_rounded(folder: Path, layers: RoundedLayers) -> None:
     """Write rounded layers into `folder`. OutputError where the disk takes no more."""
     weights = {name: layer.weight for name, layer in layers.items()}
     schemes = {name: layer.scheme for name, layer in layers.items()}
-    write_step(folder, 0, NAME, Changes(quantized=weights, schemes=schemes), {})
+    write_block(folder, 0, NAME, Changes(quantized=weights, schemes=schemes), {})
 
 
 def read_rounded(folder: Path) -> dict[str, Rounded]:
     """Read the layers that `write_rounded` wrote into `folder`."""
-    (record,) = read_finished_steps(folder, 1)
+    (record,) = read_finished_blocks(folder, 1)
     store = WeightStore({}).over([record.path])
     weights = {name: store.quantized(name) for name in record.schemes}
     return {name: Rounded(weight, record.schemes[name]) for name, weight in weights.items() if weight is not None}

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from compress.blocks.activations import Holder, MicroBatch, micro_batches
-from compress.blocks.blockfiles import Said, read_finished_steps, read_step, step_file, write_step
+from compress.blocks.block import BlockWork
+from compress.blocks.blockfiles import Said, block_file, read_block, read_finished_blocks, write_block
 from compress.blocks.sharing import from_main, share, wait
-from compress.blocks.step import BlockWork
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """The steps of a model, for a pass to work on: `for step in stream: ...`, then `stream.result()`.
+    """The blocks of a model, for a pass to work on: `for block in stream: ...`, then `stream.result()`.
 
-    With `data`, every step has the calls that reach it with everything before it as this pass left it; without, the
-    weights alone. `float_too`: also what the float model gives at each block. `readings_outside`: also steps for the
-    layers outside the blocks that read something ("before" and "after"; without `data` always). `offload`: activations
+    With `data`, every block has the calls that reach it with everything before it as this pass left it; without, the
+    weights alone. `float_too`: also what the float model gives at each block. `readings_outside`: also the layers
+    outside the blocks that read something, as "before" and "after" (without `data` always). `offload`: activations
     between blocks lie on disk. `compute`: the type of products in forward passes; hidden states stay float32. `rows`:
     tokens that go through a block at once (see `micro_batches`).
 
-    A step that is done is written into `context.work`; a stream that finds finished steps there goes on after them.
+    A block that is done is written into `context.work`; a stream that finds finished blocks there goes on after them.
     Several processes (`compress.blocks.sharing`) share the micro-batches; the first of them writes.
     """
 
@@ -60,14 +60,14 @@ class Stream:
         self.timings: list[dict[str, Any]] = []
         self._folder, self._owner = _open_work_folder(context.work)
         self._offload, self._rows = offload, rows
-        self._plan = plan_steps(model, data, readings_outside)
+        self._plan = plan_blocks(model, data, readings_outside)
         self._said: list[Said] = []
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def __iter__(self) -> Generator[BlockWork, None, None]:
-        self._said = self._read_finished_steps()
+        self._said = self._read_finished_blocks()
         done = len(self._said)
         if done:
             self.context.log(f"{done} of {len(self._plan)} blocks are done already; going on after them")
@@ -78,24 +78,24 @@ class Stream:
                     if entry.index < done:
                         work.replay(entry, self._said[entry.index].path)
                     else:
-                        yield from self._run_step(work, entry)
-        self._said = read_finished_steps(self._folder, len(self._plan))
+                        yield from self._run_block(work, entry)
+        self._said = read_finished_blocks(self._folder, len(self._plan))
 
     def result(self) -> PassResult[StreamedModel]:
-        """Return the model as the steps left it, and what they recorded. RuntimeError before the last step is done."""
+        """Return the model as the blocks left it, and their records. RuntimeError before the last one is done."""
         if len(self._said) < len(self._plan):
             raise RuntimeError("the stream was not worked through")
         return result_of(self.model, self._said, self._owner)
 
-    def _run_step(self, work: Work, entry: Planned) -> Iterator[BlockWork]:
+    def _run_block(self, work: Work, entry: Planned) -> Iterator[BlockWork]:
         started = time.perf_counter()
-        step = work.open(entry)
-        yield step
+        block = work.open(entry)
+        yield block
         if entry.feeds_more:
-            work.advance(step)
+            work.advance(block)
         timing = {"seconds": round(time.perf_counter() - started, 3), "peak_rss_mib": peak_rss_mib()}
-        path = self._write_step(entry, step, timing)
-        step.close()
+        path = self._write_block(entry, block, timing)
+        block.close()
         work.drop(path)
         self.timings.append({"name": entry.name, **timing})
         self._check_memory(entry.name)
@@ -132,45 +132,48 @@ class Stream:
                 "finished blocks are kept: raise the limit, or take fewer or shorter calibration samples"
             )
 
-    def _write_step(self, entry: Planned, step: BlockWork, timing: Mapping[str, float]) -> Path:
+    def _write_block(self, entry: Planned, block: BlockWork, timing: Mapping[str, float]) -> Path:
         if share().rank == 0:
-            write_step(self._folder, entry.index, entry.name, step.changes, timing)
+            write_block(self._folder, entry.index, entry.name, block.changes, timing)
         wait()
-        return step_file(self._folder, entry.index)
+        return block_file(self._folder, entry.index)
 
-    def _read_finished_steps(self) -> list[Said]:
-        """Read the steps that an earlier run finished, up to the first damaged one, as the first process sees them."""
+    def _read_finished_blocks(self) -> list[Said]:
+        """Read the blocks that an earlier run finished, up to the first damaged one, as the first process sees them."""
         records: list[Said] = []
         for entry in self._plan:
-            record = read_step(self._folder, entry.index, entry.name) if share().rank == 0 else None
+            record = read_block(self._folder, entry.index, entry.name) if share().rank == 0 else None
             if record is None:
-                if step_file(self._folder, entry.index).with_suffix(".json").exists() and share().rank == 0:
+                if block_file(self._folder, entry.index).with_suffix(".json").exists() and share().rank == 0:
                     self.context.log(
                         f"{entry.name}: what an earlier run left is damaged; it is discarded and done again"
                     )
                 break
             records.append(record)
         count = from_main(len(records))
-        return read_finished_steps(self._folder, count) if count and not records else records
+        return read_finished_blocks(self._folder, count) if count and not records else records
 
 
-def plan_steps(model: StreamedModel, data: bool = True, readings_outside: bool = True) -> list[Planned]:
-    """Return the steps of a stream over `model`, in order."""
+def plan_blocks(model: StreamedModel, data: bool = True, readings_outside: bool = True) -> list[Planned]:
+    """Return the blocks of a stream over `model`, in order."""
     structure = model.structure
     whole = [block.name for block in structure.blocks] == [""]
-    steps: list[tuple[str, tuple[Reading, ...], int | None]] = [
+    parts: list[tuple[str, tuple[Reading, ...], int | None]] = [
         (block.name, block.readings, number) for number, block in enumerate(structure.blocks)
     ]
     if readings_outside and not whole and (structure.before or not data):
-        steps.insert(0, (BEFORE, structure.before, None))
+        parts.insert(0, (BEFORE, structure.before, None))
     if readings_outside and not whole and (structure.after or not data):
-        steps.append((AFTER, structure.after, None))
-    last = len(steps) - 1
-    return [Planned(i, *step, feeds_more=data and step[2] is not None and i < last) for i, step in enumerate(steps)]
+        parts.append((AFTER, structure.after, None))
+    last = len(parts) - 1
+    return [
+        Planned(i, name, readings, number, feeds_more=data and number is not None and i < last)
+        for i, (name, readings, number) in enumerate(parts)
+    ]
 
 
 def result_of(model: StreamedModel, said: Sequence[Said], owner: Any = None) -> PassResult[StreamedModel]:
-    """Return the result of a stream over `model` from the records of its steps. `owner`: kept alive with the store."""
+    """Return the result of a stream over `model` from the records of its blocks. `owner`: kept alive with the store."""
     schemes, scales, kv_scales = dict(model.schemes), dict(model.activation_scales), dict(model.kv_scales)
     measured: dict[str, dict[str, float]] = {}
     for record in said:
@@ -215,7 +218,7 @@ class _Temporary:
 
 
 def _open_work_folder(named: Path | None) -> tuple[Path, _Temporary | None]:
-    """Return the folder of finished steps, and what keeps a temporary one; the first process decides for all."""
+    """Return the folder of finished blocks, and what keeps a temporary one; the first process decides for all."""
     named = from_main(named)
     if named is not None:
         named.mkdir(parents=True, exist_ok=True)

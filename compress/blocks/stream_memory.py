@@ -38,20 +38,20 @@ class StreamUse:
 def stream_memory(
     structure: Structure, shapes: Shapes, n_rows: int, hidden_width: int, use: StreamUse | None = None
 ) -> int:
-    """Return the bytes that a stream takes above what the process held before: the most of any one step.
+    """Return the bytes that a stream takes above what the process held before: the most of any one block.
 
     `shapes`: of the parameters, by plain name. `n_rows`: tokens of this process's share of the calibration data (0: a
     pass without). `hidden_width`: of what a block hands to the next. Tables of embeddings stay in their file.
     """
     how = use or StreamUse()
     at = _At(shapes, n_rows, hidden_width, how)
-    steps = [at.step(block.readings, _names_inside(shapes, block.name)) for block in structure.blocks]
+    blocks = [at.block(block.readings, _names_inside(shapes, block.name)) for block in structure.blocks]
     late = {layer for reading in structure.after for layer in reading.layers}
     if late:
         small = [name for name in _names_outside(shapes, structure) if len(shapes[name]) == 1]
-        steps.append(at.step(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
+        blocks.append(at.block(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
     held = FLOAT * n_rows * hidden_width * (2 if how.float_too else 1)
-    return int(FIXED_BYTES + held + max(steps, default=0))
+    return int(FIXED_BYTES + held + max(blocks, default=0))
 
 
 def head_memory(structure: Structure, shapes: Shapes) -> int:
@@ -67,15 +67,15 @@ def head_memory(structure: Structure, shapes: Shapes) -> int:
 
 @dataclass(frozen=True)
 class _At:
-    """What the memory of a step depends on."""
+    """What the memory of a block depends on."""
 
     shapes: Shapes
     n_rows: int
     width: int
     use: StreamUse
 
-    def step(self, readings: Sequence[Reading], names: Sequence[str]) -> float:
-        """Return the bytes of one step at its largest reading, what it reads left out."""
+    def block(self, readings: Sequence[Reading], names: Sequence[str]) -> float:
+        """Return the bytes of one block at its largest reading, what it reads left out."""
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
         known = [reading for reading in readings if self.matrices(reading)]
         kept = 0 if self.use.lockstep else FLOAT * sum(self.n_inputs(reading) ** 2 for reading in known if self.n_rows)

@@ -1,4 +1,4 @@
-"""Where a stream's steps come from: one module whose parts are filled, worked on, run and emptied in turn."""
+"""Where a stream's blocks come from: one module whose parts are filled, worked on, run and emptied in turn."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from compress.blocks import heap
 from compress.blocks.activations import HeldTensor, Holder, MicroBatch
+from compress.blocks.block import BlockCall, BlockWork, Part
 from compress.blocks.flow import BatchFlow, feeds_calls
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
 from compress.blocks.parts import as_float, is_real, is_table, layers_of, no_data, own_names
 from compress.blocks.skeleton import StopForward, first_hidden, standing_in, until_reached, without_cache
-from compress.blocks.step import BlockCall, BlockWork, Part
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 Read = Callable[[str], Tensor]
 BEFORE, AFTER = "before", "after"
-"""Names of the steps outside the blocks."""
+"""Names of the parts outside the blocks."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A step to come. `block`: its number among the blocks; None for what is outside of them."""
+    """A block to come, or a part outside the blocks. `block`: its number among the blocks; None outside of them."""
 
     index: int
     name: str
     readings: tuple[Reading, ...]
     block: int | None = None
     feeds_more: bool = False
-    """A later step reads what this one gives."""
+    """A later block reads what this one gives."""
 
 
 class Work:
@@ -69,25 +69,25 @@ class Work:
         self._floats: list[HeldTensor] | None = None
 
     def open(self, entry: Planned) -> BlockWork:
-        """Return the step with its weights and the calls that reach it."""
+        """Return the block with its weights and the calls that reach it."""
         if entry.block is None:
             return self._open_outside(entry)
         return self._open_whole(entry) if self.whole else self._open_block(entry, entry.block)
 
-    def advance(self, step: BlockWork) -> None:
+    def advance(self, block: BlockWork) -> None:
         """Compute what the next block reads."""
         assert self.flow is not None
-        self.flow.advance(step.outputs())
+        self.flow.advance(block.outputs())
 
     def drop(self, path: Path) -> None:
-        """Read from now on what a finished step left in a file, and drop its weights from memory."""
+        """Read from now on what a finished block left in a file, and drop its weights from memory."""
         self.store = self.store.over([path])
         self._floats = None
         empty(self.module)
         heap.return_all()
 
     def replay(self, entry: Planned, path: Path) -> None:
-        """Pass the data through a step that an earlier run finished, whose tensors are in the file `path`."""
+        """Pass the data through a block that an earlier run finished, whose tensors are in the file `path`."""
         if entry.feeds_more and entry.block is not None:
             self._enter_blocks()
             float_store, self.store = self.store, self.store.over([path])
@@ -113,7 +113,7 @@ class Work:
         return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), calls, run))
 
     def _open_whole(self, entry: Planned) -> BlockWork:
-        """Return the whole model as one step."""
+        """Return the whole model as one block."""
         if self.flow is None:
             self._fill_module(self.module, "", self.store.read)
             return BlockWork(self._make_part(entry, self.module, layers_of(self.module), [], no_data))
@@ -130,7 +130,7 @@ class Work:
         return BlockWork(self._make_part(entry, self.module, layers_of(self.module), feeds_calls(batches), run))
 
     def _open_outside(self, entry: Planned) -> BlockWork:
-        """Return a step outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
+        """Return a part outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
         after = entry.name == AFTER
         whole = not after or self.flow is None
         self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
@@ -231,7 +231,7 @@ class Work:
         return Part(
             index=entry.index,
             name=entry.name,
-            block=block,
+            module=block,
             layers=layers,
             readings=entry.readings,
             holders=filled,

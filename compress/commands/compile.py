@@ -21,8 +21,8 @@ from runtime.bundle.files import write_whole
 from runtime.bundle.format import Artifact, Manifest, verify, write_bundle
 from runtime.judge.validate import validate
 from runtime.nvidia.gpu import gpu_here
+from runtime.report.passes import read_pass_table, write_pass_table
 from runtime.report.report import Report
-from runtime.report.steps import read_steps, write_steps
 
 
 def compile_bundle(path: Path, again: bool = False) -> Report:
@@ -49,8 +49,8 @@ def compile_bundle(path: Path, again: bool = False) -> Report:
         with blame(path):
             _rewrite_descriptions(staging, changed, orders, [note for _, notes in made for note in notes])
         changed = write_bundle(staging, changed)
-        if (steps := read_steps(path, manifest)) is not None:
-            write_steps(replace(steps, manifest_digest=changed.digest), staging)
+        if (table := read_pass_table(path, manifest)) is not None:
+            write_pass_table(replace(table, manifest_digest=changed.digest), staging)
         report = validate(staging)
         publish(staging, path)
     return report

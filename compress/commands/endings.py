@@ -19,7 +19,7 @@ __all__ = ["DEBUG", "ending", "print_json", "quiet_stdout", "run_as_json", "run_
 
 COMPRESS = CommandLine(
     failures=(CompressError, RuntimeFailure),
-    interrupted="stopped; finished steps are kept, the same command goes on from there",
+    interrupted="stopped; finished work is kept, the same command goes on from there",
     missing="pip install '.[build]' in the project's folder installs what the build side needs, see `doctor`",
     debug=f"{DEBUG}=1 or `compress --debug ...`",
 )

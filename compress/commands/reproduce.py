@@ -39,8 +39,8 @@ def reproduce(
     """Build the bundle again and compare every hashed file.
 
     Folders that the recipe names are those of the build where they are still there, unless `overrides` say others
-    (`vars.bench=DIR`). `out`: where the new bundle is kept; `cache`: where its steps are; None: nothing is kept, and
-    every step is done again. Training that a clock ended makes as many optimizer steps as it made then.
+    (`vars.bench=DIR`). `out`: where the new bundle is kept; `cache`: where its results are; None: nothing is kept, and
+    all work is done again. Training that a clock ended makes as many optimizer steps as it made then.
     Raises BundleError for a bundle that is not whole, PlanError where the model is another one than the bundle's.
     """
     bundle = Path(bundle).resolve()

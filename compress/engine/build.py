@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.engine.layers import Outcome, layers_in_json, layers_in_log, outcomes, share_held
+from compress.engine.layers import Outcome, layers_in_json, layers_in_log, outcomes, share_as_asked
 from compress.errors import ExportError
 from runtime.bundle.engine import EngineRecord, InputShapes, Profile
 from runtime.bundle.files import write_whole
@@ -108,11 +108,11 @@ def compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
         build_seconds=round(seconds, 3),
         n_layers=len(layers),
         asked=_count_asked(node_outcomes),
-        held=round(share_held(node_outcomes), 4),
+        held=round(share_as_asked(node_outcomes), 4),
         short={
             outcome.node: f"{outcome.asked} -> {outcome.got or 'not named'}"
             for outcome in node_outcomes
-            if not outcome.held
+            if not outcome.as_asked
         },
         inspected="inspector" if described else "log",
     ), notes

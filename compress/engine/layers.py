@@ -43,7 +43,7 @@ class Outcome:
     kernels: tuple[str, ...]
 
     @property
-    def held(self) -> bool:
+    def as_asked(self) -> bool:
         return self.asked == self.got
 
 
@@ -73,9 +73,9 @@ def outcomes(asked: Mapping[str, str], layers: Sequence[EngineLayer]) -> list[Ou
     return [_judge_node(node, precision, by_node.get(node, ())) for node, precision in asked.items()]
 
 
-def share_held(found: Sequence[Outcome]) -> float:
+def share_as_asked(found: Sequence[Outcome]) -> float:
     """Return the part of the nodes that got what was asked, in [0, 1]; 1 of none."""
-    return sum(outcome.held for outcome in found) / len(found) if found else 1.0
+    return sum(outcome.as_asked for outcome in found) / len(found) if found else 1.0
 
 
 def _judge_node(node: str, asked: str, layers: Sequence[EngineLayer]) -> Outcome:

@@ -1,4 +1,4 @@
-"""The steps of a run that work on a torch model block by block: each is taken up where a killed run left it."""
+"""Passes of a run over a torch model block by block: each is taken up where a killed run left it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.blocks.blockfiles import read_finished_steps
+from compress.blocks.blockfiles import read_finished_blocks
 from compress.blocks.rounded import with_rounded
 from compress.blocks.sharing import alone, from_main, share, wait
 from compress.blocks.stream import result_of
@@ -48,21 +48,21 @@ def run_block_pass(
 ) -> PassResult[StreamedModel]:
     """Run one pass over blocks. What a killed run had finished of it lies under `key` and is continued.
 
-    `label`: names the step in words, so that work left behind by another version of the recipe is known. Of several
+    `label`: names the pass in words, so that work left behind by another version of the recipe is known. Of several
     processes the first one writes.
     """
-    step = _find_shared(cache, key)
-    if step is None:
+    cached = _find_shared(cache, key)
+    if cached is None:
         with hold_shared_work(cache, key, label) as work:
             result = time_pass(partial(apply_pass, config, model, replace(context, work=work)))
             record = {**result_to_record(result), "kv_cache": result.model.kv_cache}
             if share().rank == 0:
-                cache.put(key, lambda folder: _store_steps(work, folder, record))
-        step = _find_shared(cache, key)
-        assert step is not None
-    with step.reading() as folder:
-        result = result_from_record(step, result_of(model, read_finished_steps(folder)).model)
-    return replace(result, model=replace(result.model, kv_cache=step.record["kv_cache"]))
+                cache.put(key, lambda folder: _store_blocks(work, folder, record))
+        cached = _find_shared(cache, key)
+        assert cached is not None
+    with cached.reading() as folder:
+        result = result_from_record(cached, result_of(model, read_finished_blocks(folder)).model)
+    return replace(result, model=replace(result.model, kv_cache=cached.record["kv_cache"]))
 
 
 @contextmanager
@@ -78,18 +78,18 @@ def hold_shared_work(cache: ResultCache, key: str, label: str) -> Iterator[Path]
         wait()
 
 
-def _store_steps(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Put a stream's finished steps where the cache keeps them; return the step's record."""
+def _store_blocks(work: Path, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Put a stream's finished blocks where the cache keeps them; return the record."""
     hand_over(work, folder)
     return record
 
 
 def _find_shared(cache: ResultCache, key: str) -> CachedResult | None:
-    """Return the finished step, if the first process sees one."""
-    step = cache.get(key) if share().rank == 0 else None
-    if not from_main(step is not None):
+    """Return the cached result, if the first process sees one."""
+    cached = cache.get(key) if share().rank == 0 else None
+    if not from_main(cached is not None):
         return None
-    return step or cache.get(key)
+    return cached or cache.get(key)
 
 
 def score_in_torch(
@@ -104,8 +104,8 @@ def score_in_torch(
             write_npz(folder / name, outputs)
         return {}
 
-    step = cache.get(key) or cache.put(key, write)
-    baseline, candidate = (_to_arrays(read_npz(step.folder / name)) for name in (BASELINE, CANDIDATE))
+    cached = cache.get(key) or cache.put(key, write)
+    baseline, candidate = (_to_arrays(read_npz(cached.folder / name)) for name in (BASELINE, CANDIDATE))
     return baseline, candidate
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run, each taken from the cache or done and kept: the float graph, one pass, the baseline's outputs."""
+"""The results of a run, each from the cache or made and kept: the float graph, one pass, the baseline's outputs."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def float_model(
             "parity": float(f"{parity:.2e}"),
         }
 
-    step = cache.get(key) or cache.put(key, write)
-    record = step.record
-    with step.reading() as folder:
+    cached = cache.get(key) or cache.put(key, write)
+    record = cached.record
+    with cached.reading() as folder:
         state = GraphState(ir.load(folder / GRAPH))
     return FloatModel(
         state,
@@ -129,28 +129,28 @@ def run_model_pass(
             write_rounded(folder, result.model.rounded)
         return {**result_to_record(result), "shapes": shapes, "rounded": bool(result.model.rounded)}
 
-    step = cache.get(key)
-    if step is None:
-        step = cache.put(key, write)
+    cached = cache.get(key)
+    if cached is None:
+        cached = cache.put(key, write)
     else:
-        fit(module, shapes_from(step.record["shapes"]))
-    with step.reading() as folder:
+        fit(module, shapes_from(cached.record["shapes"]))
+    with cached.reading() as folder:
         load_state(module, folder / WEIGHTS)
-        rounded = read_rounded(folder) if step.record["rounded"] else {}
-    shapes = loaded.shapes.then(shapes_from(step.record["shapes"]))
-    return result_from_record(step, replace(loaded, shapes=shapes, rounded=rounded))
+        rounded = read_rounded(folder) if cached.record["rounded"] else {}
+    shapes = loaded.shapes.then(shapes_from(cached.record["shapes"]))
+    return result_from_record(cached, replace(loaded, shapes=shapes, rounded=rounded))
 
 
 def run_graph_pass(
     cache: ResultCache, key: str, config: Pass, state: GraphState, context: GraphContext
 ) -> PassResult[GraphState]:
     """Run one pass over a graph state, or read its result from the cache."""
-    step = cache.get(key)
-    if step is None:
-        step = cache.put(
+    cached = cache.get(key)
+    if cached is None:
+        cached = cache.put(
             key, lambda folder: _write_result(folder, time_pass(lambda: apply_pass(config, state, context)))
         )
-    return _read_result(step)
+    return _read_result(cached)
 
 
 def time_pass(apply: Callable[[], PassResult[Form]]) -> PassResult[Form]:
@@ -173,8 +173,8 @@ def run_baseline(
         write_npz(folder / "outputs.npz", outputs)
         return {}
 
-    step = cache.get(key) or cache.put(key, write)
-    return {name: np.asarray(values) for name, values in read_npz(step.folder / "outputs.npz").items()}
+    cached = cache.get(key) or cache.put(key, write)
+    return {name: np.asarray(values) for name, values in read_npz(cached.folder / "outputs.npz").items()}
 
 
 def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
@@ -211,14 +211,14 @@ def result_to_record(result: PassResult[object]) -> dict[str, Any]:
     }
 
 
-def result_from_record(step: CachedResult, model: Form) -> PassResult[Form]:
-    """Restore a result from the step's record, which `result_to_record` made, and from its model."""
+def result_from_record(cached: CachedResult, model: Form) -> PassResult[Form]:
+    """Restore a result from the cached record, which `result_to_record` made, and from its model."""
     return PassResult(
         model,
-        tuple(LayerDecision(**decision) for decision in step.record["decisions"]),
-        tuple(Note(**note) for note in step.record["notes"]),
-        step.record["measured"],
-        step.record["seconds"],
+        tuple(LayerDecision(**decision) for decision in cached.record["decisions"]),
+        tuple(Note(**note) for note in cached.record["notes"]),
+        cached.record["measured"],
+        cached.record["seconds"],
     )
 
 
@@ -226,11 +226,11 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
     try:
         save_file(arrays, path)
     except SafetensorError as error:  # what the library makes of a full disk
-        raise OutputError(f"{path}: cannot be written: {error}; finished steps are kept, run again") from error
+        raise OutputError(f"{path}: cannot be written: {error}; finished work is kept, run again") from error
 
 
-def _read_result(step: CachedResult) -> PassResult[GraphState]:
-    with step.reading() as folder:
+def _read_result(cached: CachedResult) -> PassResult[GraphState]:
+    with cached.reading() as folder:
         record = json.loads((folder / STATE).read_text())
         state = restore_state(ir.load(folder / GRAPH), record, load_file(folder / ARRAYS))
-    return result_from_record(step, state)
+    return result_from_record(cached, state)

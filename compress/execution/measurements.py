@@ -23,7 +23,7 @@ from compress.formats.targets import TARGETS, Target
 from compress.graph.specs import cache_of, input_specs
 from compress.models.load import TorchModel
 from compress.planning.inputs import Batches
-from compress.planning.measurements import step_names
+from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
 from compress.quantize.state import GraphState
 from compress.recipe.exports import GraphExport
@@ -38,7 +38,7 @@ from runtime.bundle.samples import read_npz, write_npz
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend, graph_backend
 from runtime.measure.timing import time_rounds
-from runtime.report.steps import StepModel
+from runtime.report.passes import PassModel
 
 ROUNDS, WARMUP = 400, 10
 TIMING_BUDGET_S = 30.0
@@ -87,35 +87,35 @@ class Chain:
     folder: Path
     columns: Mapping[str, Any]
     exported: FloatModel
-    steps: list[StepModel] = field(default_factory=list)
+    models: list[PassModel] = field(default_factory=list)
     """One for each pass so far."""
 
     def add(self, index: int, result: PassResult[object], graph: Callable[[], GraphState]) -> None:
-        """Write and score the model that the pass of that number left. If it cannot be measured, the step says why."""
+        """Write and score the model that the pass of that number left. If it cannot be measured, its row says why."""
         passes = self.plan.recipe.passes
         # a pass that trains reports its seconds itself, with those of runs broken off
         trained = result.measured.get(passes[index].kind, {}).get("seconds", 0.0)
-        name, seconds = step_names(passes)[index], max(result.seconds, trained)
+        name, seconds = pass_names(passes)[index], max(result.seconds, trained)
         if index == len(passes) - 1:  # it left the candidate, which is judged anyway
-            self.steps.append(StepModel(name, seconds))
+            self.models.append(PassModel(name, seconds))
             return
         try:
-            with self.journal.step(f"what {name} left"):
-                self.steps.append(self._write_model(index, seconds, graph()))
+            with self.journal.time_stage(f"what {name} left"):
+                self.models.append(self._write_model(index, seconds, graph()))
         except (CompressError, RuntimeFailure) as error:
             why = f"not measured: {error}"
             self.journal.log(f"what {name} left: {why}")
-            self.steps.append(StepModel(name, seconds, error=why))
+            self.models.append(PassModel(name, seconds, error=why))
 
-    def _write_model(self, index: int, seconds: float, state: GraphState) -> StepModel:
+    def _write_model(self, index: int, seconds: float, state: GraphState) -> PassModel:
         model, _ = finish(state, flavour_of(self.plan.recipe))
         path = self.folder / str(index) / "model.onnx"
         save_graph(model, path)
         cache = cache_of(model)
         specs = self.exported.inputs if cache is None else input_specs(model)
         outputs = self._load_or_run(self.plan.keys.outputs[index], lambda: self._run(path, specs))
-        name = step_names(self.plan.recipe.passes)[index]
-        return StepModel(name, seconds, path, model_size(path), cache, outputs)
+        name = pass_names(self.plan.recipe.passes)[index]
+        return PassModel(name, seconds, path, model_size(path), cache, outputs)
 
     def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:
         """Return the model's outputs over the evaluation samples; a language model's beside the float one's."""
@@ -133,8 +133,8 @@ class Chain:
             write_npz(folder / "outputs.npz", run())
             return {}
 
-        step = self.cache.get(key) or self.cache.put(key, write)
-        return {name: np.asarray(values) for name, values in read_npz(step.folder / "outputs.npz").items()}
+        cached = self.cache.get(key) or self.cache.put(key, write)
+        return {name: np.asarray(values) for name, values in read_npz(cached.folder / "outputs.npz").items()}
 
 
 def flavour_of(recipe: Recipe) -> Target:

@@ -22,7 +22,7 @@ from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
+from compress.models.load import OnnxModel, TorchModel, load_model
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.inputs import Batches, make_student
@@ -125,8 +125,9 @@ def load(plan: Plan) -> TorchModel | OnnxModel:
 
 
 def _load_torch(plan: Plan) -> TorchModel:
-    with blame(plan.recipe.root, SourceError):
-        return load_torch_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+    loaded = load(plan)
+    assert isinstance(loaded, TorchModel)
+    return loaded
 
 
 def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]]:
@@ -156,25 +157,25 @@ def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, l
     for index, config, key in _iter_stage(run, "model"):
         loaded = loaded or _load_torch(run.plan)
         context = _make_model_context(run, loaded)
-        step = partial(run_model_pass, run.cache, key, config, loaded)
-        with run.journal.step(config.kind):
-            results.append(_resume_pass(run, index, key, step, context))
+        run_pass = partial(run_model_pass, run.cache, key, config, loaded)
+        with run.journal.time_stage(config.kind):
+            results.append(_resume_pass(run, index, key, run_pass, context))
         loaded = results[-1].model
         left(index, results[-1], partial(_export_module, run, run.plan.keys.exports[index], loaded))
     return loaded, results
 
 
 def _resume_pass(
-    run: RunContext, index: int, key: str, step: Callable[[Context], PassResult[Form]], context: Context
+    run: RunContext, index: int, key: str, run_pass: Callable[[Context], PassResult[Form]], context: Context
 ) -> PassResult[Form]:
     """Run the pass of that number. What a killed run had done of it lies under `key`, and is continued.
 
     Several processes do the same work together; what the first one finds in the cache counts for all.
     """
     if from_main(run.cache.get(key) is not None if share().rank == 0 else None):
-        return step(context)
+        return run_pass(context)
     with hold_shared_work(run.cache, key, f"{run.plan.recipe.name}: passes.{index}") as work:
-        return step(replace(context, work=work))
+        return run_pass(replace(context, work=work))
 
 
 def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
@@ -221,15 +222,15 @@ def _run_block_passes(
 ) -> tuple[StreamedModel | None, StreamedModel | None, list[PassResult[StreamedModel]]]:
     """Run the passes over blocks; return (the model before, after, results)."""
     plan, results = run.plan, []
-    steps = list(_iter_stage(run, "blocks"))
-    if not steps and not any(isinstance(export_config, CheckpointExport) for export_config in plan.recipe.export):
+    passes = list(_iter_stage(run, "blocks"))
+    if not passes and not any(isinstance(export_config, CheckpointExport) for export_config in plan.recipe.export):
         return None, None, []
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:
         run.journal.log(note)
     context = PassContext(**_list_fields(run, plan.before.inputs))
-    for index, config, key in steps:
-        with run.journal.step(config.kind):
+    for index, config, key in passes:
+        with run.journal.time_stage(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"
             results.append(run_block_pass(run.cache, key, label, config, streamed, context))
         streamed = results[-1].model
@@ -283,9 +284,11 @@ def _run_graph_passes(
     )
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
-        step = partial(run_graph_pass, run.cache, key, config, state)
-        with run.journal.step(config.kind):
-            results.append(_resume_pass(run, index, key, step, context) if config.needs_train else step(context))
+        run_pass = partial(run_graph_pass, run.cache, key, config, state)
+        with run.journal.time_stage(config.kind):
+            results.append(
+                _resume_pass(run, index, key, run_pass, context) if config.needs_train else run_pass(context)
+            )
         state = results[-1].model
         left(index, results[-1], partial(_return_state, state))
     return state, results

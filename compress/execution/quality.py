@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from compress.blocks.block import BlockWork
 from compress.blocks.engine_arithmetic import compute_as_engine
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
@@ -116,11 +116,11 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
     """
     after = compute_as_engine(after, context.target.name)
     with ExitStack() as held:
-        steps = [
-            held.enter_context(_open_last_step(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
+        heads = [
+            held.enter_context(_open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
         ]
-        _share(*steps)
-        rows = list(_score_rows(steps, context.batches))
+        _share(*heads)
+        rows = list(_score_rows(heads, context.batches))
     names = ("nll", "n_tokens", "kl", "agree", "reference_nll")
     columns = {name: np.array([row[name] for row in rows]) for name in names}
     baseline = {"nll": columns["reference_nll"], "n_tokens": columns["n_tokens"].astype(np.int64)}
@@ -130,14 +130,14 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
 
 
 @contextmanager
-def _open_last_step(stream: Stream) -> Iterator[BlockWork]:
-    """Yield the step that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
-    with closing(iter(stream)) as steps:
+def _open_last_block(stream: Stream) -> Iterator[BlockWork]:
+    """Yield the part that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
+    with closing(iter(stream)) as blocks:
         for _ in range(len(stream) - 1):
-            next(steps)
-        step = next(steps)
-        yield step
-        step.close()
+            next(blocks)
+        head = next(blocks)
+        yield head
+        head.close()
 
 
 def _share(one: BlockWork, other: BlockWork) -> None:
@@ -150,12 +150,12 @@ def _share(one: BlockWork, other: BlockWork) -> None:
                 twin._parameters[own] = module._parameters[key]
 
 
-def _score_rows(steps: Sequence[BlockWork], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:
+def _score_rows(heads: Sequence[BlockWork], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:
     """Yield each text's sums, in order."""
     texts = iter(batches)
-    for i in range(len(steps[0].calls)):
+    for i in range(len(heads[0].calls)):
         with torch.no_grad():
-            logits = [step.forward(i).numpy() for step in steps]  # [b, t, vocab] each
+            logits = [head.forward(i).numpy() for head in heads]  # [b, t, vocab] each
         for row in range(len(logits[0])):
             ids = next(texts)["input_ids"][0]
             sums = reduce_sample([one[row, : len(ids) - 1] for one in logits], ids[1:])

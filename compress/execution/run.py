@@ -29,7 +29,7 @@ from compress.formats.targets import TARGETS
 from compress.models.source import locate
 from compress.planning.inputs import TEXTS, Batches, generation_of, load_set, student_spec
 from compress.planning.make_plan import make_plan
-from compress.planning.measurements import measures_steps, step_names
+from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.plan import Plan
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
@@ -42,14 +42,14 @@ from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
 from runtime.judge.validate import validate
 from runtime.processes.memory import available_bytes
+from runtime.report.passes import PassModel
 from runtime.report.report import Report
-from runtime.report.steps import StepModel
 
 LOG = "compress.log"
 
 
 def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report | None:
-    """Do what the recipe says, judge the bundle, write it to `out`. Steps that are in `cache` are not done again.
+    """Do what the recipe says, judge the bundle, write it to `out`. What is in `cache` is not done again.
 
     The bundle appears under its name only when it is whole and judged, whatever the verdict; until then the one that
     was there stays. The log is `<out>/compress.log`; that of a run that failed at its work is kept as
@@ -67,9 +67,9 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
             run = _prepare(recipe, ResultCache(root, journal.log), journal)
             _check_room(run.plan, out, root)
             with temporary_folder() as between:
-                steps, notes = _build(run, staging, between)
+                models, notes = _build(run, staging, between)
                 with blame(out):
-                    report = _judge(staging, journal, steps, notes)
+                    report = _judge(staging, journal, models, notes)
             publish(staging, out)
     return report
 
@@ -113,19 +113,19 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal) -> RunContext
     plan = make_plan(recipe, cache.root)
     for note in plan.notes:
         journal.log(note.text)
-    with journal.step("loading data"):
+    with journal.time_stage("loading data"):
         return RunContext(plan, cache, journal, _load_sets(plan, journal))
 
 
-def _judge(bundle: Path, journal: Journal, steps: Sequence[StepModel], notes: Sequence[Note]) -> Report:
-    with journal.step("judging"):
-        report = validate(bundle, steps=steps, notes=[note.text for note in notes])
+def _judge(bundle: Path, journal: Journal, passes: Sequence[PassModel], notes: Sequence[Note]) -> Report:
+    with journal.time_stage("judging"):
+        report = validate(bundle, passes=passes, notes=[note.text for note in notes])
     journal.log(f"verdict: {report.verdict}")
     return report
 
 
-def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[StepModel], list[Note]]:
-    """Run the steps and write the bundle into `staging`, and into `between` the models between the passes.
+def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[PassModel], list[Note]]:
+    """Run the passes and write the bundle into `staging`, and into `between` the models between the passes.
 
     Returns those models, and the notes of this machine alone, which the report has and the bundle's hashed files have
     not.
@@ -137,20 +137,20 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Step
     score: BuildScore | None = None
     scoring: list[Note] = []
     if recipe.has_onnx:
-        with journal.step("exporting to float ONNX"):
+        with journal.time_stage("exporting to float ONNX"):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
-        with journal.step("baseline outputs"):
+        with journal.time_stage("baseline outputs"):
             baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
     chain = None
-    if exported is not None and measures_steps(recipe, plan.before):
+    if exported is not None and measures_passes(recipe, plan.before):
         chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
     if baseline is None:
-        with journal.step("scoring the model in torch"):
+        with journal.time_stage("scoring the model in torch"):
             baseline, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed)
     portable, parity = make_portable(recipe), exported.parity if exported else None
-    with journal.step("writing the bundle"), blame(staging.parent):
+    with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,
             Contents(
@@ -163,7 +163,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Step
                 tokenizer=inputs.tokenizer,
                 samples=evaluation.columns,
                 baseline_outputs=baseline,
-                layers=[*layer_rows(step_names(recipe.passes), passed.results), *note_rows(scoring)],
+                layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows(scoring)],
                 graphs=_collect_graphs(exported, passed),
                 streamed=passed.streamed,
                 candidate_outputs=candidate,
@@ -177,7 +177,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Step
         )
     for note in (*scoring, *notes):
         journal.log(note.text)
-    return chain.steps if chain else (), [note for note in notes if isinstance(note, HostNote)]
+    return chain.models if chain else (), [note for note in notes if isinstance(note, HostNote)]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:
@@ -246,21 +246,21 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
 def layer_rows(names: Sequence[str], results: Sequence[PassResult[object]]) -> list[dict[str, Any]]:
     """Return one row for each layer: its last deciding pass, what was done and why, and what every pass measured of it.
 
-    `names`: of the passes, as `step_names` gives them. What a pass measured under its own name ("distill: training
+    `names`: of the passes, as `pass_names` gives them. What a pass measured under its own name ("distill: training
     loss") is a row of its own.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for step, result in zip(names, results, strict=True):
+    for name, result in zip(names, results, strict=True):
         for decision in result.decisions:
             row = rows.setdefault(decision.layer, {"layer": decision.layer, "type": decision.type, "action": "kept"})
             if decision.action != "kept" or row["action"] == "kept":
-                row |= {"action": decision.action, "pass": step, "reason": decision.reason}
-            row.setdefault("history", []).append(f"{step}: {decision.action} {decision.reason}".strip())
+                row |= {"action": decision.action, "pass": name, "reason": decision.reason}
+            row.setdefault("history", []).append(f"{name}: {decision.action} {decision.reason}".strip())
             row |= result.measured.get(decision.layer, {})
-    for step, result in zip(names, results, strict=True):
-        kind = step.partition(" ")[0]
-        for name, numbers in result.measured.items():
-            if name.startswith(f"{kind}: "):
-                title = step + name.removeprefix(kind)
-                rows[title] = {"layer": title, "type": "measured", "action": "measured", "pass": step, **numbers}
+    for name, result in zip(names, results, strict=True):
+        kind = name.partition(" ")[0]
+        for layer, numbers in result.measured.items():
+            if layer.startswith(f"{kind}: "):
+                title = name + layer.removeprefix(kind)
+                rows[title] = {"layer": title, "type": "measured", "action": "measured", "pass": name, **numbers}
     return [*rows.values(), *note_rows([note for result in results for note in result.notes])]

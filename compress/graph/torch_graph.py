@@ -18,8 +18,8 @@ NORMS = {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "L
 
 
 @dataclass(frozen=True)
-class Step:
-    """One node. `inputs`: names of values, None for one left out; `over`: names that no later step reads."""
+class Operation:
+    """One node. `inputs`: names of values, None for one left out; `over`: names that no later node reads."""
 
     compute: Compute
     inputs: tuple[str | None, ...]
@@ -50,7 +50,7 @@ class TorchGraph(nn.Module):
                 self.constants[name] = f"constant{len(self.constants)}"
                 self.register_buffer(self.constants[name], tensor, persistent=False)
         self.outputs = [value.name or "" for value in model.graph.outputs]
-        self.steps = _make_steps(model, makers, set(self.outputs))
+        self.operations = _make_operations(model, makers, set(self.outputs))
 
     def parameter_of(self, name: str) -> Tensor:
         """Return the parameter that an initializer has become."""
@@ -61,10 +61,10 @@ class TorchGraph(nn.Module):
         known: dict[str, Tensor] = {name: getattr(self, key) for name, key in self.constants.items()}
         known |= {name: self.values[number] for name, number in self.numbers.items()}
         known |= feeds
-        for step in self.steps:
-            given = step.compute(*(None if name is None else known[name] for name in step.inputs))
-            known.update(zip(step.outputs, given if isinstance(given, tuple) else (given,), strict=False))
-            for name in step.over:
+        for operation in self.operations:
+            given = operation.compute(*(None if name is None else known[name] for name in operation.inputs))
+            known.update(zip(operation.outputs, given if isinstance(given, tuple) else (given,), strict=False))
+            for name in operation.over:
                 known.pop(name, None)
         return {name: known[name] for name in self.outputs}
 
@@ -88,7 +88,7 @@ def check_operators(model: ir.Model, known: Collection[str] = OPERATORS) -> None
         raise ValueError(f"{', '.join(missing)} cannot be trained through: the operator has no form in torch here")
 
 
-def _make_steps(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> list[Step]:
+def _make_operations(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> list[Operation]:
     nodes = list(model.graph)
     last: dict[str, int] = {}
     for index, node in enumerate(nodes):
@@ -98,7 +98,7 @@ def _make_steps(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> 
         if name not in kept:
             over.setdefault(index, []).append(name)
     return [
-        Step(
+        Operation(
             makers[node.op_type](node),
             tuple(None if value is None else value.name for value in node.inputs),
             tuple(value.name or "" for value in node.outputs),

@@ -26,15 +26,15 @@ def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | N
         return source.folder, []
     notes: list[str] = []
     made, key = ResultCache(cache / "tokenizers", notes.append), _hash_files(source.folder)
-    step = made.get(key)
-    if step is None:
+    cached = made.get(key)
+    if cached is None:
         try:
             text = _rebuild_tokenizer(source.folder, spec.trust_remote_code)
         except Exception as error:  # noqa: BLE001  (the tokenizers library raises Exception itself)
             notes.append(f"transformers cannot build the tokenizer ({error}); tokenizer.json is read as it is")
             return source.folder, notes
-        step = made.put(key, lambda folder: _write_tokenizer(folder, text))
-    return step.folder, notes
+        cached = made.put(key, lambda folder: _write_tokenizer(folder, text))
+    return cached.folder, notes
 
 
 def _write_tokenizer(folder: Path, text: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ class TrainingCost:
 
 
 class Pass(Record):
-    """One step of a recipe.
+    """One pass of a recipe.
 
     `stage` says what it works on: the torch module ("model": a `TorchModel`), the torch module streamed block by
     block ("blocks": a `StreamedModel`), the ONNX graph ("graph": a `GraphState`). In a recipe they come in this order,

@@ -62,7 +62,7 @@ class PruneLayers(Pass):
         return PassPlan(after, self._decide_layers(facts, removed), self._make_notes(facts, after, len(stay)))
 
     @property
-    def known(self) -> bool:
+    def recipe_decides(self) -> bool:
         """Return whether the recipe alone tells which blocks stay."""
         return self.layers is not None or (self.choose == "uniform" and self.speedup is None)
 
@@ -100,7 +100,7 @@ class PruneLayers(Pass):
         """Return the action and the reason for a layer of that block."""
         if block is None:
             return "kept", "in no block that could go"
-        if self.known:
+        if self.recipe_decides:
             return ("pruned", f"{block} goes") if block in removed else ("kept", f"{block} stays")
         return "open", f"{stay}; calibration data tell which" if self.speedup is None else "as few go as it takes"
 

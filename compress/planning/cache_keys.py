@@ -1,4 +1,4 @@
-"""The keys of a recipe's steps: what each one's result depends on, and nothing else."""
+"""The keys of a recipe's results: what each one depends on, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CacheKeys:
 
 
 def cache_keys(inputs: Inputs) -> CacheKeys:
-    """Return the keys of all steps of a recipe, chained: each holds that of the step before it."""
+    """Return the keys of all results of a recipe, chained: each holds that of the one before it."""
     recipe = inputs.recipe
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
@@ -62,12 +62,12 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
     left = [*exports, *keys[len(exports) :]]
-    outputs = [cache_key("step outputs", key, baseline) for key in left]
+    outputs = [cache_key("pass outputs", key, baseline) for key in left]
     return CacheKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
 
 
 def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]:
-    """List what a pass's result depends on, beside the step before it."""
+    """List what a pass's result depends on, beside the pass before it."""
     uses: list[Any] = [pass_.model_dump(mode="json"), recipe.target, recipe.seed]
     if pass_.needs_calibration:
         uses.append(data.get("calibration"))
@@ -85,7 +85,7 @@ def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
 
 
 def quality_gates(judgement: Judgement) -> Judgement:
-    """Return the judgement with only the gates that speak of outputs, without what it says of speed, size and steps."""
+    """Return the judgement with only the gates that speak of outputs, without speed, size and what passes left."""
     gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS)
     return replace(judgement, gates=gates, benchmark=Benchmark(), steps="auto")
 

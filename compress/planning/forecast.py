@@ -95,7 +95,7 @@ def forecast(
     decisions: Sequence[Sequence[LayerDecision]] = (),
     timed: TimedBatch | None = None,
 ) -> Forecast:
-    """Estimate the time, memory and disk that a recipe takes, as the sum of what each step needs.
+    """Estimate the time, memory and disk that a recipe takes, as the sum of what each piece of work needs.
 
     `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
     set; `filled`: how long a text of the training set is, as a part of the longest. `decisions`: what each pass will do

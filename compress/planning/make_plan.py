@@ -24,7 +24,7 @@ from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
-from compress.planning.measurements import step_note
+from compress.planning.measurements import measurement_note
 from compress.planning.outside import check_work
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import engine_notes, objections
@@ -65,7 +65,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     tokens = calibration_tokens(inputs) if recipe.model.generates else 0
-    decisions = [planned.step.decisions for planned in done]
+    decisions = [planned.work.decisions for planned in done]
     filled = text_fill(inputs, "train")
     expected = forecast(recipe, before, after, samples, batch, tokens, filled, decisions, find_timed_batch(inputs))
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
@@ -78,17 +78,17 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
         PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes)
         for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
     ]
-    steps = (*first, *(planned.step for planned in done))
+    work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
     notes = (*_collect_notes(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
-    return Plan(recipe, inputs, steps, keys, before, after, notes, expected)
+    return Plan(recipe, inputs, work, keys, before, after, notes, expected)
 
 
 @dataclass(frozen=True)
 class _Done:
     """A pass that has been planned, and the model's facts before and after it."""
 
-    step: PlannedWork
+    work: PlannedWork
     before: ModelFacts
     after: ModelFacts
 
@@ -186,8 +186,8 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         notes.append(
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
-    steps = step_note(recipe, inputs.facts, data["evaluation"].n_samples)
-    return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([steps] if steps else []))
+    measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
+    return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
 
 
 def _batch_notes(inputs: Inputs) -> list[Note]:

@@ -22,20 +22,20 @@ def n_between(recipe: Recipe, facts: ModelFacts) -> int:
     return len(recipe.passes) - 1 if wanted is True or facts.n_bytes <= LARGEST_BYTES else 0
 
 
-def measures_steps(recipe: Recipe, facts: ModelFacts) -> bool:
+def measures_passes(recipe: Recipe, facts: ModelFacts) -> bool:
     """Return whether the report will have a row for each pass."""
     return n_between(recipe, facts) > 0 or (recipe.validate_.steps is True and len(recipe.passes) == 1)
 
 
-def step_names(passes: Sequence[Pass]) -> list[str]:
+def pass_names(passes: Sequence[Pass]) -> list[str]:
     """Return each pass's name in a report: its kind, from the second of a kind on with a number ("distill 2")."""
     kinds = [pass_.kind for pass_ in passes]
     counts = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
     return [kind if count == 1 else f"{kind} {count}" for kind, count in zip(kinds, counts, strict=True)]
 
 
-def step_problems(recipe: Recipe) -> list[str]:
-    """Return why steps cannot be measured though the recipe asks for it."""
+def measurement_problems(recipe: Recipe) -> list[str]:
+    """Return why passes cannot be measured though the recipe asks for it."""
     if recipe.validate_.steps is not True or _runs_here(recipe):
         return []
     return [
@@ -44,7 +44,7 @@ def step_problems(recipe: Recipe) -> list[str]:
     ]
 
 
-def step_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note | None:
+def measurement_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note | None:
     """Return what the plan says of measuring each pass; None: nothing. `n_samples`: of the evaluation set."""
     n = n_between(recipe, facts)
     names = ", ".join(pass_.kind for pass_ in recipe.passes[:-1])

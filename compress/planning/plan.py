@@ -93,7 +93,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def render_plan(plan: Plan, console: Console) -> None:
-    """Print steps, layers, what the target will do, sizes and the forecast."""
+    """Print the work, layers, what the target will do, sizes and the forecast."""
     console.print(f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}")
     table = Table("work", "done already", "weights before", "after", "layers")
     for work in plan.steps:

@@ -13,7 +13,7 @@ from compress.formats.targets import TARGETS
 from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
-from compress.planning.measurements import step_problems
+from compress.planning.measurements import measurement_problems
 from compress.recipe.exports import Engine, GraphExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
@@ -33,7 +33,7 @@ DECODER = (TensorSpec("", "int64", ("batch", "sequence")), TensorSpec("", "float
 
 
 def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
-    """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished steps."""
+    """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished results."""
     recipe, facts = inputs.recipe, inputs.facts
     return [
         *data_problems(inputs),
@@ -42,7 +42,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *export_problems(recipe, facts),
         *opset_problems(recipe, facts),
         *gate_problems(inputs),
-        *step_problems(recipe),
+        *measurement_problems(recipe),
         *benchmark_problems(inputs),
         *judging_problems(recipe),
         *engine_problems(inputs),
@@ -192,7 +192,7 @@ def judging_problems(recipe: Recipe) -> list[str]:
 
 
 def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:
-    """Report more memory or disk than the recipe allows, or than is free on the disk where the steps are kept."""
+    """Report more memory or disk than the recipe allows, or than is free on the disk where the results are kept."""
     limits, problems = recipe.limits, []
     memory, disk = expected.memory_bytes / 2**30, expected.disk_bytes / 2**30
     if limits.memory_gib is not None and memory > limits.memory_gib:

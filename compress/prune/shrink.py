@@ -1,4 +1,4 @@
-"""Dimensions made narrower for good, what follows made up for it, and a record of what each step cost and gave."""
+"""Dimensions made narrower for good, what follows made up for it, and a record of what each cut cost and gave."""
 
 from __future__ import annotations
 

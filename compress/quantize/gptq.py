@@ -155,11 +155,11 @@ def _choose_better(
     weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme
 ) -> RoundedWeight:
     """Return the record of the levels found, or of the nearest ones where their output error is less."""
-    step = -(-len(weight) // JUDGED_ROWS)
-    rows, sample = weight[::step], plain.sampled(step)
+    stride = -(-len(weight) // JUDGED_ROWS)
+    rows, sample = weight[::stride], plain.sampled(stride)
     nearest = sample.values(sample.levels(rows))
     total, error, other = _measure_energies(
-        [rows, rows - grid.sampled(step).values(levels[::step]), rows - nearest], gram
+        [rows, rows - grid.sampled(stride).values(levels[::stride]), rows - nearest], gram
     )
     total = max(total, 1e-30)  # a unit's smallest part: only rows that read nothing have less
     if error <= other:

@@ -30,10 +30,10 @@ class Grid:
     low: int
     high: int
 
-    def sampled(self, step: int) -> Grid:
-        """Return the grid of each `step`-th output."""
-        zeros = None if self.zeros is None else self.zeros[::step]
-        return Grid(self.scales[::step], zeros, self.low, self.high)
+    def sampled(self, stride: int) -> Grid:
+        """Return the grid of each `stride`-th output."""
+        zeros = None if self.zeros is None else self.zeros[::stride]
+        return Grid(self.scales[::stride], zeros, self.low, self.high)
 
     def levels(self, weight: Tensor) -> Tensor:
         """Return the nearest levels of a weight, whole numbers in float32 [out, in]."""

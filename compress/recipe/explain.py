@@ -48,13 +48,13 @@ def _explain_error(error: Any, root: Node, data: Any) -> Problem:
 
 
 def _find_path(loc: tuple[str | int, ...], root: Node) -> Path:
-    """Return the steps of `loc` that are in the text; pydantic mixes the names of union branches in."""
+    """Return the keys of `loc` that are in the text; pydantic mixes the names of union branches in."""
     path: Path = ()
     node = root
-    for step in loc:
-        child = node.child(step)
+    for key in loc:
+        child = node.child(key)
         if child is not None:
-            node, path = child, (*path, step)
+            node, path = child, (*path, key)
     return path
 
 

@@ -86,7 +86,7 @@ class TensorrtExport(EngineExport):
     hardware_compatibility_level: Compatibility = "none"
     """Which other GPUs run it: those from Ampere on (ampere+), or those of the same compute capability."""
     timing_cache: bool = True
-    """Keep what was timed for the next build, beside the finished steps."""
+    """Keep what was timed for the next build, beside the finished results."""
 
 
 class TensorrtRtxExport(EngineExport):

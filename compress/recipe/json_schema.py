@@ -57,9 +57,9 @@ def _relax_merged(schema: Schema) -> None:
 
 
 def _list_metrics(schema: Schema) -> None:
-    from runtime.metrics import known_metrics
+    from runtime.metrics import metric_names
 
-    names = {"type": "string", "enum": list(known_metrics())}
+    names = {"type": "string", "enum": list(metric_names())}
     schema["$defs"]["Gate"]["properties"]["metric"].update(names)
     schema["$defs"]["Judgement"]["properties"]["metrics"]["items"] = names
 

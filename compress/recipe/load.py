@@ -92,9 +92,9 @@ def _validate_tree(root: Node, findings: RecipeFindings) -> Recipe | None:
 
 def _check_metrics(root: Node, findings: RecipeFindings) -> None:
     """Report every named metric that does not exist."""
-    from runtime.metrics import known_metrics
+    from runtime.metrics import metric_names
 
-    known = known_metrics()
+    known = metric_names()
     for path, node in _walk(root, ()):
         named = path[:2] == ("validate", "metrics") or (path[:2] == ("validate", "gates") and path[3:] == ("metric",))
         if named and isinstance(node.value, str) and node.value not in known and not findings.covers(path):
@@ -131,8 +131,8 @@ def _check_gates(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
 
 def _walk(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
     yield path, node
-    for step, child in node.children():
-        yield from _walk(child, (*path, step))
+    for key, child in node.children():
+        yield from _walk(child, (*path, key))
 
 
 def recipe_to_yaml(recipe: Recipe, portable: Portable | None = None) -> str:

@@ -44,13 +44,13 @@ def _parse_path(text: str, root: Node) -> Path:
     path: Path = ()
     words = text.split(".")
     if len(words) > MOST_DEPTH:
-        raise BadPath(f"{len(words)} steps; a recipe is not nested more than {MOST_DEPTH} deep")
+        raise BadPath(f"{len(words)} keys; a recipe is not nested more than {MOST_DEPTH} deep")
     for word in words:
-        path = (*path, _parse_step(word, path, root))
+        path = (*path, _parse_key(word, path, root))
     return path
 
 
-def _parse_step(word: str, path: Path, root: Node) -> str | int:
+def _parse_key(word: str, path: Path, root: Node) -> str | int:
     before = root.find(path)
     node = before if _exists(root, path) else None
     if node is not None and isinstance(node.value, list):
@@ -72,7 +72,7 @@ def _parse_step(word: str, path: Path, root: Node) -> str | int:
 
 
 def _exists(root: Node, path: Path) -> bool:
-    return all(root.find(path[:n]).child(step) is not None for n, step in enumerate(path))
+    return all(root.find(path[:n]).child(key) is not None for n, key in enumerate(path))
 
 
 def _parse_index(word: str, path: Path, n_items: int) -> int:
@@ -101,12 +101,12 @@ def _set_value(node: Node | None, path: Path, value: Node, place: Position) -> N
     """Return `node` with `value` at `path`; mappings that are not there yet are made."""
     if not path:
         return replace(value, key_place=place)
-    step, rest = path[0], path[1:]
+    key, rest = path[0], path[1:]
     base = node if node is not None else Node({}, place, place)
-    if isinstance(base.value, list) and isinstance(step, int):
+    if isinstance(base.value, list) and isinstance(key, int):
         items = list(base.value)
-        items[step] = _set_value(items[step], rest, value, place)
+        items[key] = _set_value(items[key], rest, value, place)
         return replace(base, value=items)
     entries = dict(base.value) if isinstance(base.value, dict) else {}
-    entries[str(step)] = _set_value(entries.get(str(step)), rest, value, place)
+    entries[str(key)] = _set_value(entries.get(str(key)), rest, value, place)
     return replace(base, value=entries)

@@ -17,7 +17,7 @@ from compress.specs import NamesPlace
 
 _KIND = re.compile(r"([a-z]+:)?(.*)", re.DOTALL)
 _PLAIN = ("data", "passes", "also", "source")
-"""Steps of a position that make no name for a folder."""
+"""Keys of a position that make no name for a folder."""
 
 
 @dataclass
@@ -104,5 +104,5 @@ def _name_folder(text: str, position: Path, recipe: Recipe, portable: Portable) 
 
 def _free_name(position: Path, taken: set[str]) -> str:
     """Choose a variable's name after its position: model, weights, calibration, student, ..."""
-    stem = [str(step) for step in position if isinstance(step, str) and step not in _PLAIN][-1]
+    stem = [str(key) for key in position if isinstance(key, str) and key not in _PLAIN][-1]
     return next(name for name in (stem, *(f"{stem}_{i}" for i in range(2, len(taken) + 3))) if name not in taken)

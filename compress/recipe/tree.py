@@ -19,18 +19,18 @@ class Node:
     key_place: Position | None = None
     written: str | None = None
 
-    def child(self, step: str | int) -> Node | None:
-        if isinstance(self.value, dict) and isinstance(step, str):
-            return self.value.get(step)
-        if isinstance(self.value, list) and isinstance(step, int) and 0 <= step < len(self.value):
-            return self.value[step]
+    def child(self, key: str | int) -> Node | None:
+        if isinstance(self.value, dict) and isinstance(key, str):
+            return self.value.get(key)
+        if isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
+            return self.value[key]
         return None
 
     def find(self, path: Path) -> Node:
         """Return the node at `path`, or the deepest one on the way to it."""
         node = self
-        for step in path:
-            child = node.child(step)
+        for key in path:
+            child = node.child(key)
             if child is None:
                 return node
             node = child

@@ -22,9 +22,9 @@ def recipe_schema() -> Schema:
 def at(path: Path, data: Any) -> list[Schema]:
     """Return the schema's alternatives for the value at `path`; `data`: the recipe, which tells a pass by its kind."""
     found = list(_expand(recipe_schema(), data))
-    for step in path:
-        data = _follow_data(data, step)
-        found = [leaf for schema in found for child in _follow_step(schema, step) for leaf in _expand(child, data)]
+    for key in path:
+        data = _follow_data(data, key)
+        found = [leaf for schema in found for child in _follow_key(schema, key) for leaf in _expand(child, data)]
     return found
 
 
@@ -78,25 +78,25 @@ def _read_kind(data: Any) -> str:
     return str(data.get("kind")) if isinstance(data, dict) else ""
 
 
-def _follow_step(schema: Schema, step: str | int) -> Iterator[Schema]:
-    if isinstance(step, int):
+def _follow_key(schema: Schema, key: str | int) -> Iterator[Schema]:
+    if isinstance(key, int):
         fixed = schema.get("prefixItems", [])
-        if step < len(fixed):
-            yield fixed[step]
+        if key < len(fixed):
+            yield fixed[key]
         elif "items" in schema:
             yield schema["items"]
-    elif step in schema.get("properties", {}):
-        yield schema["properties"][step]
+    elif key in schema.get("properties", {}):
+        yield schema["properties"][key]
     elif isinstance(schema.get("additionalProperties"), dict):
         yield schema["additionalProperties"]
     elif schema.get("additionalProperties") is True or schema == {}:
         yield {}
 
 
-def _follow_data(data: Any, step: str | int) -> Any:
-    if isinstance(data, dict) and isinstance(step, str):
-        return data.get(step)
-    return data[step] if isinstance(data, list) and isinstance(step, int) and step < len(data) else None
+def _follow_data(data: Any, key: str | int) -> Any:
+    if isinstance(data, dict) and isinstance(key, str):
+        return data.get(key)
+    return data[key] if isinstance(data, list) and isinstance(key, int) and key < len(data) else None
 
 
 def _format_literal(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""Finished steps, kept by content: a step's key is a digest of all that decides its result.
+"""Finished results, kept by content: a result's key is a digest of all that decides it.
 
-A step is a folder `<cache>/<key>` with its files and `record.json`, which holds their names and digests, the step's key
+A result is a folder `<cache>/<key>` with its files and `record.json`, which holds their names and digests, the key
 and a digest of itself: every byte counts, and so does every name. It is made under another name and renamed when whole,
-so a folder under its key is a finished step; one that was damaged or edited later is discarded and said so. Drafts that
-a killed run left behind are swept away by the next one that writes. Work that takes long keeps what it has finished in
+so a folder under its key is a finished result; one that was damaged or edited later is discarded and said so. Drafts
+that a killed run left behind are swept away by the next one that writes. Long work keeps what it has finished in
 `<cache>/partial-<key>`, which outlives the run. Who can write here and makes digests anew is believed: the folder is
 its user's alone (mode 0700).
 """
@@ -30,7 +30,7 @@ from compress.store.durable import MARK, MARK_TEXT, blame, is_named, is_own_fold
 from runtime.bundle.files import regular_files, sha256_of, sync, sync_tree
 
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
-RECORD, DRAFT, STEP, PARTIAL, LABEL = "record.json", ".draft-", "step", "partial-", "label.txt"
+RECORD, DRAFT, RESULT, PARTIAL, LABEL = "record.json", ".draft-", "result", "partial-", "label.txt"
 CHANGED = "the recipe, its model, its data or the code has changed since a run that did not finish"
 NEW_SECONDS = 5.0
 """A draft younger than this is never swept: it may not be locked yet."""
@@ -52,13 +52,13 @@ class CachedResult:
 
 @dataclass(frozen=True)
 class ResultCache:
-    """The store. `log` is told when a damaged step is discarded."""
+    """The store. `log` is told when a damaged result is discarded."""
 
     root: Path
     log: Callable[[str], None] = print
 
     def has(self, key: str) -> bool:
-        """Return whether there is a step of that key; its files are not checked."""
+        """Return whether there is a result of that key; its files are not checked."""
         return (self.root / key / RECORD).is_file()
 
     def refuse_file(self) -> None:
@@ -67,7 +67,7 @@ class ResultCache:
             raise PlaceError(f"{self.root}: a file; the cache is a folder: name another with --cache or COMPRESS_CACHE")
 
     def check_place(self) -> None:
-        """Make the cache's folder, for its user alone. Raises PlaceError where steps could not be kept in it."""
+        """Make the cache's folder, for its user alone. Raises PlaceError where results could not be kept in it."""
         self.refuse_file()
         with blame(self.root, PlaceError):
             self._make_root()
@@ -78,7 +78,7 @@ class ResultCache:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def get(self, key: str) -> CachedResult | None:
-        """Return the finished step of that key, with every file checked; None if there is none that is whole."""
+        """Return the finished result of that key, with every file checked; None if there is none that is whole."""
         folder = self.root / key
         with blame(self.root):
             if not os.path.lexists(folder):
@@ -86,14 +86,14 @@ class ResultCache:
             record = _read_whole_record(folder)
             if record is not None:
                 return CachedResult(folder, record)
-            self.log(f"cache: step {key[:12]} is damaged; it is discarded and done again")
+            self.log(f"cache: result {key[:12]} is damaged; it is discarded and done again")
             self._discard(folder)
             return None
 
     def put(self, key: str, write: Callable[[Path], dict[str, Any]]) -> CachedResult:
         """Let `write` fill a folder and give the record; the folder appears under `key` only when it is whole.
 
-        Where another run finished the same step meanwhile, its result is taken.
+        Where another run finished the same work meanwhile, its result is taken.
         """
         with blame(self.root):
             self._make_root()
@@ -110,10 +110,10 @@ class ResultCache:
 
     @contextmanager
     def partial(self, key: str, label: str) -> Iterator[Path]:
-        """Lend a folder for what an unfinished step has done, locked meanwhile: kept after a failure, else removed.
+        """Lend a folder for what unfinished work has done, locked meanwhile: kept after a failure, else removed.
 
-        The next run of the same key finds in it what the last one left. `label` names the step as the user knows it: an
-        unfinished one of that label with another key is removed, and said so. Where another process is at work on the
+        The next run of the same key finds in it what the last one left. `label` names the work as the user knows it:
+        unfinished work of that label with another key is removed, and said so. Where another process is at work on the
         key, the folder is a new one.
         """
         folder = self.root / (PARTIAL + key)
@@ -122,12 +122,12 @@ class ResultCache:
             try:
                 afresh = _take_folder(folder, held)
             except BlockingIOError:
-                self.log(f"cache: another run is at work on step {key[:12]}; this one does not wait for it")
+                self.log(f"cache: another run is at work on result {key[:12]}; this one does not wait for it")
                 yield held.enter_context(self._open_draft())
                 return
             (folder / LABEL).write_text(label)
             if self._remove_outdated(folder, label) and afresh:
-                self.log(f"{label}: {CHANGED}, so this step starts afresh")
+                self.log(f"{label}: {CHANGED}, so this pass starts afresh")
             yield folder
             shutil.rmtree(folder)
 
@@ -142,7 +142,7 @@ class ResultCache:
         return count
 
     def _publish(self, draft: Path, key: str) -> CachedResult | None:
-        """Give the draft the step's name; if another run's whole result has it, return that one."""
+        """Give the draft the result's name; if another run's whole result has it, return that one."""
         theirs = self.get(key)
         if theirs is not None:
             return theirs
@@ -162,8 +162,8 @@ class ResultCache:
         try:
             with _lock_folder(draft):
                 (draft / MARK).write_text(MARK_TEXT)
-                (draft / STEP).mkdir(mode=0o700)
-                yield draft / STEP
+                (draft / RESULT).mkdir(mode=0o700)
+                yield draft / RESULT
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -219,7 +219,7 @@ def _lock_folder(folder: Path) -> Iterator[int]:
 
 
 def _read_whole_record(folder: Path) -> dict[str, Any] | None:
-    """Return what a step's maker recorded; None unless the folder holds the files that it wrote, and nothing else."""
+    """Return what a result's maker recorded; None unless the folder holds the files that it wrote, and nothing else."""
     try:
         stored = unseal((folder / RECORD).read_bytes())
         files, odd = regular_files(folder)
@@ -239,7 +239,7 @@ def default_root() -> Path:
 
 
 def cache_key(*parts: Any) -> str:
-    """Hash JSON values and the version of the code and libraries that would do the step: sha256 (hex)."""
+    """Hash JSON values and the version of the code and libraries that would do the work: sha256 (hex)."""
     text = json.dumps([code_version(), parts], sort_keys=True, default=_make_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -269,4 +269,4 @@ def library_versions() -> dict[str, str]:
 def _make_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} has no place in a step's key")
+    raise TypeError(f"{type(value).__name__} has no place in a result's key")

@@ -54,7 +54,7 @@ def describe_failure(error: OSError, place: Path, reading: bool = False) -> str:
     file = named if Path(named).is_absolute() else place  # a name alone is relative to a folder that it does not tell
     why = error.strerror or str(error)
     if error.errno in FULL:
-        why = "the disk is full; finished steps are kept, free some space and run again"
+        why = "the disk is full; finished work is kept, free some space and run again"
     verb = "read" if reading else "written" if error.errno in (*FULL, errno.EROFS) else "read or written"
     return f"{file}: cannot be {verb}: {why}"
 

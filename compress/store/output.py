@@ -103,7 +103,7 @@ def keep_log(log: Path, out: Path) -> Path:
             return kept
 
 
-_WAY_OUT = "finished steps are kept: move away what was added, or choose another --out, and run again"
+_WAY_OUT = "finished work is kept: move away what was added, or choose another --out, and run again"
 
 
 def refuse_foreign(out: Path, kind: type[OutputError]) -> None:

@@ -101,7 +101,7 @@ class Journal:
             yield from bar.track(items, total=total, description=text)
 
     @contextmanager
-    def step(self, name: str) -> Iterator[None]:
+    def time_stage(self, name: str) -> Iterator[None]:
         """Log how long a stage took, and while it lasts where it is."""
         place, ended = RunPosition(name), threading.Event()
         self._places.append(place)

@@ -17,13 +17,13 @@ import torch
 from compress.structure.dataflow import Op, Ref
 
 Atom = tuple[int, int]
-"""(how many, step in channels); step 0: all of the same channel."""
+"""(how many, stride in channels); stride 0: all of the same channel."""
 Dims = tuple[tuple[Atom, ...], ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Element [i, j, ...] has channel `offset` + each index, split over its dimension's atoms, times their steps.
+    """Element [i, j, ...] has channel `offset` + each index, split over its dimension's atoms, times their strides.
 
     `mixes`: attention or another weighted sum lies behind. `plain`: nothing but moves, weighted sums and factors shared
     by all channels lie behind, so that a rotation of channels would travel the same way. `head_size`: the width of the
@@ -39,18 +39,18 @@ class Layout:
     @property
     def still(self) -> tuple[bool, ...]:
         """Return for each dimension whether the channel does not depend on it."""
-        return tuple(all(step == 0 for _, step in atoms) for atoms in self.dims)
+        return tuple(all(stride == 0 for _, stride in atoms) for atoms in self.dims)
 
     @property
     def reach(self) -> tuple[int, int]:
         """Return the first and last channel."""
-        return self.offset, self.offset + sum((n - 1) * step for atoms in self.dims for n, step in atoms)
+        return self.offset, self.offset + sum((n - 1) * stride for atoms in self.dims for n, stride in atoms)
 
     def channels(self) -> list[int]:
         """Return the channels along the last dimension."""
         channels = [self.offset]
-        for n, step in self.dims[-1]:
-            channels = [base + i * step for base in channels for i in range(n)]
+        for n, stride in self.dims[-1]:
+            channels = [base + i * stride for base in channels for i in range(n)]
         return channels
 
 
@@ -102,13 +102,13 @@ def reshape_factor(layout: Layout, shape: Sequence[int]) -> Layout | None:
         while left > 1:
             if not atoms:
                 return None
-            n, step = atoms.pop(0)
+            n, stride = atoms.pop(0)
             if left % n == 0:
-                taken.append((n, step))
+                taken.append((n, stride))
                 left //= n
             elif n % left == 0:
-                taken.append((left, step * (n // left)))
-                atoms.insert(0, (n // left, step))
+                taken.append((left, stride * (n // left)))
+                atoms.insert(0, (n // left, stride))
                 left = 1
             else:
                 return None
@@ -118,11 +118,11 @@ def reshape_factor(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 def _merge_atoms(atoms: list[Atom]) -> list[Atom]:
     merged: list[Atom] = []
-    for n, step in atoms:
-        if merged and merged[-1][1] == step * n:
-            merged[-1] = (merged[-1][0] * n, step)
+    for n, stride in atoms:
+        if merged and merged[-1][1] == stride * n:
+            merged[-1] = (merged[-1][0] * n, stride)
         else:
-            merged.append((n, step))
+            merged.append((n, stride))
     return merged
 
 

@@ -1,11 +1,11 @@
-"""The steps of the `autoround` pass: each block started from integers, learned against the float block, recorded."""
+"""The work of the `autoround` pass: each block started from integers, learned against the float block, recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from compress.blocks.block import BlockWork
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -25,10 +25,10 @@ from compress.work.learning import block_lessons, open_saved_run
 def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Learn block after block, each on what the rounded ones before it give. PassError naming the layer."""
     stream = Stream(model, context, float_too=True)
-    for step in stream:
-        start, schemes = _choose_start(knobs, model, step, context.target)
+    for block in stream:
+        start, schemes = _choose_start(knobs, model, block, context.target)
         if start:
-            _learn(knobs, step, start, schemes, context)
+            _learn(knobs, block, start, schemes, context)
     result = stream.result()
     if not any(decision.action == "learned" for decision in result.decisions):
         raise PassError("autoround: no layer is left to round; check targets and ignore")
@@ -37,25 +37,25 @@ def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext
 
 def _learn(
     knobs: AutoRound,
-    step: BlockWork,
+    block: BlockWork,
     start: Mapping[str, QuantizedWeight],
     schemes: Mapping[str, Scheme],
     context: PassContext,
 ) -> None:
-    floats = {layer: step.float_matrix(layer) for layer in start}
+    floats = {layer: block.float_matrix(layer) for layer in start}
     for layer, weight in start.items():
-        step.put(layer, weight, schemes[layer])
-    lessons, kept = block_lessons(step, knobs.held_out)
+        block.put(layer, weight, schemes[layer])
+    lessons, kept = block_lessons(block, knobs.held_out)
     rate = 1 / max(knobs.steps, 1)
     course = RoundingCourse(
         knobs.steps,
         rate if knobs.rate is None else knobs.rate,
         rate if knobs.range_rate is None else knobs.range_rate,
         method="sign",
-        seed=context.seed + step.index,
+        seed=context.seed + block.index,
     )
     weights, log = autoround_block(
-        step.layers,
+        block.layers,
         start,
         lessons,
         course,
@@ -63,61 +63,65 @@ def _learn(
         floats=floats,
         progress=context.progress,
         reduce=sum_over_processes,
-        saved=open_saved_run(context, f"block-{step.index:05d}", f"autoround: {step.name or 'the model'}"),
+        saved=open_saved_run(context, f"block-{block.index:05d}", f"autoround: {block.name or 'the model'}"),
     )
-    _record(knobs, step, start, weights, schemes, log)
+    _record(knobs, block, start, weights, schemes, log)
 
 
 def _record(
     knobs: AutoRound,
-    step: BlockWork,
+    block: BlockWork,
     start: Mapping[str, QuantizedWeight],
     weights: Mapping[str, QuantizedWeight],
     schemes: Mapping[str, Scheme],
     log: TuneLog,
 ) -> None:
-    where = step.name or "the model"
+    where = block.name or "the model"
     if log.steps and not log.best_step:
         remark(
-            knobs, step, [f"autoround: {where}: {log.steps} steps led to nothing better than the start, which is kept"]
+            knobs, block, [f"autoround: {where}: {log.steps} steps led to nothing better than the start, which is kept"]
         )
     losses = {"start_loss": log.start_loss, "end_loss": log.end_loss, "best_step": log.best_step}
-    step.say(measured={step.name: losses})
+    block.say(measured={block.name: losses})
     for layer, weight in weights.items():
-        step.put(layer, weight, schemes[layer])
+        block.put(layer, weight, schemes[layer])
         changed = float((weight.values != start[layer].values).mean())
         reason = f"{schemes[layer].name}, {changed:.1%} of its integers changed"
-        decision = LayerDecision(layer, type(step.layers[layer]).__name__, "learned", reason)
-        step.say([decision], measured={layer: {"changed": changed}})
+        decision = LayerDecision(layer, type(block.layers[layer]).__name__, "learned", reason)
+        block.say([decision], measured={layer: {"changed": changed}})
 
 
 def _choose_start(
-    knobs: AutoRound, model: StreamedModel, step: BlockWork, target: Target
+    knobs: AutoRound, model: StreamedModel, block: BlockWork, target: Target
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Scheme]]:
     """Return the integers to go on from, and their schemes: the nearest, or those that are there."""
     if knobs.start == "given":
-        start = {layer: weight for layer, weight in step.quantized.items() if _is_learnable(knobs, model, step, layer)}
+        start = {
+            layer: weight for layer, weight in block.quantized.items() if _is_learnable(knobs, model, block, layer)
+        }
         return start, {layer: model.schemes[layer] for layer in start}
-    layers = block_layers(knobs, step, target)
-    step.say(decisions=layers.kept)
+    layers = block_layers(knobs, block, target)
+    block.say(decisions=layers.kept)
     return {
-        layer: _round_to_nearest(knobs, step, layer, scheme, target) for layer, scheme in layers.schemes.items()
+        layer: _round_to_nearest(knobs, block, layer, scheme, target) for layer, scheme in layers.schemes.items()
     }, layers.schemes
 
 
-def _is_learnable(knobs: AutoRound, model: StreamedModel, step: BlockWork, layer: str) -> bool:
+def _is_learnable(knobs: AutoRound, model: StreamedModel, block: BlockWork, layer: str) -> bool:
     """Return False for a layer that is not selected, or not on an integer grid, which is said."""
-    kind = type(step.layers[layer]).__name__
+    kind = type(block.layers[layer]).__name__
     if not is_selected(knobs, layer, kind):
         return False
     if model.schemes[layer].weights.kind == "int":
         return True
-    remark(knobs, step, [f"autoround: {layer} is not on an integer grid and is left as it is"])
+    remark(knobs, block, [f"autoround: {layer} is not on an integer grid and is left as it is"])
     return False
 
 
-def _round_to_nearest(knobs: AutoRound, step: BlockWork, layer: str, scheme: Scheme, target: Target) -> QuantizedWeight:
-    weight = matrix(knobs, step, layer)
+def _round_to_nearest(
+    knobs: AutoRound, block: BlockWork, layer: str, scheme: Scheme, target: Target
+) -> QuantizedWeight:
+    weight = matrix(knobs, block, layer)
     if scheme.weights.kind != "int":
         raise PassError(f"autoround: {layer}: {scheme.name} is no integer grid to learn the rounding on; use rtn")
     try:

@@ -1,4 +1,4 @@
-"""The steps of the `awq` pass: gather what each reading of a block reads, search and fold its scales, then round."""
+"""The work of the `awq` pass: gather what each reading of a block reads, search and fold its scales, then round."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.folding import tie_scales
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -26,8 +26,8 @@ from compress.work.block_layers import BlockLayers, block_layers, fold_into, mat
 def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
-    for step in stream:
-        _BlockScaling(knobs, step, block_layers(knobs, step, context.target), context.target).run()
+    for block in stream:
+        _BlockScaling(knobs, block, block_layers(knobs, block, context.target), context.target).run()
     return stream.result()
 
 
@@ -45,16 +45,16 @@ class _Seen:
 class _BlockScaling:
     """AWQ on one block: scales for each group of layers that read one tensor, then rounding."""
 
-    def __init__(self, knobs: Awq, step: BlockWork, layers: BlockLayers, target: Target) -> None:
-        self.knobs, self.step, self.layers, self.target = knobs, step, layers, target
+    def __init__(self, knobs: Awq, block: BlockWork, layers: BlockLayers, target: Target) -> None:
+        self.knobs, self.block, self.layers, self.target = knobs, block, layers, target
         self.seen: dict[Reading, _Seen] = {}
         self.importance: dict[str, Tensor] = {}
         self.how: dict[str, str] = {}
 
     def run(self) -> None:
-        readings = [reading for reading in self.step.readings if self.layers.of(reading.layers)]
+        readings = [reading for reading in self.block.readings if self.layers.of(reading.layers)]
         if readings:
-            self.step.collect(self._visit, readings)
+            self.block.collect(self._visit, readings)
         for reading in readings:
             self._scale(reading)
         if self.knobs.round:
@@ -77,11 +77,11 @@ class _BlockScaling:
             scaling = self._search(reading, names, gram, magnitude)
             how = "left alone: no scale lowers the error"
             if scaling.scales is not None:
-                fold_into(self.step, reading, scaling.scales)
+                fold_into(self.block, reading, scaling.scales)
                 gram = gram / torch.outer(scaling.scales, scaling.scales)
                 how = f"exponent {scaling.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
             errors = {"error_before": scaling.error_before, "error_after": scaling.error_after}
-            self.step.say(measured=dict.fromkeys(names, errors))
+            self.block.say(measured=dict.fromkeys(names, errors))
         self.how |= dict.fromkeys(names, obstacle or how)
         if n_rows:
             self.importance |= dict.fromkeys(names, gram.diagonal() + 1e-3 * gram.diagonal().mean().clamp_min(1e-30))
@@ -92,11 +92,11 @@ class _BlockScaling:
             return "not scaled: no calibration data reaches it"
         if not reading.source:
             return "not scaled: no module before it can take a scale exactly"
-        fixed = [name for name in (*reading.layers, reading.source) if name in self.step.quantized]
+        fixed = [name for name in (*reading.layers, reading.source) if name in self.block.quantized]
         return f"not scaled: {fixed[0]} is rounded already" if fixed else None
 
     def _search(self, reading: Reading, names: list[str], gram: Tensor, magnitude: Tensor) -> Scaling:
-        weights = [matrix(self.knobs, self.step, name) for name in names]
+        weights = [matrix(self.knobs, self.block, name) for name in names]
         schemes = [self.layers.schemes[name] for name in names]
         signed = all(may_be_negative(scheme, self.target) for scheme in schemes)
         tied = partial(tie_scales, reading)
@@ -107,9 +107,9 @@ class _BlockScaling:
 
     def _round(self) -> None:
         for name, scheme in self.layers.schemes.items():
-            weight = matrix(self.knobs, self.step, name)
+            weight = matrix(self.knobs, self.block, name)
             try:
-                self.step.put(name, nearest(weight, scheme, self.target, self.importance.get(name)), scheme)
+                self.block.put(name, nearest(weight, scheme, self.target, self.importance.get(name)), scheme)
             except ValueError as error:
                 raise PassError(f"awq: {name}: {error}") from error
 
@@ -119,11 +119,11 @@ class _BlockScaling:
         verb = "rounded to the nearest, not scaled" if knobs.round else "not scaled"
         texts = [f"awq: {name}: no calibration data reaches it; {verb}" for name in starved]
         facts = self.layers.facts.values()
-        remark(knobs, self.step, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
+        remark(knobs, self.block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
         decisions = []
         for layer in facts:
             decision = knobs.decision(layer, target)
             how = self.how.get(layer.name, "not scaled: nothing reads it in a forward pass")
             action = decision.action if knobs.round or not how.startswith(("not", "left")) else "kept"
             decisions.append(replace(decision, action=action, reason=f"{decision.reason}; {how}"))
-        self.step.say(decisions=[*decisions, *self.layers.kept])
+        self.block.say(decisions=[*decisions, *self.layers.kept])

@@ -1,4 +1,4 @@
-"""What passes over blocks share: the layers of a step and their schemes, what is said of them, static input scales."""
+"""What passes over blocks share: the layers of a block and their schemes, what is said of them, static input scales."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor, nn
 
+from compress.blocks.block import BlockWork
 from compress.blocks.folding import fold_scales
 from compress.blocks.materialise import plain
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.trace import layer_type, weight_shape
 from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
@@ -37,7 +37,7 @@ def layer_facts(name: str, layer: nn.Module, bits: float = 32) -> LayerFacts:
 
 @dataclass(frozen=True)
 class BlockLayers:
-    """Of one step: what each layer to round gets, in the order in which the step holds them, and the others."""
+    """Of one block: what each layer to round gets, in the order in which the block holds them, and the others."""
 
     facts: dict[str, LayerFacts]
     schemes: dict[str, Scheme]
@@ -48,47 +48,47 @@ class BlockLayers:
         return [layer for layer in layers if layer in self.schemes]
 
 
-def block_facts(step: BlockWork) -> list[LayerFacts]:
-    """Return the facts of the step's layers, as the plan has them."""
-    quantized = step.quantized
+def block_facts(block: BlockWork) -> list[LayerFacts]:
+    """Return the facts of the block's layers, as the plan has them."""
+    quantized = block.quantized
     facts = []
-    for name, module in step.layers.items():
+    for name, module in block.layers.items():
         bits = float(quantized[name].bits) if name in quantized else 32.0
         facts.append(layer_facts(name, module, bits))
     return facts
 
 
-def block_layers(knobs: WeightPass, step: BlockWork, target: Target) -> BlockLayers:
-    taken, kept = knobs.choose_layers(block_facts(step))
+def block_layers(knobs: WeightPass, block: BlockWork, target: Target) -> BlockLayers:
+    taken, kept = knobs.choose_layers(block_facts(block))
     schemes = {layer.name: knobs.setting(layer, target) for layer in taken}
     return BlockLayers({layer.name: layer for layer in taken}, schemes, tuple(kept))
 
 
-def remark(knobs: WeightPass, step: BlockWork, texts: Sequence[str]) -> None:
+def remark(knobs: WeightPass, block: BlockWork, texts: Sequence[str]) -> None:
     """Add notes of level warning; with `strict` raise a PassError."""
     if texts and knobs.strict:
         raise PassError(list(texts))
-    step.say(notes=[Note("warning", text) for text in texts])
+    block.say(notes=[Note("warning", text) for text in texts])
 
 
-def matrix(knobs: WeightPass, step: BlockWork, layer: str) -> Tensor:
+def matrix(knobs: WeightPass, block: BlockWork, layer: str) -> Tensor:
     """Return a layer's weight. PassError naming it if it is not finite."""
-    weight = step.matrix(layer)
+    weight = block.matrix(layer)
     if not finite(weight):
         raise PassError(f"{knobs.kind}: {layer}: the weight holds NaN or Inf")
     return weight
 
 
-def find_shared_peaks(knobs: WeightPass, step: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float]:
+def find_shared_peaks(knobs: WeightPass, block: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float]:
     """Return the magnitude that the one scale of a whole weight makes room for: the largest of its input group.
 
     vLLM computes layers that read one tensor (q, k and v; gate and up) as one product with one scale, and rounds them
     to the largest of theirs once more where they differ: what runs would not be what was judged.
     """
     peaks: dict[str, float] = {}
-    for reading in step.readings:
+    for reading in block.readings:
         names = [name for name in reading.layers if name in schemes and schemes[name].weights.group_size == 0]
-        largest = max((float(matrix(knobs, step, name).abs().max()) for name in names), default=0.0)
+        largest = max((float(matrix(knobs, block, name).abs().max()) for name in names), default=0.0)
         peaks |= dict.fromkeys(names, largest)
     return peaks
 
@@ -105,22 +105,22 @@ def nearest(
     return round_to_grid(weight, scheme.weights, importance, may_be_negative(scheme, target))
 
 
-def fold_into(step: BlockWork, reading: Reading, scales: Tensor) -> None:
+def fold_into(block: BlockWork, reading: Reading, scales: Tensor) -> None:
     """Divide what the reading reads by `scales` [in], in the module that gives it; its layers multiply it back in."""
-    modules = {full_name(step, path): module for path, module in step.block.named_modules()}
+    modules = {full_name(block, path): module for path, module in block.module.named_modules()}
     fold_scales(reading, scales, modules.__getitem__)
     for name in (reading.source, *reading.layers):
-        step.replace(f"{name}.weight", modules[name].weight)
+        block.replace(f"{name}.weight", modules[name].weight)
     bias = getattr(modules[reading.source], "bias", None)
     if isinstance(bias, Tensor):
-        step.replace(f"{reading.source}.bias", bias)
+        block.replace(f"{reading.source}.bias", bias)
 
 
-def full_name(step: BlockWork, path: str) -> str:
-    """Return a module's name in the model, from its path in the step's block."""
+def full_name(block: BlockWork, path: str) -> str:
+    """Return a module's name in the model, from its path in the block."""
     path = plain(path)
-    inside = step.name not in ("", BEFORE, AFTER)
-    return path if not inside else f"{step.name}.{path}" if path else step.name
+    inside = block.name not in ("", BEFORE, AFTER)
+    return path if not inside else f"{block.name}.{path}" if path else block.name
 
 
 def may_be_negative(scheme: Scheme, target: Target) -> bool:

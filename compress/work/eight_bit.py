@@ -1,4 +1,4 @@
-"""The steps of `int8` and `fp8` in their order, each a call into `compress.quantize`."""
+"""The work of `int8` and `fp8` in its order, each part a call into `compress.quantize`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -98,15 +98,15 @@ def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[
 def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Round a streamed model. Raises PassError naming the layer."""
     stream = Stream(model, context, compute=knobs.compute)
-    for step in stream:
-        work = _BlockRounding(knobs, step, block_layers(knobs, step, context.target), context.target)
-        if knobs.sequential and work.layers.schemes:
-            step.lockstep(work.visit, work.act)
-        elif work.layers.schemes:
-            step.collect(work.visit, [reading for reading in step.readings if work.layers.of(reading.layers)])
-            for reading in step.readings:
-                work.act(reading)
-        work.finish()
+    for block in stream:
+        rounding = _BlockRounding(knobs, block, block_layers(knobs, block, context.target), context.target)
+        if knobs.sequential and rounding.layers.schemes:
+            block.lockstep(rounding.visit, rounding.act)
+        elif rounding.layers.schemes:
+            block.collect(rounding.visit, [reading for reading in block.readings if rounding.layers.of(reading.layers)])
+            for reading in block.readings:
+                rounding.act(reading)
+        rounding.finish()
     return stream.result()
 
 
@@ -128,10 +128,10 @@ def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: floa
 
 
 class _BlockRounding:
-    """One step: a Gram matrix for each reading while it is needed, and what is to be said."""
+    """One block: a Gram matrix for each reading while it is needed, and what is to be said."""
 
-    def __init__(self, knobs: Gptq, step: BlockWork, layers: BlockLayers, target: Target) -> None:
-        self.knobs, self.step, self.layers, self.target = knobs, step, layers, target
+    def __init__(self, knobs: Gptq, block: BlockWork, layers: BlockLayers, target: Target) -> None:
+        self.knobs, self.block, self.layers, self.target = knobs, block, layers, target
         self.grams: dict[Reading, Gram] = {}
         self.inputs = InputRanges.of(layers.schemes)
         self.left = list(layers.schemes)
@@ -153,7 +153,7 @@ class _BlockRounding:
         if not n_rows:
             return  # `finish` rounds them to the nearest
         hessian = self._name_errors(names, partial(invert_hessian, gram, self.knobs.damp_percent, self.knobs.actorder))
-        remark(self.knobs, self.step, _hessian_remarks(names, hessian, self.knobs.damp_percent))
+        remark(self.knobs, self.block, _hessian_remarks(names, hessian, self.knobs.damp_percent))
         by_scheme: dict[Scheme, list[str]] = {}
         for name in names:
             by_scheme.setdefault(self.layers.schemes[name], []).append(name)
@@ -161,26 +161,26 @@ class _BlockRounding:
             self._round(members, scheme, hessian)
 
     def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
-        weights = [matrix(self.knobs, self.step, name) for name in names]
+        weights = [matrix(self.knobs, self.block, name) for name in names]
         rules = _gptq_rules(self.knobs, scheme, self.target)
         round_all = partial(gptq_round_together, weights, hessian, scheme.weights, rules)
         for name, rounded in zip(names, self._name_errors(names, round_all), strict=True):
-            self.step.put(name, rounded.weight, scheme, self._name_errors([name], partial(self.inputs.scale, name)))
+            self.block.put(name, rounded.weight, scheme, self._name_errors([name], partial(self.inputs.scale, name)))
             errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
-            self.step.say(measured={name: errors})
+            self.block.say(measured={name: errors})
             self.left.remove(name)
 
     def finish(self) -> None:
         """Round layers that no calibration row reached (an expert that no token chose) to the nearest."""
-        knobs, step, target = self.knobs, self.step, self.target
+        knobs, block, target = self.knobs, self.block, self.target
         texts = [f"gptq: {name}: no calibration data reaches it; rounded to the nearest" for name in self.left]
         facts = self.layers.facts.values()
-        remark(knobs, step, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
+        remark(knobs, block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
         for name in self.left:
             scheme = self.layers.schemes[name]
             scale = self._name_errors([name], partial(self.inputs.scale, name))
-            step.put(name, nearest(matrix(knobs, step, name), scheme, target), scheme, scale)
-        step.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
+            block.put(name, nearest(matrix(knobs, block, name), scheme, target), scheme, scale)
+        block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
 
     def _name_errors(self, names: Sequence[str], do: Callable[[], T]) -> T:
         """Return `do()`; its errors get the layers' names."""

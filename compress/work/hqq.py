@@ -1,4 +1,4 @@
-"""The steps of the `hqq` pass: block by block, without data."""
+"""The work of the `hqq` pass: block by block, without data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from compress.work.block_layers import block_layers, matrix, may_be_negative, re
 
 def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=False)
-    for step in stream:
-        work = block_layers(knobs, step, context.target)
-        for layer, scheme in work.schemes.items():
+    for block in stream:
+        layers = block_layers(knobs, block, context.target)
+        for layer, scheme in layers.schemes.items():
             signed = may_be_negative(scheme, context.target)
             try:
-                weight = hqq_round(matrix(knobs, step, layer), scheme.weights, signed, knobs.steps)
+                weight = hqq_round(matrix(knobs, block, layer), scheme.weights, signed, knobs.steps)
             except ValueError as error:
                 raise PassError(f"hqq: {layer}: {error}") from error
-            step.put(layer, weight, scheme)
-        facts = work.facts.values()
-        remark(knobs, step, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
-        step.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *work.kept])
+            block.put(layer, weight, scheme)
+        facts = layers.facts.values()
+        remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
+        block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()

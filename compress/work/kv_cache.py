@@ -1,4 +1,4 @@
-"""The steps of the `kv_cache` pass: the largest keys and values that attention is computed from give the scales."""
+"""The work of the `kv_cache` pass: the largest keys and values that attention is computed from give the scales."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.keys_values import exchange_keys_and_values
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -28,17 +28,17 @@ LEVELS = {"int8": 127.0, "fp8": LARGEST_FLOAT8}
 def apply_kv_cache(knobs: KvCache, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Record two scales for each attention of a streamed model. Raises PassError naming it."""
     stream = Stream(model, context)
-    for step in stream:
-        readings = attentions(step.readings)
+    for block in stream:
+        readings = attentions(block.readings)
         if not readings:
             continue
         peaks = {name: _Peaks() for name in readings}
-        with _watch_attention(step, peaks):
-            step.collect(lambda reading, rows: None, list(readings.values()))
+        with _watch_attention(block, peaks):
+            block.collect(lambda reading, rows: None, list(readings.values()))
         for name, seen in peaks.items():
             keys, values = (_combine_peaks(name, seen.of[kind]) for kind in ("key", "value"))
-            step.put_kv(name, keys / LEVELS[knobs.scheme], values / LEVELS[knobs.scheme])
-            step.say(measured={name: {"key_peak": keys, "value_peak": values}})
+            block.put_kv(name, keys / LEVELS[knobs.scheme], values / LEVELS[knobs.scheme])
+            block.say(measured={name: {"key_peak": keys, "value_peak": values}})
     result = stream.result()
     return replace(result, model=replace(result.model, kv_cache=knobs.scheme))
 
@@ -65,9 +65,9 @@ def _combine_peaks(name: str, mine: float) -> float:
 
 
 @contextmanager
-def _watch_attention(step: BlockWork, peaks: dict[str, _Peaks]) -> Iterator[None]:
+def _watch_attention(block: BlockWork, peaks: dict[str, _Peaks]) -> Iterator[None]:
     """Make the attention modules tell their peaks what they compute with while the context is open."""
-    modules = {full_name(step, path): module for path, module in step.block.named_modules()}
+    modules = {full_name(block, path): module for path, module in block.module.named_modules()}
     for name, seen in peaks.items():
         exchange_keys_and_values(modules[name], name, seen.see)
     try:

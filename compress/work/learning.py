@@ -1,4 +1,4 @@
-"""What the passes that learn are given: lessons from a stream's step or the calibration data, parameters by name."""
+"""What the passes that learn are given: lessons from a stream's block or the calibration data, parameters by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.block import BlockWork
 from compress.blocks.materialise import fill, holders, plain
 from compress.blocks.sharing import main_process, share, wait
-from compress.blocks.step import BlockWork
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
 from compress.quantize.learn import is_transposed
@@ -25,11 +25,11 @@ ROWS = 2048
 """Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
 
 
-def block_lessons(step: BlockWork, held_out: float) -> tuple[list[Together], list[Together]]:
-    """Return a step's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
+def block_lessons(block: BlockWork, held_out: float) -> tuple[list[Together], list[Together]]:
+    """Return a block's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
     lessons = [
-        BlockLesson(_bind_index(step.forward, i), _bind_index(step.float_outputs, i), call.rows, call.n_rows)
-        for i, call in enumerate(step.calls)
+        BlockLesson(_bind_index(block.forward, i), _bind_index(block.float_outputs, i), call.rows, call.n_rows)
+        for i, call in enumerate(block.calls)
     ]
     n, part = len(lessons) - round(held_out * len(lessons)), 1 / share().size
     return together(lessons[:n], ROWS, part), together(lessons[n:], ROWS, part)
@@ -43,7 +43,7 @@ def open_saved_run(context: PassContext, name: str, what: str) -> SavedRun:
     """
     if context.work is None:
         return SavedRun(None)
-    folder = context.work / "learning"  # apart from the pass's finished steps, which go into the cache
+    folder = context.work / "learning"  # apart from the pass's finished blocks, which go into the cache
     file = folder / f"{name}.safetensors"
     if main_process():
         with blame(folder):

@@ -1,4 +1,4 @@
-"""The steps of `prune_layers`: find the blocks, learn what each is worth, choose, fit what stays, take out the rest."""
+"""The work of `prune_layers`: find the blocks, learn what each is worth, choose, fit what stays, take out the rest."""
 
 from __future__ import annotations
 

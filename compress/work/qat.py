@@ -1,4 +1,4 @@
-"""The steps of `qat`: which of its two ways a scheme goes."""
+"""The work of `qat`: which of its two ways a scheme goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of `qat` for W8A8: where int8 would begin, the graph that computes so in torch, training, what was learned.
+"""The work of `qat` for W8A8: where int8 would begin, the graph that computes so in torch, training, what was learned.
 
 It works on the exported graph, as `int8` does. What is trained is that graph with its rounding, so what ends in the
 file is what was trained. Batch norms lie in the convolutions before them there, with the statistics that the model came

@@ -1,4 +1,4 @@
-"""The steps of `qat` for weights alone: where rounding begins, training through it, the integers that come of it.
+"""The work of `qat` for weights alone: where rounding begins, training through it, the integers that come of it.
 
 A rounded weight is trained in units of its scales (`ScaledWeight`): one rate in levels then fits all layers and bits.
 In 2 bits, on a small decoder, 200 steps so came to 3.564 nats per token, and with `LearnedWeight` to 3.570.

@@ -42,24 +42,24 @@ def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> P
     )
     places = _group_by_block(edits, [block.name for block in model.structure.blocks])
     stream = Stream(model, context, data=False)
-    for number, step in enumerate(stream):
-        names = places.pop(step.name if step.name in places else OUTSIDE, [])
+    for number, block in enumerate(stream):
+        names = places.pop(block.name if block.name in places else OUTSIDE, [])
         filled = []
         for name in sorted(names, key=lambda name: name in model.tied):  # a tied one gets values of its own afterwards
             old = model.store.read(name)
             filled += [name] if old.dim() > 1 and zeros_to_keep(old) is not None else []
-            step.replace(name, edit_parameter(name, old, edits[name], modules))
+            block.replace(name, edit_parameter(name, old, edits[name], modules))
         touched = dict.fromkeys(name.rpartition(".")[0] for name in names)
         decisions = [
             LayerDecision(name, type(modules[name]).__name__, "rotated") for name in touched if is_layer(modules[name])
         ]
         warnings = [Note("warning", f"rotate: {name} came with zeros, which are filled now") for name in filled]
-        step.say(decisions=decisions, notes=[*(notes if number == 0 else []), *warnings])
+        block.say(decisions=decisions, notes=[*(notes if number == 0 else []), *warnings])
     return stream.result()
 
 
 def _group_by_block(edits: Edits, blocks: list[str]) -> dict[str, list[str]]:
-    """Group parameters by block; those outside of blocks are one group, for the first step there holds all of them."""
+    """Group parameters by block; those outside of blocks are one group, for the first block there holds all of them."""
     places: dict[str, list[str]] = {block: [] for block in blocks}
     for name in edits:
         places.setdefault(next((block for block in blocks if name.startswith(f"{block}.")), OUTSIDE), []).append(name)

@@ -1,4 +1,4 @@
-"""The steps of the `rtn` pass: on the layers of an ONNX graph, and on the blocks of a torch model."""
+"""The work of the `rtn` pass: on the layers of an ONNX graph, and on the blocks of a torch model."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassRes
 
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=knobs.needs_calibration)
-    for step in stream:
-        work = block_layers(knobs, step, context.target)
-        inputs = InputRanges.of(work.schemes)
+    for block in stream:
+        layers = block_layers(knobs, block, context.target)
+        inputs = InputRanges.of(layers.schemes)
         try:
             if inputs.schemes:
-                step.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
-            peaks = find_shared_peaks(knobs, step, work.schemes)
-            for layer, scheme in work.schemes.items():
-                values, peak = matrix(knobs, step, layer), peaks.get(layer, 0.0)
+                block.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
+            peaks = find_shared_peaks(knobs, block, layers.schemes)
+            for layer, scheme in layers.schemes.items():
+                values, peak = matrix(knobs, block, layer), peaks.get(layer, 0.0)
                 weight = nearest(values, scheme, context.target, least_peak=peak)
-                step.put(layer, weight, scheme, inputs.scale(layer))
+                block.put(layer, weight, scheme, inputs.scale(layer))
         except ValueError as error:
-            raise PassError(f"rtn: {step.name}: {error}") from error
-        facts = work.facts.values()
-        remark(knobs, step, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
-        step.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *work.kept])
+            raise PassError(f"rtn: {block.name}: {error}") from error
+        facts = layers.facts.values()
+        remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
+        block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.folding import tie_scales
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -93,8 +93,8 @@ def _check_weights(group: list[GraphLayer]) -> None:
 def _smooth_blocks(knobs: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Smooth a streamed model. Raises PassError naming the layers."""
     stream = Stream(model, context)
-    for step in stream:
-        _BlockSmoothing(knobs, step, context).run()
+    for block in stream:
+        _BlockSmoothing(knobs, block, context).run()
     return stream.result()
 
 
@@ -113,25 +113,25 @@ class _Sample:
 
 
 class _BlockSmoothing:
-    """One step."""
+    """One block."""
 
-    def __init__(self, knobs: SmoothQuant, step: BlockWork, context: PassContext) -> None:
-        self.knobs, self.step = knobs, step
-        taken, self.kept = choose_layers(block_facts(step), (), knobs.ignore, knobs.unfit)
+    def __init__(self, knobs: SmoothQuant, block: BlockWork, context: PassContext) -> None:
+        self.knobs, self.block = knobs, block
+        taken, self.kept = choose_layers(block_facts(block), (), knobs.ignore, knobs.unfit)
         self.facts = {layer.name: layer for layer in taken}
         self.samples: dict[Reading, _Sample] = {}
         self.n_each = max(1, knobs.rows // max(1, len(context.batches)))
 
     def run(self) -> None:
-        able = [reading for reading in self.step.readings if self._find_obstacle(reading) is None]
+        able = [reading for reading in self.block.readings if self._find_obstacle(reading) is None]
         if able:
-            self.step.collect(self._visit, able)
-        for reading in self.step.readings:
+            self.block.collect(self._visit, able)
+        for reading in self.block.readings:
             names = [name for name in reading.layers if name in self.facts]
             smoothed, how = self._smooth(reading)
             self._report([self.facts.pop(name) for name in names], "smoothed" if smoothed else "kept", how)
         self._report(list(self.facts.values()), "kept", "nothing reads it in a forward pass")
-        self.step.say(decisions=self.kept)
+        self.block.say(decisions=self.kept)
 
     def _visit(self, reading: Reading, rows: Tensor) -> None:
         self.samples.setdefault(reading, _Sample()).add(rows, self.n_each)
@@ -142,7 +142,7 @@ class _BlockSmoothing:
             return "left alone: no module before it can take a scale exactly"
         if other := [name for name in reading.layers if name not in self.facts]:
             return f"left alone: it reads a tensor with {other[0]}, which is kept"
-        if reading.source in self.step.quantized:
+        if reading.source in self.block.quantized:
             return f"left alone: {reading.source} is rounded already"
         return None
 
@@ -161,10 +161,10 @@ class _BlockSmoothing:
         peak = torch.stack([sample.peak for sample in samples]).amax(0).numpy()
         smoothing = self._search(reading, rows, peak)
         errors = {"error_before": smoothing.error_before, "error_after": smoothing.error_after}
-        self.step.say(measured=dict.fromkeys(reading.layers, errors))
+        self.block.say(measured=dict.fromkeys(reading.layers, errors))
         if smoothing.scales is None:
             return False, "left alone: no strength lowers the error enough"
-        fold_into(self.step, reading, torch.from_numpy(smoothing.scales))
+        fold_into(self.block, reading, torch.from_numpy(smoothing.scales))
         return True, f"alpha {smoothing.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
 
     def _search(self, reading: Reading, rows: np.ndarray, peak: np.ndarray) -> Smoothing:
@@ -174,11 +174,11 @@ class _BlockSmoothing:
             )
         knobs = self.knobs
         alphas, gain = (ALPHAS, FREE) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
-        weights = [self.step.matrix(name).numpy() for name in reading.layers]
+        weights = [self.block.matrix(name).numpy() for name in reading.layers]
         return search_smoothing(rows, peak, weights, alphas, gain, partial(_tie, reading), by_row=True)
 
     def _report(self, layers: list[LayerFacts], action: str, how: str) -> None:
-        self.step.say(decisions=[LayerDecision(layer.name, layer.type, action, how) for layer in layers])
+        self.block.say(decisions=[LayerDecision(layer.name, layer.type, action, how) for layer in layers])
 
 
 def _tie(reading: Reading, scales: np.ndarray) -> np.ndarray:

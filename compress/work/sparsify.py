@@ -1,4 +1,4 @@
-"""The steps of the `sparsify` pass: each block's forward stops before each reading while its layers become sparse."""
+"""The work of the `sparsify` pass: each block's forward stops before each reading while its layers become sparse."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from compress.blocks.block import BlockWork
 from compress.blocks.parts import layers_of
 from compress.blocks.sharing import sum_over_processes
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d, weight_shape
@@ -37,14 +37,16 @@ def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) 
     """Make a streamed model sparse. Raises PassError naming the layer."""
     amounts = _compute_global_amounts(knobs, model) if knobs.scope == "global" else {}
     stream = Stream(model, context, data=knobs.needs_calibration)
-    for step in stream:
-        taken, kept = knobs.choose_layers(block_facts(step), model.structure)
-        step.say(decisions=[*map(knobs.decision, taken), *kept])
+    for block in stream:
+        taken, kept = knobs.choose_layers(block_facts(block), model.structure)
+        block.say(decisions=[*map(knobs.decision, taken), *kept])
         wanted = {layer.name: amounts.get(layer.name, knobs.setting(layer)) for layer in taken}
-        work = _BlockSparsifying(knobs, step, taken, wanted)
+        sparsifying = _BlockSparsifying(knobs, block, taken, wanted)
         if taken and knobs.needs_calibration:
-            visit_inputs(step, [layer.name for layer in taken if layer.type in CONVOLUTIONS], work.visit, work.act)
-        work.finish()
+            visit_inputs(
+                block, [layer.name for layer in taken if layer.type in CONVOLUTIONS], sparsifying.visit, sparsifying.act
+            )
+        sparsifying.finish()
     return stream.result()
 
 
@@ -70,9 +72,9 @@ class _BlockSparsifying:
     """Zeros for the layers of one block: Gram matrices of what each reading's groups read, while they are needed."""
 
     def __init__(
-        self, knobs: Sparsify, step: BlockWork, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
+        self, knobs: Sparsify, block: BlockWork, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
     ) -> None:
-        self.knobs, self.step, self.amounts = knobs, step, amounts
+        self.knobs, self.block, self.amounts = knobs, block, amounts
         self.scope: Scope = "row" if knobs.within == "row" else "layer"
         self.facts = {layer.name: layer for layer in taken}
         self.grams: dict[Reading, list[Gram]] = {}
@@ -110,7 +112,7 @@ class _BlockSparsifying:
     def _make_grams(self, name: str) -> list[Gram]:
         """Return the Gram matrices of a layer that no row reached in this process."""
         width = math.prod(self.facts[name].shape[1:])
-        return [Gram(width) for _ in range(groups_of(self.step.layers[name]))]
+        return [Gram(width) for _ in range(groups_of(self.block.layers[name]))]
 
     def _invert_grams(self, names: Sequence[str], grams: Tensor) -> list[Hessian]:
         wanted = self.knobs.damp_percent
@@ -135,11 +137,11 @@ class _BlockSparsifying:
 
     def _measure(self, name: str, weight: Tensor, sparse: Tensor, grams: Tensor) -> None:
         """Report E|(W - S) x|^2 / E|W x|^2 of what was found, and of the smallest weights set to zero."""
-        step = -(-weight.shape[1] // JUDGED_ROWS)
+        stride = -(-weight.shape[1] // JUDGED_ROWS)
         changes = (weight, weight - sparse, weight - self._prune_by_magnitude(name, weight))
-        energy, error, other = (_energy(change[:, ::step], grams) for change in changes)
+        energy, error, other = (_energy(change[:, ::stride], grams) for change in changes)
         energy = max(energy, 1e-30)
-        self.step.say(measured={name: {"output_error": error / energy, "output_error_magnitude": other / energy}})
+        self.block.say(measured={name: {"output_error": error / energy, "output_error_magnitude": other / energy}})
 
     def _score_by_wanda(self, name: str, weight: Tensor, grams: Tensor) -> Tensor:
         scores = wanda_scores(weight, grams)
@@ -151,21 +153,21 @@ class _BlockSparsifying:
         return weight.masked_fill(choose_zeros(weight.abs(), self.amounts[name], self.scope), 0.0)
 
     def _matrices(self, name: str) -> Tensor:
-        return as_matrices(self.step.matrix(name), groups_of(self.step.layers[name]))
+        return as_matrices(self.block.matrix(name), groups_of(self.block.layers[name]))
 
     def _replace(self, name: str, matrices: Tensor) -> None:
         """Go on with other weights [groups, out, in]."""
-        layer = self.step.layers[name]
+        layer = self.block.layers[name]
         weight = as_weight(matrices, weight_shape(layer))
-        self.step.replace(f"{name}.weight", weight.t() if is_hf_conv1d(layer) else weight)
-        self.step.say(measured={name: {"sparsity": float((matrices == 0).float().mean())}})
+        self.block.replace(f"{name}.weight", weight.t() if is_hf_conv1d(layer) else weight)
+        self.block.say(measured={name: {"sparsity": float((matrices == 0).float().mean())}})
 
     def _remark(self, texts: Sequence[str]) -> None:
         """Add notes of level warning; with `strict` raise a PassError."""
         remarks = [f"sparsify: {text}" for text in texts]
         if remarks and self.knobs.strict:
             raise PassError(remarks)
-        self.step.say(notes=[Note("warning", text) for text in remarks])
+        self.block.say(notes=[Note("warning", text) for text in remarks])
 
     def _name_errors(self, names: Sequence[str], do: Callable[[], T]) -> T:
         """Return `do()`; its errors get the layers' names."""

@@ -1,4 +1,4 @@
-"""The steps of `sparsify_iteratively`: trainings one after another, between them masks and the way back."""
+"""The work of `sparsify_iteratively`: trainings one after another, between them masks and the way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of `tune`: what to start from, blocks one by one where memory asks for it, then the whole model."""
+"""The work of `tune`: what to start from, blocks one by one where memory asks for it, then the whole model."""
 
 from __future__ import annotations
 
@@ -106,25 +106,25 @@ def _learn_blocks(
     stream = Stream(model, _with_folder(context, "blocks"), float_too=True, readings_outside=False)
     wanted = set(chosen)
     seconds = None if knobs.max_seconds is None else knobs.max_seconds / (len(stream) + (how != "blocks"))
-    for step in stream:
-        names = [layer for layer in step.layers if layer in wanted]
+    for block in stream:
+        names = [layer for layer in block.layers if layer in wanted]
         if not names:
             continue
-        places = full_names(vectors(step.block), step.name)
-        start = {layer: step.quantized[layer] for layer in names}
-        floats = {layer: step.float_matrix(layer) for layer in names}
-        student = student_of(step.block, step.layers, start, floats, places)
-        lessons, kept = block_lessons(step, knobs.held_out)
-        course = _make_course(knobs, knobs.block_steps, context.seed + step.index, seconds)
-        where = step.name or "the model"
-        saved = open_saved_run(context, f"block-{step.index:05d}", f"tune: {where}")
+        places = full_names(vectors(block.module), block.name)
+        start = {layer: block.quantized[layer] for layer in names}
+        floats = {layer: block.float_matrix(layer) for layer in names}
+        student = student_of(block.module, block.layers, start, floats, places)
+        lessons, kept = block_lessons(block, knobs.held_out)
+        course = _make_course(knobs, knobs.block_steps, context.seed + block.index, seconds)
+        where = block.name or "the model"
+        saved = open_saved_run(context, f"block-{block.index:05d}", f"tune: {where}")
         log = learn(student, lessons, kept, course, context.progress, sum_over_processes, saved)
         weights, values = student.freeze()
         for layer, weight in weights.items():
-            step.put(layer, weight, model.schemes[layer])
+            block.put(layer, weight, model.schemes[layer])
         for name, value in values.items():
-            step.replace(name, value)
-        step.say(notes=[_make_note(where, log)], measured={step.name: _numbers(log)})
+            block.replace(name, value)
+        block.say(notes=[_make_note(where, log)], measured={block.name: _numbers(log)})
     result = stream.result()
     learned.notes += result.notes
     learned.measured |= {name: dict(numbers) for name, numbers in result.measured.items()}
@@ -188,18 +188,18 @@ def _write_learned(
     weights |= learned.weights
     left = dict(learned.floats)
     stream = Stream(model, context, data=False)
-    for number, step in enumerate(stream):
+    for number, block in enumerate(stream):
         decisions = []
-        for layer in (name for name in step.layers if name in weights):
-            step.put(layer, weights[layer], rounded.schemes[layer], rounded.activation_scales.get(layer))
+        for layer in (name for name in block.layers if name in weights):
+            block.put(layer, weights[layer], rounded.schemes[layer], rounded.activation_scales.get(layer))
             if layer in start:
                 changed = float((weights[layer].values != start[layer].values).mean())
-                step.say(measured={layer: {"changed": changed}})
+                block.say(measured={layer: {"changed": changed}})
                 reason = f"{changed:.1%} of its integers changed"
-                decisions.append(LayerDecision(layer, type(step.layers[layer]).__name__, "tuned", reason))
-        for name in [name for name in left if name in step.part.holders]:
-            step.replace(name, left.pop(name))
-        step.say(decisions, learned.notes if number == 0 else (), learned.measured if number == 0 else None)
+                decisions.append(LayerDecision(layer, type(block.layers[layer]).__name__, "tuned", reason))
+        for name in [name for name in left if name in block.part.holders]:
+            block.replace(name, left.pop(name))
+        block.say(decisions, learned.notes if number == 0 else (), learned.measured if number == 0 else None)
     if left:
         raise PassError(f"tune: {next(iter(left))} was learned, but no block holds it")
     return stream.result()

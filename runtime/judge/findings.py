@@ -12,7 +12,7 @@ from runtime.judge.evidence import Evidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.stats import Estimate
 from runtime.metrics import MEASURED, METRICS, Metric, Outputs
-from runtime.report.steps import StepTable
+from runtime.report.passes import PassTable
 
 FORMAT_VERSION = 1
 Interval = tuple[float, float]
@@ -100,8 +100,8 @@ class Findings:
     """`runtime.measure.environment.environment`'s."""
     benchmark: dict[str, Any] = field(default_factory=dict)
     """The settings as they were followed, and "rounds": how many were timed."""
-    steps: StepTable | None = None
-    """What each step of the build cost and gave; None where that was not measured."""
+    steps: PassTable | None = None
+    """What each pass of the build cost and gave; None where that was not measured."""
     format_version: int = FORMAT_VERSION
 
     @property

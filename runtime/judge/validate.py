@@ -32,10 +32,10 @@ from runtime.measure.benchmark import (
 )
 from runtime.measure.environment import environment
 from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite
+from runtime.report.pass_table import make_pass_table
+from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.render import prepare_folder, write_report
 from runtime.report.report import Report
-from runtime.report.step_table import step_table
-from runtime.report.steps import StepModel, read_steps, write_steps
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
@@ -47,15 +47,15 @@ def validate(
     path: str | Path,
     backends: Sequence[str] | None = None,
     threads: int | None = None,
-    steps: Sequence[StepModel] = (),
+    passes: Sequence[PassModel] = (),
     report_folder: Path | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
     `backends`: the first is the one that is judged, the others are compared; by default the bundle's target, compared
-    with all that work here. `threads` replaces the benchmark's. `steps`: what a build made on the way to the candidate,
-    to be measured with it and recorded in the bundle; without them the report shows what was recorded.
+    with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left,
+    to be measured with the candidate and recorded in the bundle; without them the report shows what was recorded.
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
     this machine, for the report. A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
     (not intact), UsageError (a gate that cannot be judged, labels out of range), RuntimeFailure.
@@ -66,9 +66,9 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case, steps)
+        report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case, passes)
     if report.steps is not None and not report.steps.recorded:
-        write_steps(report.steps, case.root)
+        write_pass_table(report.steps, case.root)
     write_report(report, folder)
     return report
 
@@ -88,13 +88,13 @@ def name_batches(case: Case) -> Iterator[None]:
         ) from error
 
 
-def judge_model(case: Case, steps: Sequence[StepModel] = ()) -> Report:
+def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     """Judge a candidate that is run and timed here, and return the report."""
     candidate = run_candidate(case)
     evidence, failures = quality(case, candidate)
-    if case.backend in ENGINES:  # what a step left is an ONNX file
-        steps = [replace(step, path=None) for step in steps]
-    between = [(step.path, step.cache) for step in steps if step.path is not None]
+    if case.backend in ENGINES:  # what a pass left is an ONNX file
+        passes = [replace(model, path=None) for model in passes]
+    between = [(model.path, model.cache) for model in passes if model.path is not None]
     timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, between)
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = other_ways(case, timed)
@@ -102,7 +102,7 @@ def judge_model(case: Case, steps: Sequence[StepModel] = ()) -> Report:
     subject = Subject(case.backend, case.manifest.target, timed.environment, graph, speed_counts=not case.elsewhere)
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, advice)
-    return replace(report, steps=step_table(case, steps, candidate, timed, report)) if steps else report
+    return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
 
 
 def judge_checkpoint(case: Case) -> Report:
@@ -234,7 +234,7 @@ def assemble(
         backends=tuple(rows),
         advice=tuple(advice),
         layers=read_layers(case.root, manifest),
-        steps=read_steps(case.root, manifest),
+        steps=read_pass_table(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
         **_collect_common_fields(manifest, timed, evidence, case.backend),
         scored_by=_name_scorer(manifest) if case.is_checkpoint else "",

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from runtime.plugins import loaded_versions
+from runtime.plugins import plugin_versions
 
 CPU_FLAGS = (
     *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
@@ -29,7 +29,7 @@ def environment(threads: int) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "os": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _find_version(name))} | loaded_versions(),
+        "versions": {name: version for name in PACKAGES if (version := _find_version(name))} | plugin_versions(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Every metric by name. `METRICS` are computed from outputs, `MEASURED` by running; `known_metrics` names both.
+"""Every metric by name. `METRICS` are computed from outputs, `MEASURED` by running; `metric_names` names both.
 
 Imports numpy only, so that a recipe loader can ask for the names.
 """
@@ -47,19 +47,19 @@ __all__ = [
     "check_finite",
     "check_name",
     "fitting",
-    "known_metrics",
+    "metric_names",
     "why_not",
 ]
 
 
-def known_metrics() -> tuple[str, ...]:
+def metric_names() -> tuple[str, ...]:
     """Return the names of all metrics, those of installed plug-ins too, without importing them."""
     return (*METRICS, *MEASURED)
 
 
 def check_name(name: str) -> None:
     """Raise UsageError with a near name where `name` is not a metric."""
-    known = known_metrics()
+    known = metric_names()
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"

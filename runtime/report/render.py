@@ -22,7 +22,7 @@ from runtime.judge.findings import MEASURED_FIELDS, OF_DECODERS, Findings, Side
 from runtime.judge.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
 from runtime.report.curves import curve_line, find_curves
-from runtime.report.steps import step_cells, step_heads, step_notes
+from runtime.report.passes import pass_cells, pass_heads, pass_notes
 from runtime.report.units import bytes_text, interval_brackets, ms_text
 
 __all__ = [
@@ -186,9 +186,9 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield from (f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
     if report.steps is not None:
         yield ""
-        yield "what each step cost and gave"
-        yield from _align_columns([step_heads(report.steps), *step_cells(report.steps)])
-        yield from (f"  {note}" for note in step_notes(report.steps))
+        yield "what each pass cost and gave"
+        yield from _align_columns([pass_heads(report.steps), *pass_cells(report.steps)])
+        yield from (f"  {note}" for note in pass_notes(report.steps))
     if curves := find_curves(report.layers):
         yield ""
         yield from (f"  {curve_line(curve)}" for curve in curves)
@@ -238,9 +238,9 @@ def render_markdown(report: Findings) -> str:
         cells = [(_format_verdict(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
         lines += _render_markdown_table(("verdict", "gate", "why"), cells)
     if report.steps is not None:
-        lines += ["", "## What each step cost and gave", ""]
-        lines += _render_markdown_table(step_heads(report.steps), step_cells(report.steps))
-        lines += ["", *step_notes(report.steps)]
+        lines += ["", "## What each pass cost and gave", ""]
+        lines += _render_markdown_table(pass_heads(report.steps), pass_cells(report.steps))
+        lines += ["", *pass_notes(report.steps)]
     if curves := find_curves(report.layers):
         lines += ["", "```", *map(curve_line, curves), "```"]
     if report.backends:

@@ -13,8 +13,8 @@ from runtime.judge.findings import Findings
 from runtime.judge.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
 from runtime.report.curves import Curve, curves_svg, find_curves
+from runtime.report.passes import PassTable, pass_cells, pass_heads, pass_notes
 from runtime.report.render import Row, table_rows, verdict_line
-from runtime.report.steps import StepTable, step_cells, step_heads, step_notes
 
 COLORS = {"pass": "#2f855a", "fail": "#c53030", "undecided": "#b7791f", "unjudged": "#718096"}
 """Of a verdict: readable as text on white and on black, and under white text."""
@@ -31,7 +31,7 @@ def _report_html(report: Findings) -> str:
         _render_headline(report),
         _render_measurements(first),
         _render_gates(report.gates),
-        _render_steps(report.steps),
+        _render_passes(report.steps),
         _render_curves(report.layers),
     ]
     parts += [f"<p>{escape(sentence)}</p>" for sentence in report.advice]
@@ -71,12 +71,12 @@ def _render_gates(gates: Sequence[GateResult]) -> str:
     return f"<table>{_render_head(('gate', 'rule', 'why'))}{''.join(lines)}</table>" if lines else ""
 
 
-def _render_steps(table: StepTable | None) -> str:
-    """Render what each step cost and gave."""
+def _render_passes(table: PassTable | None) -> str:
+    """Render what each pass cost and gave."""
     if table is None:
         return ""
-    notes = "".join(f"<p>{escape(note)}</p>" for note in step_notes(table))
-    return _render_table(step_heads(table), step_cells(table)) + notes
+    notes = "".join(f"<p>{escape(note)}</p>" for note in pass_notes(table))
+    return _render_table(pass_heads(table), pass_cells(table)) + notes
 
 
 def _render_curves(layers: Sequence[object]) -> str:

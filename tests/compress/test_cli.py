@@ -326,7 +326,7 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
         (PlanError(["one", "two"]), 2, "one\ntwo\n"),
         (PassError("rtn: layer x"), 1, "rtn: layer x\n"),
         (MissingDependency("torch", "this"), 1, "this needs the package 'torch'"),
-        (KeyboardInterrupt(), 130, "stopped; finished steps are kept, the same command goes on from there\n"),
+        (KeyboardInterrupt(), 130, "stopped; finished work is kept, the same command goes on from there\n"),
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             1,

@@ -21,7 +21,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Finished steps that tests may share."""
+    """Finished results that tests may share."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -64,8 +64,8 @@ def test_plan_names_every_layer_and_reads_no_weight(monkeypatch: pytest.MonkeyPa
     done = run("plan", QUICKSTART, "--json", "--cache", tmp_path, "--set", "passes=[{kind: int8, ignore: [conv1]}]")
     assert done.exit_code == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert [step["name"] for step in plan["steps"]][:2] == ["export to float ONNX", "baseline outputs"]
-    assert not any(step["cached"] for step in plan["steps"])
+    assert [row["name"] for row in plan["steps"]][:2] == ["export to float ONNX", "baseline outputs"]
+    assert not any(row["cached"] for row in plan["steps"])
     layers = {row["layer"]: row for row in plan["steps"][-1]["layers"]}
     assert len(layers) == 7 and layers["linear"]["action"] == "int8"
     assert (layers["conv1"]["action"], layers["conv1"]["reason"]) == ("kept", "ignore: conv1")
@@ -75,16 +75,16 @@ def test_plan_names_every_layer_and_reads_no_weight(monkeypatch: pytest.MonkeyPa
 def test_plan_shows_what_is_done_already(quickstart: tuple[Path, str]) -> None:
     cache = quickstart[0].parents[1] / "cache"
     shown = run("plan", QUICKSTART, "--cache", cache)
-    n_steps = 2 + len(load_recipe(QUICKSTART).passes)
-    assert shown.exit_code == 0 and shown.stdout.count("cached") == n_steps
+    n_rows = 2 + len(load_recipe(QUICKSTART).passes)
+    assert shown.exit_code == 0 and shown.stdout.count("cached") == n_rows
     other = json.loads(
         run(
             "plan", QUICKSTART, "--cache", cache, "--json", "--set", "passes=[{kind: int8, calibration: minmax}]"
         ).stdout
     )
-    assert [step["cached"] for step in other["steps"]] == [True, True, False]
+    assert [row["cached"] for row in other["steps"]] == [True, True, False]
     html = make_plan(load_recipe(QUICKSTART), cache)._repr_html_()
-    assert (html.count("<tr>"), html.count("cached")) == (n_steps + 1, n_steps)
+    assert (html.count("<tr>"), html.count("cached")) == (n_rows + 1, n_rows)
 
 
 def test_apply_as_json_prints_one_document(net: Net, cache: Path, tmp_path: Path) -> None:

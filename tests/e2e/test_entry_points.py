@@ -135,11 +135,11 @@ def test_a_bundle_is_judged_without_the_package_but_for_what_it_lacks(bundle: Pa
     assert "unknown metric 'brier'" in last_problem(done, 2)
 
 
-def test_steps_are_done_again_when_the_code_of_a_plugin_changes(acme: Path, bundle: Path, tmp_path: Path) -> None:
+def test_passes_are_done_again_when_the_code_of_a_plugin_changes(acme: Path, bundle: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from compress.recipe.load import load_recipe; "
         "from compress.planning.make_plan import make_plan; "
-        "plan = make_plan(load_recipe(sys.argv[1]), Path(sys.argv[2])); print([step.cached for step in plan.steps])"
+        "plan = make_plan(load_recipe(sys.argv[1]), Path(sys.argv[2])); print([row.cached for row in plan.steps])"
     )
     recipe, cache = bundle.parent / "tiny.yaml", bundle.parent / "cache"
     assert python(acme, "-c", code, recipe, cache).stdout.strip() == "[True, True, True]"
@@ -211,8 +211,8 @@ def test_the_schema_has_what_is_installed(acme: Path) -> None:
 
 def test_names_are_known_without_importing_what_they_name(acme: Path) -> None:
     code = (
-        "import sys; from runtime.metrics import METRICS, known_metrics; from runtime.backends import BACKENDS; "
-        "assert 'brier' in known_metrics() and 'onnxruntime-plain' in BACKENDS and METRICS['top1']; "
+        "import sys; from runtime.metrics import METRICS, metric_names; from runtime.backends import BACKENDS; "
+        "assert 'brier' in metric_names() and 'onnxruntime-plain' in BACKENDS and METRICS['top1']; "
         "assert not [name for name in sys.modules if name.startswith('acme')]; "
         "from compress.recipe.schema import Recipe; assert 'acme.passes' in sys.modules; "
         "assert not {'acme.work', 'torch', 'onnx'} & set(sys.modules)"

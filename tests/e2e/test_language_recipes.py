@@ -42,7 +42,7 @@ def test_a_recipe_plans_on_a_tiny_model_of_its_architecture(path: Path, models: 
 
     plan = make_plan(load_recipe(path, overrides(models, path)), tmp_path)
     assert plan.after.n_bytes < plan.before.n_bytes
-    assert all(decision.reason for step in plan.steps for decision in step.decisions if decision.action == "kept")
+    assert all(decision.reason for row in plan.steps for decision in row.decisions if decision.action == "kept")
 
 
 def test_every_architecture_has_recipes() -> None:

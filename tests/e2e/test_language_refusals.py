@@ -213,7 +213,7 @@ def test_a_pass_over_blocks_of_a_graph(recipe: dict[str, Any]) -> None:
 def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from compress.blocks import stream
 
-    write = stream.write_step
+    write = stream.write_block
 
     def once(folder: Path, index: int, *args: Any) -> Path:
         if index:
@@ -221,12 +221,12 @@ def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatc
         return write(folder, index, *args)
 
     asked = changed(recipe, **TRANSFORMERS)
-    monkeypatch.setattr(stream, "write_step", once)
+    monkeypatch.setattr(stream, "write_block", once)
     assert run("apply", asked).exit_code == 130
-    monkeypatch.setattr(stream, "write_step", write)
+    monkeypatch.setattr(stream, "write_block", write)
     done = run("apply", changed(asked, passes=[{**GPTQ, "damp_percent": 0.02}]))
     assert done.exit_code == 0, done.output
     log = Path("out/b/compress.log").read_text()
     assert "tiny-lm: passes.0: the recipe, its model, its data or the code has changed since a run that did not" in log
-    assert "so this step starts afresh" in log and "going on after them" not in log
+    assert "so this pass starts afresh" in log and "going on after them" not in log
     assert not list(Path("cache").glob("partial-*"))

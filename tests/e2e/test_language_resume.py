@@ -35,7 +35,7 @@ from runtime.report.report import Report
 from runtime.report.render import Side
 
 torch.set_num_threads(1)
-real_write = compress.blocks.stream.write_step
+real_write = compress.blocks.stream.write_block
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +57,7 @@ def arm(kill):
         if kill and len(calls) == kill["block"] and kill["when"] == "after":
             die()
         return path
-    compress.blocks.stream.write_step = write
+    compress.blocks.stream.write_block = write
     compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
     return calls
 
@@ -184,12 +184,12 @@ def unbroken(server: Server, home: Path, tmp_path_factory: pytest.TempPathFactor
     return get
 
 
-def steps_before(cache: Path, to: Path) -> None:
+def results_before(cache: Path, to: Path) -> None:
     """Copy what a run has done before its passes (the exported float graph, its outputs)."""
     to.mkdir()
-    for step in cache.iterdir():
-        if not list(step.glob("block-*")) and not (step / "candidate.npz").exists():
-            shutil.copytree(step, to / step.name)
+    for folder in cache.iterdir():
+        if not list(folder.glob("block-*")) and not (folder / "candidate.npz").exists():
+            shutil.copytree(folder, to / folder.name)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_run_killed_at_a_block_goes_on_there(
     done: int,
 ) -> None:
     whole, runs = unbroken(name), Runs(server, home, tmp_path, name)
-    steps_before(whole.cache, runs.cache)
+    results_before(whole.cache, runs.cache)
     total = int((whole.folder / "done").read_text())
     runs.killed(block, when)
     written = runs.finished()
@@ -254,7 +254,7 @@ def launched(recipe: Path, folder: Path, n: int) -> None:
 
 def test_torchrun_makes_one_bundle(unbroken: Callable[[str], Runs], tmp_path: Path) -> None:
     whole = unbroken("gptq, cache")
-    steps_before(whole.cache, tmp_path / "cache")
+    results_before(whole.cache, tmp_path / "cache")
     launched(whole.recipe, tmp_path, 2)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
     check_nearly_the_same(whole.out, tmp_path / "out/b")
@@ -265,7 +265,7 @@ def test_two_processes_make_one_bundle(
 ) -> None:
     name = "smoothquant, gptq"
     whole, runs = unbroken(name), Runs(server, home, tmp_path, name)
-    steps_before(whole.cache, runs.cache)
+    results_before(whole.cache, runs.cache)
     runs.finished_by_two()
     check_nearly_the_same(whole.out, runs.out)
 

@@ -59,12 +59,12 @@ def integers_of(folder: Path) -> dict[bytes, np.ndarray]:
 
 
 def test_what_training_left_is_in_the_graph_bit_for_bit(bundle: Path, cache: Path) -> None:
-    (step,) = (
+    (folder,) = (
         path.parent
         for path in cache.glob("*/block-00000.safetensors")
         if (path.parent / "weights.safetensors").exists()
     )
-    kept = load_file(step / "block-00000.safetensors")
+    kept = load_file(folder / "block-00000.safetensors")
     graph = integers_of(bundle / "model")
     for layer in ROUNDED:
         values, scales = kept[f"{layer}:values"].astype(np.int64), kept[f"{layer}:scales"]

@@ -317,7 +317,7 @@ def test_a_full_disk(net: Net, bundle: Path, cache: Path, monkeypatch: pytest.Mo
     assert done.exit_code == 1
     assert (
         done.stderr
-        == "/some/file: cannot be written: the disk is full; finished steps are kept, free some space and run again\n"
+        == "/some/file: cannot be written: the disk is full; finished work is kept, free some space and run again\n"
     )
     assert bundle_bytes(Path("out/b")) == bundle_bytes(bundle), "the earlier bundle stays"
     assert (

@@ -73,7 +73,7 @@ def test_folders_of_a_machine_are_named_and_their_places_kept_apart(net: Net, ca
     folders = [word for name in ("files", "weights") for word in ("--set", f"vars.{name}={net[0]}")]
     given = [*sets_of(net[0])[:2], *sets_of(net[0])[4:6]]  # what the bundle's recipe has no variable for
     planned = run("plan", made[0] / "recipe.yaml", "--cache", cache, "--json", *folders, *given)
-    assert [step["cached"] for step in json.loads(planned.stdout)["steps"]] == [True, True, True], planned.output
+    assert [row["cached"] for row in json.loads(planned.stdout)["steps"]] == [True, True, True], planned.output
 
 
 def test_a_bundle_s_recipe_reads_back_from_any_folder(
@@ -87,7 +87,7 @@ def test_a_bundle_s_recipe_reads_back_from_any_folder(
         monkeypatch.chdir(folder)
         planned = run("plan", recipe, "--cache", cache, "--json", *sets)
         assert planned.exit_code == 0, planned.output
-        assert [step["cached"] for step in json.loads(planned.stdout)["steps"]] == [True, True, True]
+        assert [row["cached"] for row in json.loads(planned.stdout)["steps"]] == [True, True, True]
     monkeypatch.chdir(tmp_path)
     lost = run("plan", recipe, "--cache", cache)
     assert lost.exit_code == 2
@@ -136,7 +136,7 @@ def test_a_second_run_does_nothing_again(
     net: Net, bundle: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a finished step was done again")
+        raise AssertionError("finished work was done again")
 
     monkeypatch.setattr(ResultCache, "put", refuse)
     monkeypatch.setattr("compress.execution.passes.load_model", refuse)

@@ -107,7 +107,7 @@ class Runs:
         assert self._run(point, n) == 9
 
     def finished(self) -> int:
-        """Run to the end; how many steps were done."""
+        """Run to the end; how many results were made."""
         assert self._run("never", 0) == 0
         return int((self.folder / "done").read_text())
 
@@ -129,7 +129,7 @@ def unbroken(server: Callable[[dict[str, Any]], int], net: Net, tmp_path_factory
 
 
 def complaints(cache: Path) -> list[str]:
-    """What the cache says about its steps when each of them is asked for."""
+    """What the cache says about its results when each of them is asked for."""
     said: list[str] = []
     store = ResultCache(cache, said.append)
     for folder in cache.iterdir():
@@ -148,7 +148,7 @@ def complaints(cache: Path) -> list[str]:
         ("judge", 0, 0),
     ],
 )
-def test_a_killed_run_goes_on_from_its_last_finished_step(
+def test_a_killed_run_goes_on_from_its_last_finished_result(
     runs: Runs, unbroken: Runs, point: str, n: int, left: int
 ) -> None:
     runs.killed(point, n)
@@ -173,10 +173,10 @@ def test_an_earlier_bundle_outlives_a_killed_run(runs: Runs, unbroken: Runs, poi
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "no record", "no file"])
-def test_a_damaged_step_is_done_again(runs: Runs, unbroken: Runs, damage: str) -> None:
+def test_a_damaged_result_is_made_again(runs: Runs, unbroken: Runs, damage: str) -> None:
     shutil.copytree(unbroken.cache, runs.cache)
-    step = next(folder for folder in runs.cache.iterdir() if (folder / "arrays.safetensors").exists())
-    file = step / "arrays.safetensors"
+    folder = next(folder for folder in runs.cache.iterdir() if (folder / "arrays.safetensors").exists())
+    file = folder / "arrays.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "flipped":
@@ -184,9 +184,9 @@ def test_a_damaged_step_is_done_again(runs: Runs, unbroken: Runs, damage: str) -
     elif damage == "cut":
         file.write_bytes(content[:-10])
     elif damage == "no record":
-        (step / "record.json").unlink()
+        (folder / "record.json").unlink()
     else:
         file.unlink()
     assert runs.finished() == 1
-    assert f"cache: step {step.name[:12]} is damaged; it is discarded" in (runs.out / "compress.log").read_text()
+    assert f"cache: result {folder.name[:12]} is damaged; it is discarded" in (runs.out / "compress.log").read_text()
     assert bundle_bytes(runs.out) == bundle_bytes(unbroken.out)

@@ -251,7 +251,7 @@ def test_a_layer_that_readers_build_and_the_model_has_not_is_no_quantized_one(
     assert "pooler.dense" in model.config.quantization_config.quantization_config.ignore
 
 
-def test_a_changed_tokenizer_changes_every_step(texts: Path, tmp_path: Path) -> None:
+def test_a_changed_tokenizer_changes_every_result(texts: Path, tmp_path: Path) -> None:
     shutil.copytree(texts, tmp_path / "texts")
     recipe = text_recipe("text-classification", "classifier", [{"kind": "int8"}], {"metric": "agreement", "min": 0.5})
     before = plan(recipe, texts, tmp_path).keys

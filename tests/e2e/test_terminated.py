@@ -63,6 +63,6 @@ def test_sigterm_leaves_nothing(net: tuple[Path, dict[str, Any]], tmp_path: Path
     )
     ends = json.loads(done.stdout.splitlines()[-1])
     assert [code for code, _ in ends] == [128 + signal.SIGTERM] * len(WORDS), done.stderr
-    assert all("stopped; finished steps are kept" in said and "Traceback" not in said for _, said in ends)
+    assert all("stopped; finished work is kept" in said and "Traceback" not in said for _, said in ends)
     assert list(temporary.iterdir()) == []
     assert [path.name for path in place.iterdir() if not path.name.endswith("compress.log")] == []

@@ -15,7 +15,7 @@ from fuzzing import FULL, SEED, attempt
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
-from compress.blocks.blockfiles import Changes, read_step, step_file, write_step
+from compress.blocks.blockfiles import Changes, block_file, read_block, write_block
 from compress.store.cache import ResultCache
 from compress.store.training_state import read_state, write_state
 from runtime.bundle.format import is_hashed, verify
@@ -65,7 +65,7 @@ def flip(folder: Path, change: Flip) -> None:
     (folder / file).write_bytes(data)
 
 
-def test_a_flipped_byte_of_the_cache_is_seen_and_the_step_done_again(shop: Workshop) -> None:
+def test_a_flipped_byte_of_the_cache_is_seen_and_the_result_made_again(shop: Workshop) -> None:
     shop.begin(warm=True)
     (shop.root / "cache/mine.txt").unlink()
     for change in flips(shop.root / "cache", "cache", 0.005, 6):
@@ -74,7 +74,7 @@ def test_a_flipped_byte_of_the_cache_is_seen_and_the_step_done_again(shop: Works
         said: list[str] = []
         key = change[0].partition("/")[0]
         assert ResultCache(shop.root / "cache", said.append).get(key) is None, change
-        assert said == [f"cache: step {key[:12]} is damaged; it is discarded and done again"]
+        assert said == [f"cache: result {key[:12]} is damaged; it is discarded and done again"]
         shop.begin(warm=True)
         flip(shop.root / "cache", change)
         attempt("flip in the cache", shop.apply, allowed=())
@@ -120,18 +120,18 @@ def test_a_flipped_byte_of_unfinished_work_is_seen(tmp_path: Path) -> None:
     """Of finished blocks and their records, and of the state of a training."""
     torch.manual_seed(0)
     changes = Changes(replaced={"a": torch.randn(3, 5), "b": torch.randn(4)}, measured={"a": {"mse": 0.25}})
-    write_step(tmp_path, 0, "block", changes, {"seconds": 1.5})
+    write_block(tmp_path, 0, "block", changes, {"seconds": 1.5})
     tensors, record = {"w": torch.randn(4, 4), "n": torch.tensor(7)}, {"step": 3, "losses": [0.5, 0.25]}
     write_state(tmp_path / "training.safetensors", tensors, record)
     whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    block = read_step(tmp_path, 0, "block")
+    block = read_block(tmp_path, 0, "block")
     assert block is not None
     assert sorted(path.name for path in whole) == sorted(
-        [step_file(tmp_path, 0).name, "block-00000.json", "training.safetensors"]
+        [block_file(tmp_path, 0).name, "block-00000.json", "training.safetensors"]
     )
     for change in flips(tmp_path, "work", 0.02, 60):
         flip(tmp_path, change)
-        again = attempt("flip in unfinished work", lambda: read_step(tmp_path, 0, "block"))
+        again = attempt("flip in unfinished work", lambda: read_block(tmp_path, 0, "block"))
         state = attempt("flip in unfinished work", lambda: read_state(tmp_path / "training.safetensors"))
         assert (again is None) == change[0].startswith("block"), change
         assert state is None or (state[1] == record and all(torch.equal(state[0][k], v) for k, v in tensors.items()))

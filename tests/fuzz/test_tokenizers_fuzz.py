@@ -49,8 +49,8 @@ def tokenizers(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(0, 3))):
         *way, last = draw(st.sampled_from(places(document)))
         holder = document
-        for step in way:
-            holder = holder[step]
+        for key in way:
+            holder = holder[key]
         if draw(st.booleans()) and isinstance(holder, dict):
             del holder[last]
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from child_processes import run_python
 
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
 MEASURED = ("compress.log", "host.json", "report.json", "report.md", "report.steps.json", "report.xml")
@@ -20,7 +21,6 @@ QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size":
 
 NET = '''
 import torch
-from child_processes import run_python
 from torch import nn
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compress.recipe.variables import escape
 from compress.recipe.vocabulary import recipe_schema
-from runtime.metrics import known_metrics
+from runtime.metrics import metric_names
 
 TRAPS = (
     "", " ", "on", "yes", "null", "~", "true", "1", "1e3", "0x1f", "0o7", "1_000", ".inf", ".nan", "=", "<<", "- a",
@@ -27,7 +27,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-METRIC = st.sampled_from(sorted(known_metrics()))
+METRIC = st.sampled_from(sorted(metric_names()))
 METRICS = {"metric": METRIC, "metrics": st.lists(METRIC, max_size=2)}
 """The schema says text; only names of metrics come further."""
 

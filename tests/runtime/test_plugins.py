@@ -74,10 +74,10 @@ def test_a_table_has_its_own_first_and_then_those_of_others(install: Install) ->
     table = metrics()
     assert [*table] == [*METRICS.own, "one"]
     assert len(table) == len(METRICS.own) + 1
-    assert plugins.loaded_versions() == {}
+    assert plugins.plugin_versions() == {}
     assert table["one"].name == "one"
     assert table["one"] is table["one"]
-    assert plugins.loaded_versions() == {"mine-kit": "1.0"}
+    assert plugins.plugin_versions() == {"mine-kit": "1.0"}
     assert "two" not in table
     with pytest.raises(KeyError):
         table["two"]

@@ -14,6 +14,7 @@ from streaming import W4, context, llama, nearest, streamed, texts
 from torch import Tensor
 
 from compress.blocks import activations
+from compress.blocks.block import BlockWork
 from compress.blocks.sharing import (
     Share,
     from_main,
@@ -23,7 +24,6 @@ from compress.blocks.sharing import (
     sum_over_processes,
     wait,
 )
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.facts import Reading
 
@@ -34,8 +34,8 @@ def stream_and_sum(work: Path) -> dict[str, Any]:
     stream = Stream(streamed(llama()), context(texts(7), work if main_process() else None), float_too=True)
     calls: list[int] = []
     traces: list[float] = []
-    for step in stream:
-        round_block(step, calls, traces)
+    for block in stream:
+        round_block(block, calls, traces)
     model = stream.result().model
     assert len(model.quantized_layers()) == 22
     assert len(set(map(str, gather_from_processes(traces)))) == 1
@@ -44,26 +44,26 @@ def stream_and_sum(work: Path) -> dict[str, Any]:
     return {"calls": gather_from_processes(calls), "traces": traces, "scales": scales, "weights": weights}
 
 
-def round_block(step: BlockWork, calls: list[int], traces: list[float]) -> None:
+def round_block(block: BlockWork, calls: list[int], traces: list[float]) -> None:
     grams: dict[Reading, Tensor] = {}
-    calls.append(len(step.calls))
+    calls.append(len(block.calls))
 
     def visit(reading: Reading, x: Tensor) -> None:
         grams[reading] = grams.get(reading, torch.zeros(())) + (x.double().T @ x.double())
 
     def act(reading: Reading) -> None:
-        width = step.layers[reading.layers[0]].in_features
+        width = block.layers[reading.layers[0]].in_features
         gram = sum_over_processes(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
         traces.append(float(gram.trace()))
         for layer in reading.layers:
-            step.put(layer, nearest(step.matrix(layer)), W4, float(gram.diagonal().mean()))
+            block.put(layer, nearest(block.matrix(layer)), W4, float(gram.diagonal().mean()))
 
-    if step.index % 2:
-        step.collect(visit)
-        for reading in step.readings:
+    if block.index % 2:
+        block.collect(visit)
+        for reading in block.readings:
             act(reading)
     else:
-        step.lockstep(visit, act)
+        block.lockstep(visit, act)
 
 
 @pytest.mark.slow

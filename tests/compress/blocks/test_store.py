@@ -134,9 +134,9 @@ def test_experts_are_worked_on_one_by_one(tmp_path: Path) -> None:
     def visit(reading: Reading, x: torch.Tensor) -> None:
         rows[reading.layers[0]] = rows.get(reading.layers[0], 0) + len(x)
 
-    for step in (stream := Stream(model, context(batches), float_too=True)):
-        step.lockstep(visit, lambda reading: None)
-        assert all(torch.equal(a, step.float_outputs(i)) for i, a in enumerate(step.outputs()))
+    for block in (stream := Stream(model, context(batches), float_too=True)):
+        block.lockstep(visit, lambda reading: None)
+        assert all(torch.equal(a, block.float_outputs(i)) for i, a in enumerate(block.outputs()))
     experts = [n for layer, n in rows.items() if "layers.1.mlp.experts" in layer and layer.endswith("gate_proj")]
     assert sum(experts) == 2 * 5 * 12  # two experts for each token, of padding too
     assert not stream.result().model.quantized_layers()
@@ -194,9 +194,9 @@ def test_quantized_weights_come_back_as_they_were_put() -> None:
     net, rng = gpt2(), np.random.default_rng(0)
     wanted: dict[str, QuantizedWeight] = {}
     stream = Stream(streamed(net), context(), data=False)
-    for step in stream:
-        for k, layer in enumerate(name for name in step.layers if ".h." in name):
-            matrix = step.matrix(layer)
+    for block in stream:
+        for k, layer in enumerate(name for name in block.layers if ".h." in name):
+            matrix = block.matrix(layer)
             if k % 3 == 0:
                 weight, scheme = nearest(matrix), W4
             elif k % 3 == 1:
@@ -206,8 +206,8 @@ def test_quantized_weights_come_back_as_they_were_put() -> None:
                 scheme = PRESETS["FP8"]
                 values = rng.normal(size=matrix.shape).astype(ml_dtypes.float8_e4m3fn)
                 weight = QuantizedWeight(values, np.full((len(values), 1), -0.5, np.float32), None, 8, 0)
-            step.put(layer, weight, scheme)
-            assert np.array_equal(step.matrix(layer).numpy(), weight.dequantize())
+            block.put(layer, weight, scheme)
+            assert np.array_equal(block.matrix(layer).numpy(), weight.dequantize())
             wanted[layer] = weight
     model = stream.result().model
     assert model.quantized_layers() == tuple(wanted)
@@ -271,8 +271,8 @@ def test_nan_in_one_layer_and_a_damaged_file(tmp_path: Path) -> None:
     model = load(tmp_path)
     names = []
     with pytest.raises(SourceError, match=rf"NaN or infinity in 'model\.layers\.1\.mlp\.up_proj\.weight' \({path}\)"):  # noqa: PT012
-        for step in Stream(model_with_blocks(model), context(texts())):
-            names.append(step.name)
+        for block in Stream(model_with_blocks(model), context(texts())):
+            names.append(block.name)
     assert names == ["model.layers.0"]
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(SourceError, match=rf"{path}: '.*' cannot be read: .*copy or download the file again"):

@@ -15,8 +15,8 @@ from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, 
 from torch import Tensor, nn
 
 from compress.blocks import activations
+from compress.blocks.block import BlockWork
 from compress.blocks.materialise import copy_without_weights, memory_store
-from compress.blocks.step import BlockWork
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
@@ -45,10 +45,10 @@ def rows_read(net: nn.Module, layer: str, batches: list[dict[str, np.ndarray]]) 
     return found[0].reshape(-1, found[0].shape[-1])[together(batches)["attention_mask"].bool().reshape(-1)]
 
 
-def round_all(step: BlockWork) -> Callable[[Reading], None]:
+def round_all(block: BlockWork) -> Callable[[Reading], None]:
     def act(reading: Reading) -> None:
         for layer in reading.layers:
-            step.put(layer, nearest(step.matrix(layer)), W4)
+            block.put(layer, nearest(block.matrix(layer)), W4)
 
     return act
 
@@ -74,15 +74,15 @@ def test_a_stream_that_changes_nothing_is_the_forward_pass(make: Callable[[], nn
         handle.remove()
     stream = Stream(model, context(batches), float_too=True)
     last = None
-    for step in stream:
-        assert len(step.calls) == 1 and step.calls[0].n_rows == 5 * 12 - 4
+    for block in stream:
+        assert len(block.calls) == 1 and block.calls[0].n_rows == 5 * 12 - 4
         if lockstep:
-            step.lockstep(nothing, nothing)
-        if step.name != "after":
-            last = next(step.outputs())
-            assert torch.equal(last, wanted[step.index]) and torch.equal(step.float_outputs(0), wanted[step.index])
+            block.lockstep(nothing, nothing)
+        if block.name != "after":
+            last = next(block.outputs())
+            assert torch.equal(last, wanted[block.index]) and torch.equal(block.float_outputs(0), wanted[block.index])
         else:
-            assert torch.equal(step.forward(0), whole) and torch.equal(step.float_outputs(0), whole)
+            assert torch.equal(block.forward(0), whole) and torch.equal(block.float_outputs(0), whole)
     assert torch.equal(wanted[-1], last) if last is not None else False
     after = stream.result().model
     assert after.quantized_layers() == () and after.store.names() == model.store.names()
@@ -97,16 +97,16 @@ def test_visits_see_what_each_layer_reads(lockstep: bool, rows: int, monkeypatch
     net, batches = llama(), texts()
     model, seen = streamed(net), dict[str, list[Tensor]]()
     stream = Stream(model, context(batches))
-    for step in stream:
-        assert len(step.calls) == {4096: 1, 24: 3, 12: 5}[rows]
+    for block in stream:
+        assert len(block.calls) == {4096: 1, 24: 3, 12: 5}[rows]
 
         def visit(reading: Reading, x: Tensor) -> None:
             seen.setdefault(reading.layers[0], []).append(x)
 
         if lockstep:
-            step.lockstep(visit, nothing)
+            block.lockstep(visit, nothing)
         else:
-            step.collect(visit)
+            block.collect(visit)
     assert list(seen) == [reading.layers[0] for reading in model.structure.readings]
     for layer, found in seen.items():
         assert torch.allclose(torch.cat(found), rows_read(net, layer, batches), atol=1e-6), layer
@@ -118,21 +118,21 @@ def test_lockstep_goes_on_through_what_was_put(make: Callable[[], nn.Module]) ->
     net, batches = make(), texts(padded=False)
     seen: dict[str, Tensor] = {}
     stream = Stream(streamed(net), context(batches))
-    for step in stream:
-        rounding = round_all(step)
+    for block in stream:
+        rounding = round_all(block)
 
-        def act(reading: Reading, rounding: Callable[[Reading], None] = rounding, step: BlockWork = step) -> None:
+        def act(reading: Reading, rounding: Callable[[Reading], None] = rounding, block: BlockWork = block) -> None:
             plain = rows_read(net, reading.layers[0], batches)
             assert torch.allclose(seen[reading.layers[0]], plain, atol=1e-5)
             rounding(reading)
             for layer in reading.layers:  # the plain model is rounded along
-                weight = step.layers[layer].weight.detach().clone()  # type: ignore[union-attr, operator]
+                weight = block.layers[layer].weight.detach().clone()  # type: ignore[union-attr, operator]
                 net.get_submodule(layer).weight = nn.Parameter(weight)
 
-        step.lockstep(lambda reading, x: seen.update({reading.layers[0]: x}), act)
-        fresh = [step.forward(i) for i in range(len(step.calls))]
-        if step.name != "after":
-            assert all(torch.equal(a, b) for a, b in zip(fresh, step.outputs(), strict=True))
+        block.lockstep(lambda reading, x: seen.update({reading.layers[0]: x}), act)
+        fresh = [block.forward(i) for i in range(len(block.calls))]
+        if block.name != "after":
+            assert all(torch.equal(a, b) for a, b in zip(fresh, block.outputs(), strict=True))
     result = stream.result()
     with torch.no_grad():
         out = result.model.materialise()(**together(batches))
@@ -146,30 +146,30 @@ def test_collect_then_round_gives_the_next_block_what_is_left() -> None:
     net, batches = llama(), texts()
     model = streamed(net)
     stream = Stream(model, context(batches), readings_outside=False)
-    for step in stream:
-        assert step.name != "after"
-        step.collect(nothing)
-        for reading in step.readings:
-            round_all(step)(reading)
+    for block in stream:
+        assert block.name != "after"
+        block.collect(nothing)
+        for reading in block.readings:
+            round_all(block)(reading)
     after = stream.result().model
     second = Stream(after, context(batches))
-    for step in second:
-        if step.name == "after":
+    for block in second:
+        if block.name == "after":
             with torch.no_grad():
-                assert torch.equal(step.forward(0), after.materialise()(**together(batches)))
-        assert set(step.quantized) == (set() if step.name == "after" else set(step.layers))
-        assert all(weight.bits == 4 for weight in step.quantized.values())
+                assert torch.equal(block.forward(0), after.materialise()(**together(batches)))
+        assert set(block.quantized) == (set() if block.name == "after" else set(block.layers))
+        assert all(weight.bits == 4 for weight in block.quantized.values())
 
 
 def test_collect_of_one_reading_stops_there() -> None:
     stream = Stream(streamed(llama()), context(texts()))
-    step = next(iter(stream))
+    block = next(iter(stream))
     ran: list[str] = []
-    for name, layer in step.layers.items():
+    for name, layer in block.layers.items():
         layer.register_forward_hook(lambda m, args, out, name=name: ran.append(name.rpartition(".")[2]))
     seen: list[Reading] = []
-    step.collect(lambda reading, x: seen.append(reading), step.readings[1::-1])
-    assert ran == ["q_proj", "k_proj", "v_proj"] and seen == list(step.readings[:2])
+    block.collect(lambda reading, x: seen.append(reading), block.readings[1::-1])
+    assert ran == ["q_proj", "k_proj", "v_proj"] and seen == list(block.readings[:2])
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -177,18 +177,18 @@ def test_what_changes_after_a_lockstep_costs_a_forward_and_is_seen(late: bool) -
     """Also when the lockstep itself changes a layer that has run: a norm before the reading."""
     stream = Stream(streamed(llama()), context(texts()))
     norm = "model.layers.0.input_layernorm.weight"
-    steps = iter(stream)
-    step = next(steps)
+    blocks = iter(stream)
+    block = next(blocks)
 
     def act(reading: Reading) -> None:
-        if not late and reading is step.readings[2]:
-            step.replace(norm, torch.full((32,), 2.0))
+        if not late and reading is block.readings[2]:
+            block.replace(norm, torch.full((32,), 2.0))
 
-    step.lockstep(nothing, act)
+    block.lockstep(nothing, act)
     if late:
-        step.replace(norm, torch.full((32,), 2.0))
-    left = step.forward(0)
-    assert torch.equal(next(steps).calls[0].args[0], left)
+        block.replace(norm, torch.full((32,), 2.0))
+    left = block.forward(0)
+    assert torch.equal(next(blocks).calls[0].args[0], left)
 
 
 def test_the_float_path_does_not_see_what_was_rounded() -> None:
@@ -197,16 +197,16 @@ def test_the_float_path_does_not_see_what_was_rounded() -> None:
     model = streamed(net)
     for again in range(2):
         stream = Stream(model, context(batches), float_too=True)
-        for step in stream:
+        for block in stream:
             wanted = plain_block_outputs(net, batches)
-            if step.name == "after":
-                assert torch.equal(step.float_outputs(0), plain_output(net, batches))
+            if block.name == "after":
+                assert torch.equal(block.float_outputs(0), plain_output(net, batches))
                 continue
-            assert torch.equal(step.float_outputs(0), wanted[step.index])
-            assert torch.equal(step.forward(0), wanted[0]) == (step.index == 0 and not again)
-            for layer in step.layers:
-                assert torch.equal(step.float_matrix(layer), net.get_submodule(layer).weight)  # type: ignore[arg-type]
-            step.lockstep(nothing, round_all(step))
+            assert torch.equal(block.float_outputs(0), wanted[block.index])
+            assert torch.equal(block.forward(0), wanted[0]) == (block.index == 0 and not again)
+            for layer in block.layers:
+                assert torch.equal(block.float_matrix(layer), net.get_submodule(layer).weight)  # type: ignore[arg-type]
+            block.lockstep(nothing, round_all(block))
         model = stream.result().model
 
 
@@ -222,7 +222,7 @@ def plain_block_outputs(net: nn.Module, batches: list[dict[str, np.ndarray]]) ->
     return found
 
 
-def test_a_model_without_a_chain_is_one_step() -> None:
+def test_a_model_without_a_chain_is_one_block() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval().requires_grad_(False)
     structure = Structure((BlockFacts("", (Reading(("0",)), Reading(("2",)))),))
@@ -230,21 +230,21 @@ def test_a_model_without_a_chain_is_one_step() -> None:
     model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "input"})
     stream = Stream(model, context(batches), float_too=True)
     x = torch.from_numpy(np.concatenate([one["x"] for one in batches]))
-    for step in stream:
-        assert step.name == "" and set(step.layers) == {"0", "2"} and torch.equal(step.forward(0), net(x))
-        step.lockstep(nothing, round_all_w8(step))
-        assert torch.equal(step.float_outputs(0), net(x)) and not torch.equal(step.forward(0), net(x))
+    for block in stream:
+        assert block.name == "" and set(block.layers) == {"0", "2"} and torch.equal(block.forward(0), net(x))
+        block.lockstep(nothing, round_all_w8(block))
+        assert torch.equal(block.float_outputs(0), net(x)) and not torch.equal(block.forward(0), net(x))
     after = stream.result().model
     assert after.quantized_layers() == ("0", "2")
     assert torch.equal(after.store.read("0.bias"), net[0].bias)
 
 
-def round_all_w8(step: BlockWork) -> Callable[[Reading], None]:
+def round_all_w8(block: BlockWork) -> Callable[[Reading], None]:
     from compress.formats.schemes import PRESETS
 
     def act(reading: Reading) -> None:
         for layer in reading.layers:
-            step.put(layer, nearest(step.matrix(layer), PRESETS["W8A16"]), PRESETS["W8A16"], activation_scale=0.5)
+            block.put(layer, nearest(block.matrix(layer), PRESETS["W8A16"]), PRESETS["W8A16"], activation_scale=0.5)
 
     return act
 
@@ -291,18 +291,18 @@ def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.Monkey
     batches = [{"x": np.random.default_rng(k).normal(size=(1, 2, 8)).astype(np.float32)} for k in range(6)]
     model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
     stream = Stream(model, context(batches), float_too=True)
-    for step in stream:
+    for block in stream:
         rows: dict[str, int] = {}
         acted: list[str] = []
 
         def visit(reading: Reading, x: Tensor, rows: dict[str, int] = rows) -> None:
             rows[reading.layers[0]] = rows.get(reading.layers[0], 0) + len(x)
 
-        step.lockstep(visit, lambda reading, acted=acted: acted.append(reading.layers[0]))  # type: ignore[misc]
-        layers = [reading.layers[0] for reading in step.readings]
+        block.lockstep(visit, lambda reading, acted=acted: acted.append(reading.layers[0]))  # type: ignore[misc]
+        layers = [reading.layers[0] for reading in block.readings]
         assert acted == layers and rows[layers[0]] == 12 and layers[3] not in rows
         assert rows[layers[1]] + rows[layers[2]] == 12
-        assert all(torch.equal(out, step.float_outputs(i)) for i, out in enumerate(step.outputs()))
+        assert all(torch.equal(out, block.float_outputs(i)) for i, out in enumerate(block.outputs()))
 
 
 def test_readings_in_another_order_are_refused() -> None:
@@ -319,18 +319,18 @@ def test_without_data_the_weights_alone() -> None:
     model = streamed(llama(tied=True))
     stream = Stream(model, context(), data=False)
     names = []
-    for step in stream:
-        names.append(step.name)
-        if step.name == "before":
-            assert list(step.layers) == ["model.embed_tokens"]
-            step.replace("model.embed_tokens.weight", torch.zeros(64, 32))
-            step.replace("model.norm.weight", torch.full((32,), 3.0))
-        elif step.name == "after":
-            assert not step.matrix("lm_head").any()  # still tied
-            step.replace("lm_head.weight", torch.ones(64, 32))
+    for block in stream:
+        names.append(block.name)
+        if block.name == "before":
+            assert list(block.layers) == ["model.embed_tokens"]
+            block.replace("model.embed_tokens.weight", torch.zeros(64, 32))
+            block.replace("model.norm.weight", torch.full((32,), 3.0))
+        elif block.name == "after":
+            assert not block.matrix("lm_head").any()  # still tied
+            block.replace("lm_head.weight", torch.ones(64, 32))
         else:
-            step.put_kv(f"{step.name}.self_attn", 0.5, 0.25)
-            step.say([LayerDecision(step.name, "Linear", "kept")], [Note("info", step.name)], {step.name: {"x": 1}})
+            block.put_kv(f"{block.name}.self_attn", 0.5, 0.25)
+            block.say([LayerDecision(block.name, "Linear", "kept")], [Note("info", block.name)], {block.name: {"x": 1}})
     assert names == ["before", *(f"model.layers.{k}" for k in range(3)), "after"]
     assert dict(model.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
     result = stream.result()
@@ -348,10 +348,10 @@ def test_without_data_the_weights_alone() -> None:
 def test_rounding_a_tied_head_leaves_the_embeddings_alone() -> None:
     net, batches = llama(tied=True), texts()
     stream = Stream(streamed(net), context(batches))
-    for step in stream:
-        if step.name == "after":
-            step.lockstep(nothing, round_all(step))
-            left = step.forward(0)
+    for block in stream:
+        if block.name == "after":
+            block.lockstep(nothing, round_all(block))
+            left = block.forward(0)
     after = stream.result().model
     assert after.quantized_layers() == ("lm_head",)
     assert torch.equal(after.store.read("model.embed_tokens.weight"), net.get_parameter("model.embed_tokens.weight"))
@@ -362,8 +362,8 @@ def test_activations_on_disk_and_products_in_bfloat16(tmp_path: Path) -> None:
     net, batches = llama(), texts()
     plain, on_disk, coarse = (
         [
-            (step.forward(0), [p.name for p in (tmp_path / "w").rglob("activation-*")])
-            for step in Stream(streamed(net), context(batches, tmp_path / "w" if k == 1 else None), **how)  # type: ignore[arg-type]
+            (block.forward(0), [p.name for p in (tmp_path / "w").rglob("activation-*")])
+            for block in Stream(streamed(net), context(batches, tmp_path / "w" if k == 1 else None), **how)  # type: ignore[arg-type]
         ]
         for k, how in enumerate([{}, {"offload": True}, {"compute": "bfloat16"}])
     )
@@ -380,14 +380,14 @@ def test_bfloat16_stays_out_of_visits_and_acts() -> None:
     def act(*_: Any) -> None:
         seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
 
-    for step in stream:
-        step.lockstep(act, act)
-        step.collect(act)
+    for block in stream:
+        block.lockstep(act, act)
+        block.collect(act)
     assert set(seen) == {torch.float32}
 
 
 def test_one_block_at_a_time_and_no_cycles() -> None:
-    """With the garbage collector off: what a step held is gone when the next one comes."""
+    """With the garbage collector off: what a block held is gone when the next one comes."""
     alive: list[weakref.ref[Any]] = []
 
     def visit(reading: Reading, x: Tensor) -> None:
@@ -396,13 +396,13 @@ def test_one_block_at_a_time_and_no_cycles() -> None:
     gc.collect()
     gc.disable()
     try:
-        for step in Stream(streamed(llama(layers=5)), context(texts()), float_too=True):
+        for block in Stream(streamed(llama(layers=5)), context(texts()), float_too=True):
             assert not [ref for ref in alive if ref() is not None]
-            step.lockstep(visit, round_all(step))
-            step.collect(visit)
-            alive += map(weakref.ref, step.changes.quantized.values())
-            alive += [weakref.ref(values) for values in step.block.parameters() if values.device.type != "meta"]
-            alive += [weakref.ref(step.float_outputs(0))] if step.name == "after" else []
+            block.lockstep(visit, round_all(block))
+            block.collect(visit)
+            alive += map(weakref.ref, block.changes.quantized.values())
+            alive += [weakref.ref(values) for values in block.module.parameters() if values.device.type != "meta"]
+            alive += [weakref.ref(block.float_outputs(0))] if block.name == "after" else []
     finally:
         gc.enable()
     assert len(alive) > 100
@@ -412,24 +412,24 @@ def test_the_last_word_on_a_weight_counts() -> None:
     """Rounded, then given float values again, in the same pass or a later one; or the other way round."""
     layer, other = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"
     model = streamed(llama())
-    for step in (first := Stream(model, context(), data=False)):
-        if step.name == "model.layers.0":
-            halves = 0.5 * step.matrix(layer)
-            step.put(layer, nearest(step.matrix(layer)), W4, activation_scale=1.0)
-            step.replace(f"{layer}.weight", halves)
-            step.replace(f"{other}.weight", halves)
-            step.put(other, nearest(step.matrix(other)), W4)
-            assert torch.equal(step.float_matrix(other), halves) and set(step.quantized) == {other}
+    for block in (first := Stream(model, context(), data=False)):
+        if block.name == "model.layers.0":
+            halves = 0.5 * block.matrix(layer)
+            block.put(layer, nearest(block.matrix(layer)), W4, activation_scale=1.0)
+            block.replace(f"{layer}.weight", halves)
+            block.replace(f"{other}.weight", halves)
+            block.put(other, nearest(block.matrix(other)), W4)
+            assert torch.equal(block.float_matrix(other), halves) and set(block.quantized) == {other}
     model = first.result().model
     assert model.quantized_layers() == (other,) and set(model.schemes) == {other} and not model.activation_scales
     assert torch.equal(model.store.read(f"{layer}.weight"), halves)
     assert torch.equal(model.store.read_float(f"{other}.weight"), halves)
     assert not torch.equal(model.store.read(f"{other}.weight"), halves)
-    for step in (second := Stream(model, context(), data=False)):
-        if step.name == "model.layers.0":
-            assert set(step.quantized) == {other} and torch.equal(step.float_matrix(other), halves)
-            step.replace(f"{other}.weight", halves)
-            assert not step.quantized
+    for block in (second := Stream(model, context(), data=False)):
+        if block.name == "model.layers.0":
+            assert set(block.quantized) == {other} and torch.equal(block.float_matrix(other), halves)
+            block.replace(f"{other}.weight", halves)
+            assert not block.quantized
     model = second.result().model
     assert not model.quantized_layers() and not model.schemes
     assert torch.equal(model.store.read(f"{other}.weight"), halves)
@@ -444,12 +444,12 @@ def test_padding_on_the_left_leaves_no_nan(tmp_path: Path) -> None:
     batches = texts(2, padded=False)
     batches[1]["attention_mask"][0, :5] = 0
     stream = Stream(open_streamed_model(spec, tmp_path, feeds, streamed(net).structure), context(batches))
-    for step in stream:
-        step.lockstep(nothing, nothing)
-        assert all(bool(torch.isfinite(out).all()) for out in step.outputs())
-        if step.name == "after":
+    for block in stream:
+        block.lockstep(nothing, nothing)
+        assert all(bool(torch.isfinite(out).all()) for out in block.outputs())
+        if block.name == "after":
             wanted = plain_output(net, batches)
-            assert torch.allclose(step.forward(0)[1, 5:], wanted[1, 5:], atol=1e-5)
+            assert torch.allclose(block.forward(0)[1, 5:], wanted[1, 5:], atol=1e-5)
 
 
 def test_refusals() -> None:
@@ -459,20 +459,20 @@ def test_refusals() -> None:
     stream = Stream(model, context(texts()))
     with pytest.raises(RuntimeError, match="was not worked through"):
         stream.result()
-    steps = iter(stream)
-    step = next(steps)
+    blocks = iter(stream)
+    block = next(blocks)
     layer = "model.layers.0.mlp.up_proj"
     with pytest.raises(PassError, match="the float outputs were not asked for"):
-        step.float_outputs(0)
+        block.float_outputs(0)
     with pytest.raises(KeyError, match=r"has no parameter 'model\.norm\.weight'"):
-        step.replace("model.norm.weight", torch.ones(32))
+        block.replace("model.norm.weight", torch.ones(32))
     with pytest.raises(ValueError, match=rf"{layer}\.weight: is \[48, 32\], its replacement is \[2, 2\]"):
-        step.replace(f"{layer}.weight", torch.ones(2, 2))
+        block.replace(f"{layer}.weight", torch.ones(2, 2))
     with pytest.raises(ValueError, match=rf"{layer}: is \[48, 32\], what was put is \[32, 48\]"):
-        step.put(layer, nearest(torch.ones(32, 48)), W4)
-    next(steps)
-    with pytest.raises(RuntimeError, match="the step is over"):
-        step.forward(0)
+        block.put(layer, nearest(torch.ones(32, 48)), W4)
+    next(blocks)
+    with pytest.raises(RuntimeError, match="the block is closed"):
+        block.forward(0)
 
 
 class Wayward(nn.Module):

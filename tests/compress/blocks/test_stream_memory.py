@@ -41,8 +41,8 @@ def tell_and_take(folder: Path) -> tuple[int, int]:
     heap.return_all()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = read_status("VmRSS")
-    for step in Stream(model, context(batches)):
-        step.lockstep(lambda reading, x: None, lambda reading: None)
+    for block in Stream(model, context(batches)):
+        block.lockstep(lambda reading, x: None, lambda reading: None)
     shapes = {name: model.store.shape(name) for name in model.store.names()}
     use = StreamUse(rounded=())
     return stream_memory(model.structure, shapes, n * t, width, use), read_status("VmHWM") - before

@@ -18,8 +18,8 @@ from streaming import W4, bert, context, llama, nearest, streamed, texts
 from torch import Tensor
 
 from compress.blocks import activations
-from compress.blocks.blockfiles import read_finished_steps, step_file
-from compress.blocks.step import BlockWork
+from compress.blocks.block import BlockWork
+from compress.blocks.blockfiles import block_file, read_finished_blocks
 from compress.blocks.stream import Stream, result_of
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
@@ -34,7 +34,7 @@ def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "ROWS", 24)
 
 
-def worked(step: BlockWork, lockstep: bool) -> None:
+def worked(block: BlockWork, lockstep: bool) -> None:
     """Rounds every layer to what depends on its inputs, changes a norm, and says so."""
     grams: dict[str, Tensor] = {}
 
@@ -45,29 +45,29 @@ def worked(step: BlockWork, lockstep: bool) -> None:
         gram = grams[reading.layers[0]]
         for layer in reading.layers:
             importance = (gram.diagonal() / gram.diagonal().mean()).sqrt()
-            step.put(layer, nearest(step.matrix(layer) * importance), W4, float(gram.mean()))
-            step.say([LayerDecision(layer, "Linear", "W4")], measured={layer: {"trace": float(gram.trace())}})
+            block.put(layer, nearest(block.matrix(layer) * importance), W4, float(gram.mean()))
+            block.say([LayerDecision(layer, "Linear", "W4")], measured={layer: {"trace": float(gram.trace())}})
 
     if lockstep:
-        step.lockstep(visit, act)
+        block.lockstep(visit, act)
     else:
-        step.collect(visit)
-        for reading in step.readings:
+        block.collect(visit)
+        for reading in block.readings:
             act(reading)
-        norms = [name for name in step.part.holders if "norm" in name.lower()]
-        for name in [step.readings[0].layers[0] + ".weight", *norms]:
-            module, key = step.part.holders[name][0]
-            step.replace(name, 1.01 * getattr(module, key))
-    step.say(notes=[Note("info", f"{step.name} done")])
+        norms = [name for name in block.part.holders if "norm" in name.lower()]
+        for name in [block.readings[0].layers[0] + ".weight", *norms]:
+            module, key = block.part.holders[name][0]
+            block.replace(name, 1.01 * getattr(module, key))
+    block.say(notes=[Note("info", f"{block.name} done")])
 
 
 def run(model: StreamedModel, work: Path, lockstep: bool, stop: int | None = None, **how: Any) -> PassResult:
     said: list[str] = []
     stream = Stream(model, context(texts(), work, said.append), **how)
     done = len(list(work.glob("*.json"))) if work.exists() else 0
-    for step in stream:
-        worked(step, lockstep)
-        if step.index == stop:
+    for block in stream:
+        worked(block, lockstep)
+        if block.index == stop:
             raise KeyboardInterrupt
     assert said == ([f"{done} of {len(stream)} blocks are done already; going on after them"] if done else [])
     return stream.result()
@@ -108,7 +108,7 @@ def test_interrupted_at_any_blocks(
     assert files(broken) == files(folder / "whole") and len(files(broken)) == 2 * n
     same_results(result, whole)
     same_results(run(model, broken, lockstep, **how), whole)  # nothing is left to do
-    same_results(result_of(model, read_finished_steps(broken)), whole)
+    same_results(result_of(model, read_finished_blocks(broken)), whole)
 
 
 def same_results(one: PassResult, other: PassResult) -> None:
@@ -163,22 +163,22 @@ def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
     model, work = streamed(llama()), tmp_path / "work"
     run(model, work, True)
     wanted = files(work)
-    damage(step_file(work, 1))
+    damage(block_file(work, 1))
     (work / "block-00002.draft").write_bytes(b"half")
     done = []
     stream = Stream(model, context(texts(), work))
-    for step in stream:
-        done.append(step.name)
-        worked(step, True)
+    for block in stream:
+        done.append(block.name)
+        worked(block, True)
     assert done == ["model.layers.1", "model.layers.2", "after"] and files(work) == wanted
 
 
-def test_finished_results_need_every_step(tmp_path: Path) -> None:
+def test_finished_results_need_every_block(tmp_path: Path) -> None:
     model = streamed(llama())
     run(model, tmp_path, True)
-    step_file(tmp_path, 2).with_suffix(".json").unlink()
+    block_file(tmp_path, 2).with_suffix(".json").unlink()
     with pytest.raises(OutputError, match="does not hold every block of a finished pass; run it again"):
-        read_finished_steps(tmp_path)
+        read_finished_blocks(tmp_path)
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,17 +186,17 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OutputError, match="the disk is full; finished steps are kept, free some space and run again"):
+    with pytest.raises(OutputError, match="the disk is full; finished work is kept, free some space and run again"):
         run(streamed(llama()), tmp_path, True)
 
 
 def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
     stream = Stream(streamed(llama(layers=2)), context(texts()))
-    for step in stream:
-        worked(step, True)
+    for block in stream:
+        worked(block, True)
     folder = stream._folder
     result = stream.result()
-    del stream, step
+    del stream, block
     result = PassResult(result.model.store.over([]))
     assert folder.exists() and result.model.read("model.layers.0.mlp.up_proj.weight").shape == (48, 32)
     del result
@@ -206,14 +206,14 @@ def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
 def work_and_tell(work: Path, told: Connection) -> None:
     """Work through all blocks; send the number of each that is done with."""
     activations.ROWS = 24
-    for step in Stream(streamed(llama()), context(texts(), work)):
-        worked(step, True)
-        told.send(step.index)
+    for block in Stream(streamed(llama()), context(texts(), work)):
+        worked(block, True)
+        told.send(block.index)
 
 
 @pytest.mark.slow
 def test_killed_while_it_works(tmp_path: Path) -> None:
-    """By SIGKILL, in the body of the second block's step."""
+    """By SIGKILL, in the body of the second block's turn."""
     run(streamed(llama()), tmp_path / "whole", True)
     ours, theirs = Pipe(duplex=False)
     with ours, theirs, start_process(work_and_tell, tmp_path / "work", theirs) as process:

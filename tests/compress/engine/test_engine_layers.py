@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.engine.compile import find_asked_precisions
-from compress.engine.layers import EngineLayer, layers_in_json, layers_in_log, outcomes, share_held
+from compress.engine.layers import EngineLayer, layers_in_json, layers_in_log, outcomes, share_as_asked
 
 LOG = Path(__file__).with_name("engine_log.txt")
 """Lines that TensorRT for RTX 1.7 wrote of an int8 residual CNN."""
@@ -28,7 +28,7 @@ def test_a_real_log() -> None:
     assert first.nodes[0] == "node_Conv_91" and first.outputs == ("float32",)
     assert layers[0].kind == "shape_call" and layers[0].nodes == () and layers[0].inputs == ()
     found = outcomes({"node_Conv_91": "int8", "node_linear": "int8", "node_Conv_95": "int8"}, layers)
-    assert [one.got for one in found] == ["int8"] * 3 and share_held(found) == 1.0
+    assert [one.got for one in found] == ["int8"] * 3 and share_as_asked(found) == 1.0
 
 
 def test_the_inspector_says_the_same() -> None:
@@ -59,7 +59,7 @@ def test_the_inspector_of_tensorrt_names_weights_apart() -> None:
         "Metadata": "[ONNX Layer: node_conv]",
     }
     layers = layers_in_json(json.dumps({"Layers": [row]}))
-    assert layers[0].weights == ("int8",) and share_held(outcomes({"node_conv": "int8"}, layers)) == 1.0
+    assert layers[0].weights == ("int8",) and share_as_asked(outcomes({"node_conv": "int8"}, layers)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_what_counts_as_the_asked_precision(
     asked: str, inputs: tuple[str, ...], weights: tuple[str, ...], got: str
 ) -> None:
     (found,) = outcomes({"n": asked}, [layer("k", ("n",), inputs, weights)])
-    assert found.got == got and found.held == (asked == got) and found.kernels == ("k",)
+    assert found.got == got and found.as_asked == (asked == got) and found.kernels == ("k",)
 
 
 def test_a_node_that_the_engine_does_not_name() -> None:
     (found,) = outcomes({"gone": "int8"}, [layer("k", ("other",), ("int8", "int8"))])
-    assert (found.got, found.held, share_held([found])) == ("", False, 0.0)
+    assert (found.got, found.as_asked, share_as_asked([found])) == ("", False, 0.0)
 
 
 def test_what_a_graph_asks_for(tmp_path: Path) -> None:

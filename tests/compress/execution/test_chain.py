@@ -21,7 +21,7 @@ from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes import Int8, Pass, Rtn
 from compress.passes.base import Stage
-from compress.planning import measurements as step_rules
+from compress.planning import measurements as rules
 from compress.planning.forecast import forecast
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import n_between
@@ -29,9 +29,9 @@ from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
 from compress.work import WORK
 from runtime.bundle.format import verify
+from runtime.report.passes import PASSES_FILE, PassRow
 from runtime.report.render import render_text
 from runtime.report.report import Report
-from runtime.report.steps import STEPS, StepRow
 
 pytestmark = pytest.mark.slow
 QUICK = [
@@ -89,7 +89,7 @@ def run(recipe: Recipe, folder: Path, cache: Path) -> Report:
     return report
 
 
-def rows(report: Report) -> tuple[StepRow, ...]:
+def rows(report: Report) -> tuple[PassRow, ...]:
     assert report.steps is not None
     return report.steps.rows
 
@@ -109,7 +109,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, 
 def test_there_is_a_row_for_the_float_model_and_for_each_pass(whole: tuple[Path, Report]) -> None:
     assert [row.name for row in rows(whole[1])] == ["float", "shake", "rtn", "int8"]
     assert all(row.error == "" and row.metrics and row.latency_ms for row in rows(whole[1]))
-    assert json.loads((whole[0] / STEPS).read_text())["manifest_digest"] == verify(whole[0]).digest
+    assert json.loads((whole[0] / PASSES_FILE).read_text())["manifest_digest"] == verify(whole[0]).digest
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -124,21 +124,21 @@ def test_what_a_pass_left_is_the_candidate_of_a_recipe_that_ends_there(
     assert row.metrics["top1"] != rows(whole[1])[0].metrics["top1"], "nothing has changed: the test sees nothing"
 
 
-def test_measuring_the_steps_changes_no_byte_of_the_bundle(
+def test_measuring_the_passes_changes_no_byte_of_the_bundle(
     whole: tuple[Path, Report], cache: Path, tmp_path: Path
 ) -> None:
     report = run(recipe_of(Shake(), ROUND, INT8, steps=False), tmp_path / "b", tmp_path / "fresh")
-    assert report.steps is None and not (tmp_path / "b" / STEPS).exists()
+    assert report.steps is None and not (tmp_path / "b" / PASSES_FILE).exists()
     ours, theirs = (verify(folder).files for folder in (whole[0], tmp_path / "b"))
     assert {name for name in ours if ours[name] != theirs[name]} <= {"recipe.yaml", "lock.json"}, "of the knob itself"
     assert ours.keys() == theirs.keys()
 
 
-def test_a_second_run_scores_nothing_again_and_says_what_each_step_took(
+def test_a_second_run_scores_nothing_again_and_says_what_each_pass_took(
     whole: tuple[Path, Report], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a finished step was done again")
+        raise AssertionError("finished work was done again")
 
     monkeypatch.setattr(ResultCache, "put", refuse)
     monkeypatch.setattr(chain, "run_graph", refuse)
@@ -180,7 +180,7 @@ def test_the_plan_says_what_is_measured(cache: Path, monkeypatch: pytest.MonkeyP
     (text,) = said(recipe_of(Shake(), INT8))
     assert "what shake left is measured" in text and "60 evaluation samples" in text
     assert said(recipe_of(INT8)) == said(recipe_of(Shake(), INT8, steps=False)) == []
-    monkeypatch.setattr(step_rules, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(rules, "LARGEST_BYTES", 1000)
     (text,) = said(recipe_of(Shake(), INT8))
     assert "is not measured, as the model has" in text and "more than 1000 B" in text
     assert "is measured, too" in said(recipe_of(Shake(), INT8, steps=True))[0]
@@ -195,8 +195,8 @@ def test_the_knob(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n(), n(INT8), n(Shake(), INT8), n(Shake(), ROUND, INT8)] == [0, 0, 1, 2]
     assert n(Shake(), INT8, steps=False) == 0
     without = make_plan(recipe_of(Shake(), INT8, steps=False), cache).keys
-    assert make_plan(recipe_of(Shake(), INT8), cache).keys == without, "it decides no step's result"
-    monkeypatch.setattr(step_rules, "LARGEST_BYTES", 1000)
+    assert make_plan(recipe_of(Shake(), INT8), cache).keys == without, "it decides no pass's result"
+    monkeypatch.setattr(rules, "LARGEST_BYTES", 1000)
     assert (n(Shake(), INT8), n(Shake(), INT8, steps=True)) == (0, 1)
 
 
@@ -205,7 +205,7 @@ def test_one_pass_has_its_two_rows_where_they_are_asked_for(cache: Path, tmp_pat
     assert [row.name for row in rows(report)] == ["float", "int8"]
 
 
-def test_a_checkpoint_cannot_have_its_steps_measured(cache: Path) -> None:
+def test_a_checkpoint_cannot_have_its_passes_measured(cache: Path) -> None:
     recipe = compress.load_recipe(QUICKSTART, ["export=[{kind: checkpoint}]", "target=vllm", "validate.steps=true"])
     with pytest.raises(PlanError, match=r"validate\.steps: true measures .* target vllm gets a checkpoint"):
         make_plan(recipe, cache)

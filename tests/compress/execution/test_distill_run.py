@@ -80,9 +80,9 @@ def ground(cache: Path, knobs: Distill) -> RunContext:
 
 
 def weights(one: RunContext) -> dict[str, torch.Tensor]:
-    step = one.cache.get(one.plan.keys.passes[1])
-    assert step is not None
-    return load_file(step.folder / "weights.safetensors")
+    cached = one.cache.get(one.plan.keys.passes[1])
+    assert cached is not None
+    return load_file(cached.folder / "weights.safetensors")
 
 
 def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, mon
     assert not list((tmp_path / "broken").glob("partial-*"))
     assert weights(whole).keys() == weights(broken).keys()
     assert all(torch.equal(value, weights(broken)[name]) for name, value in weights(whole).items())
-    step = whole.cache.get(whole.plan.keys.passes[1])
-    assert step is not None and step.record["measured"]["distill"]["loss_after"] < 6.0
+    cached = whole.cache.get(whole.plan.keys.passes[1])
+    assert cached is not None and cached.record["measured"]["distill"]["loss_after"] < 6.0
     block_passes_alone(whole)  # cached: nothing is trained again
     assert whole.journal.file.read_text().count("step 8 of 8") == 1
 

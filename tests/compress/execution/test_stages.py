@@ -1,4 +1,4 @@
-"""The steps of a run: done once, kept, and read back as they were."""
+"""The work of a run: done once, kept, and read back as they were."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_float_model_that_gives_nan_is_refused() -> None:
 
 
 def test_arrays_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"arrays\.safetensors: cannot be written: .*finished steps are kept"):
+    with pytest.raises(OutputError, match=r"arrays\.safetensors: cannot be written: .*finished work is kept"):
         _save_arrays({"a": np.zeros(3)}, tmp_path / "nowhere/arrays.safetensors")
 
 

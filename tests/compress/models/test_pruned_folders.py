@@ -113,7 +113,7 @@ def test_a_folder_with_a_record_can_be_pruned_again(tmp_path: Path) -> None:
 
 
 def test_a_record_decides_what_a_folder_is(tmp_path: Path) -> None:
-    """The digest by which steps are kept follows it."""
+    """The digest by which results are kept follows it."""
     spec = at(tmp_path / "small", whole(tmp_path / "whole", "bert"))
     pruned(at(tmp_path / "whole", spec), tmp_path / "small", ("heads",))
     before = model_digest(spec, tmp_path)

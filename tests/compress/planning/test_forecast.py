@@ -63,7 +63,7 @@ def test_more_work_takes_more() -> None:
     assert expect(samples={**SAMPLES, "calibration": 2000}).seconds == pytest.approx(base.seconds + 1.6)
     more = expect(RECIPE.model_copy(update={"passes": (SmoothQuant(), Int8())}))
     assert more.seconds > base.seconds
-    assert more.disk_bytes == base.disk_bytes + 2 * 4 * MIB, "its step, and the file that what it left is measured by"
+    assert more.disk_bytes == base.disk_bytes + 2 * 4 * MIB, "its result, and the file that what it left is measured by"
     assert expect(batch=64).memory_bytes == base.memory_bytes + 2 * 32 * MIB
     larger = expect(facts=replace(FACTS, other_bytes=100 * MIB))
     assert larger.memory_bytes == base.memory_bytes + 400 * MIB and larger.disk_bytes > base.disk_bytes

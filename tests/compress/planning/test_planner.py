@@ -87,9 +87,9 @@ def test_each_step_starts_where_the_last_one_ended(tmp_path: Path) -> None:
 def test_every_layer_is_spoken_of_and_what_is_kept_has_a_reason(tmp_path: Path, passes: str) -> None:
     plan = planned(tmp_path, f"passes={passes}")
     names = {layer.name for layer in plan.before.layers}
-    for step in plan.steps[2:]:
-        assert {decision.layer for decision in step.decisions} == names
-        assert all(decision.reason for decision in step.decisions if decision.action == "kept")
+    for row in plan.steps[2:]:
+        assert {decision.layer for decision in row.decisions} == names
+        assert all(decision.reason for decision in row.decisions if decision.action == "kept")
 
 
 def test_a_further_flavour_must_hold_what_the_passes_leave(tmp_path: Path) -> None:

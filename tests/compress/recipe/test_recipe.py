@@ -577,8 +577,8 @@ def test_an_override_gives_the_recipe_edited_by_hand(setting: tuple[tuple[str | 
     path, value = setting
     edited = yaml.safe_load(GOOD)
     inner = edited
-    for step in path[:-1]:
-        inner = inner.setdefault(step, {}) if isinstance(inner, dict) else inner[step]
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
     inner[path[-1]] = value
     recipes = []
     for text, *overrides in ((as_text(edited),), (GOOD, f"{'.'.join(map(str, path))}={as_text(value)}")):

@@ -1,4 +1,4 @@
-"""The step cache: what stands under a key is whole, whatever happened while it was made."""
+"""The result cache: what stands under a key is whole, whatever happened while it was made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_damaged_record_is_no_step(tmp_path: Path, record: str | None) -> None
     else:
         (tmp_path / "k/record.json").write_text(record)
     assert store.get("k") is None and not list(tmp_path.iterdir())
-    assert said == ["cache: step k is damaged; it is discarded and done again"]
+    assert said == ["cache: result k is damaged; it is discarded and done again"]
 
 
 def edit(file: Path, old: str, new: str) -> None:
@@ -67,13 +67,13 @@ def edit(file: Path, old: str, new: str) -> None:
 
 
 EDITS = {
-    "a file": lambda step: edit(step / "inner/file", "abc", "abd"),
-    "a number in the record": lambda step: edit(step / "record.json", "46.8", "99.9"),
-    "a blank in the record": lambda step: edit(step / "record.json", ": 46.8", ":  46.8"),
-    "a digest in the record": lambda step: edit(step / "record.json", '"digest": "', '"digest": "0'),
-    "another file": lambda step: (step / "inner/more").touch(),
-    "a link": lambda step: (step / "more").symlink_to("inner/file"),
-    "a file by another name": lambda step: (step / "inner/file").rename(step / "inner/other"),
+    "a file": lambda folder: edit(folder / "inner/file", "abc", "abd"),
+    "a number in the record": lambda folder: edit(folder / "record.json", "46.8", "99.9"),
+    "a blank in the record": lambda folder: edit(folder / "record.json", ": 46.8", ":  46.8"),
+    "a digest in the record": lambda folder: edit(folder / "record.json", '"digest": "', '"digest": "0'),
+    "another file": lambda folder: (folder / "inner/more").touch(),
+    "a link": lambda folder: (folder / "more").symlink_to("inner/file"),
+    "a file by another name": lambda folder: (folder / "inner/file").rename(folder / "inner/other"),
 }
 
 
@@ -120,8 +120,8 @@ def test_a_damaged_step_gives_way_to_a_new_one(tmp_path: Path) -> None:
     store = ResultCache(tmp_path, lambda text: None)
     store.put("k", writing("old"))
     (tmp_path / "k/inner/file").unlink()
-    step = store.put("k", writing("new"))
-    assert (step.folder / "inner/file").read_text() == "new" and store.get("k") == step
+    cached = store.put("k", writing("new"))
+    assert (cached.folder / "inner/file").read_text() == "new" and store.get("k") == cached
 
 
 def test_the_run_that_finishes_first_is_believed(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_the_run_that_finishes_first_is_believed(tmp_path: Path) -> None:
         ResultCache(tmp_path).put("k", writing("theirs"))
         return writing("ours")(folder)
 
-    step = store.put("k", slow)
-    assert step.record == {"said": "theirs"} and (step.folder / "inner/file").read_text() == "theirs"
+    cached = store.put("k", slow)
+    assert cached.record == {"said": "theirs"} and (cached.folder / "inner/file").read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir()] == ["k"]
 
 
@@ -173,7 +173,7 @@ def test_a_key_is_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         len({cache_key("a", 1), cache_key("a", "1"), cache_key("a", [1]), cache_key(["a", 1]), cache_key("b", 1)}) == 5
     )
-    with pytest.raises(TypeError, match="Path has no place in a step's key"):
+    with pytest.raises(TypeError, match="Path has no place in a result's key"):
         cache_key(Path("x"))
     before = cache_key("a")
     monkeypatch.setattr(cache_module, "code_version", lambda: "another")

@@ -1,4 +1,4 @@
-"""Unfinished steps: what a run had done when it ended is there for the next one, and for nobody else."""
+"""Unfinished work: what a run had done when it ended is there for the next one, and for nobody else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_another_key_of_the_same_label_starts_afresh_and_says_so(tmp_path: Path)
         assert {path.name for path in tmp_path.iterdir()} == {"partial-new", "partial-foreign"}
     assert said == [
         f"{LABEL}: the recipe, its model, its data or the code has changed since a run that did not finish, "
-        "so this step starts afresh"
+        "so this pass starts afresh"
     ]
 
 
@@ -57,7 +57,7 @@ def test_a_folder_that_another_run_works_in_is_left_alone(tmp_path: Path) -> Non
             assert ours != theirs and not list(ours.iterdir())
         with store.partial("other", LABEL):
             assert (theirs / "block-0").exists()
-    assert said == ["cache: another run is at work on step k; this one does not wait for it"]
+    assert said == ["cache: another run is at work on result k; this one does not wait for it"]
     assert not list(tmp_path.iterdir())
 
 
@@ -73,7 +73,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_finished_blocks_become_part_of_the_step(tmp_path: Path) -> None:
-    """And are still there if the run ends before the step is published."""
+    """And are still there if the run ends before the result is published."""
     store = ResultCache(tmp_path)
     leave(store, "k")
 
@@ -82,9 +82,9 @@ def test_finished_blocks_become_part_of_the_step(tmp_path: Path) -> None:
         return {"n": len(list(draft.iterdir()))}
 
     with store.partial("k", LABEL) as folder:
-        step = store.put("k", write)
+        cached = store.put("k", write)
         assert (folder / "block-0").exists()
-    assert step.record == {"n": 1} and (step.folder / "block-0").read_text() == "k"
+    assert cached.record == {"n": 1} and (cached.folder / "block-0").read_text() == "k"
     assert [path.name for path in tmp_path.iterdir()] == ["k"]
 
 

@@ -334,7 +334,7 @@ def test_one_failure_to_put_the_old_bundle_back_is_tried_again(tmp_path: Path, m
     [
         (
             errno.ENOSPC,
-            "/x: cannot be written: the disk is full; finished steps are kept, free some space and run again",
+            "/x: cannot be written: the disk is full; finished work is kept, free some space and run again",
         ),
         (errno.EACCES, "/x: cannot be read or written: Permission denied"),
     ],
@@ -349,7 +349,7 @@ def test_what_the_file_system_says(number: int, said: str) -> None:
 
 def test_the_log_tells_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "deep/run.log", quiet=True)
-    with journal.step("counting"):
+    with journal.time_stage("counting"):
         pass
     with pytest.raises(OutputError), journal.failures():
         raise OutputError("no room")
@@ -385,7 +385,7 @@ def test_a_long_step_says_where_it_is(tmp_path: Path) -> None:
             time.sleep(0.01)
         raise AssertionError(shown.getvalue())
 
-    with journal.step("prune_layers"):
+    with journal.time_stage("prune_layers"):
         for item in journal.progress("abc", "blocks chosen"):
             if item == "b":
                 wait_for("prune_layers, blocks chosen 1 of 3: 0 s so far")

@@ -61,7 +61,7 @@ def test_scales_are_one_number_for_each_tensor_and_the_largest_value_is_448() ->
             assert scale is not None and scale.shape is not None and len(scale.shape) == 0
 
 
-def test_kept_steps_give_the_same_graph() -> None:
+def test_kept_results_give_the_same_graph() -> None:
     model, feeds = graphs.transformer(), graphs.tokens()
     state = apply(model, feeds).model
     again = restore_state(model, state.record(), state.arrays())

@@ -163,10 +163,10 @@ def test_widths_without_a_hadamard_matrix_are_told() -> None:
 def test_a_rounded_model_is_not_turned() -> None:
     model = streamed(llama())
     stream = Stream(model, context(), data=False)
-    for step in stream:
-        for layer in step.layers:
+    for block in stream:
+        for layer in block.layers:
             if layer.endswith("up_proj"):
-                step.put(layer, nearest(step.matrix(layer)), PRESETS["W4A16"].with_group(16))
+                block.put(layer, nearest(block.matrix(layer)), PRESETS["W4A16"].with_group(16))
     with pytest.raises(PassError, match="up_proj is rounded already; put rotate before the pass that does it"):
         apply_pass(Rotate(), stream.result().model, context())
 

@@ -47,10 +47,10 @@ def rounded(weight: Tensor, bits: int, group: int, symmetric: bool) -> Quantized
 
 def in_two_bits(model: StreamedModel, scheme: Scheme = W2) -> StreamedModel:
     stream = Stream(model, context(), data=False)
-    for step in stream:
-        for layer, module in step.layers.items():
+    for block in stream:
+        for layer, module in block.layers.items():
             if type(module).__name__ in ("Linear", "Conv1D") and layer != "lm_head":
-                step.put(layer, nearest(step.matrix(layer), scheme), scheme)
+                block.put(layer, nearest(block.matrix(layer), scheme), scheme)
     return stream.result().model
 
 

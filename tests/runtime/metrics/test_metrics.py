@@ -14,7 +14,7 @@ from scipy import special, stats
 from sklearn import metrics as sk
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.metrics import MEASURED, METRICS, NonFiniteOutputs, check_name, fitting, known_metrics, why_not
+from runtime.metrics import MEASURED, METRICS, NonFiniteOutputs, check_name, fitting, metric_names, why_not
 from runtime.metrics.correlation import average_ranks
 from runtime.metrics.fidelity import MAX_SQNR_DB
 
@@ -241,7 +241,7 @@ def test_an_unknown_metric_is_refused_with_a_near_name() -> None:
 
 
 def test_the_lists_agree_and_are_complete() -> None:
-    assert set(known_metrics()) == set(METRICS) | set(MEASURED)
+    assert set(metric_names()) == set(METRICS) | set(MEASURED)
     assert not set(METRICS) & set(MEASURED)
     assert all(name == metric.name for listed in (METRICS, MEASURED) for name, metric in listed.items())  # type: ignore[attr-defined]
     assert fitting("generic", has_labels=False) == ("cosine", "sqnr_db", "mse_baseline")
@@ -249,7 +249,7 @@ def test_the_lists_agree_and_are_complete() -> None:
 
 def test_the_names_need_nothing_but_numpy() -> None:
     code = (
-        "import sys; from runtime.metrics import known_metrics; "
+        "import sys; from runtime.metrics import metric_names; "
         "heavy = {'onnxruntime', 'torch', 'openvino', 'tokenizers', 'PIL', 'pydantic'} & set(sys.modules); "
         "sys.exit(str(heavy) if heavy else 0)"
     )

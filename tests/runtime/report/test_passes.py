@@ -1,4 +1,4 @@
-"""What each step of a build cost and gave: measured beside the candidate, recorded, shown again as it was."""
+"""What each pass of a build cost and gave: measured beside the candidate, recorded, shown again as it was."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from runtime.encode.preprocess import make_preprocessor
 from runtime.errors import BundleError
 from runtime.judge.stats import paired_difference
 from runtime.judge.validate import validate
+from runtime.report.passes import PASSES_FILE, PassModel, PassRow
 from runtime.report.render import render_markdown, render_text, to_dict
-from runtime.report.steps import STEPS, StepModel, StepRow
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
 pytestmark = pytest.mark.usefixtures("no_probes")
@@ -57,15 +57,15 @@ def images_and_labels(bundle: Path) -> tuple[np.ndarray, np.ndarray]:
         return columns["image"], columns["label"]
 
 
-def step(bundle: Path, path: Path, tiny: Any, name: str = "one") -> StepModel:
+def pass_model(bundle: Path, path: Path, tiny: Any, name: str = "one") -> PassModel:
     """The model in `path` as a build would hand it in."""
-    return StepModel(name, 1.5, path, model_size(path), None, outputs_of(path, images_and_labels(bundle)[0], tiny))
+    return PassModel(name, 1.5, path, model_size(path), None, outputs_of(path, images_and_labels(bundle)[0], tiny))
 
 
-def test_a_step_that_changes_nothing_and_one_that_does_all(bundle: Path, tiny: Any) -> None:
+def test_a_pass_that_changes_nothing_and_one_that_does_all(bundle: Path, tiny: Any) -> None:
     same, done = bundle / "baseline/model.onnx", bundle / "model/model.onnx"
-    models = [step(bundle, same, tiny), step(bundle, done, tiny, "all"), StepModel("last", 2.0)]
-    report = validate(bundle, ONE, steps=models)
+    models = [pass_model(bundle, same, tiny), pass_model(bundle, done, tiny, "all"), PassModel("last", 2.0)]
+    report = validate(bundle, ONE, passes=models)
     assert report.steps is not None and not report.steps.recorded
     start, nothing, everything, end = report.steps.rows
     assert [row.name for row in report.steps.rows] == ["float", "one", "all", "last"]
@@ -77,7 +77,9 @@ def test_a_step_that_changes_nothing_and_one_that_does_all(bundle: Path, tiny: A
 
 
 def test_both_ends_are_the_report_s_own_numbers(bundle: Path, tiny: Any) -> None:
-    report = validate(bundle, ONE, steps=[step(bundle, bundle / "model/model.onnx", tiny), StepModel("last", 2.0)])
+    report = validate(
+        bundle, ONE, passes=[pass_model(bundle, bundle / "model/model.onnx", tiny), PassModel("last", 2.0)]
+    )
     assert report.steps is not None
     start, between, end = report.steps.rows
     assert (start.metrics, start.latency_ms) == (report.baseline.metrics, report.baseline.latency_ms["p50"])
@@ -89,8 +91,8 @@ def test_both_ends_are_the_report_s_own_numbers(bundle: Path, tiny: Any) -> None
 
 
 def test_a_change_is_paired_sample_by_sample(bundle: Path, tiny: Any) -> None:
-    path = tiny.image_model(bundle.parent / "step.onnx", seed=2)
-    report = validate(bundle, ONE, steps=[step(bundle, path, tiny), StepModel("last", 0.0)])
+    path = tiny.image_model(bundle.parent / "pass.onnx", seed=2)
+    report = validate(bundle, ONE, passes=[pass_model(bundle, path, tiny), PassModel("last", 0.0)])
     images, labels = images_and_labels(bundle)
     files = (bundle / "baseline/model.onnx", path, bundle / "model/model.onnx")
     right = [outputs_of(file, images, tiny)["logits"].argmax(axis=1) == labels for file in files]
@@ -105,13 +107,15 @@ def test_a_change_is_paired_sample_by_sample(bundle: Path, tiny: Any) -> None:
 
 
 def test_times_are_of_the_same_rounds(bundle: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Baseline, candidate and step at 1, 2 and 3 times the pace, in rounds of which each is slower than the last."""
+    """Baseline, candidate and pass at 1, 2 and 3 times the pace, in rounds of which each is slower than the last."""
 
     def timed(sessions: Sequence[Any], feeds: Any, rounds: int, *more: Any) -> np.ndarray:
         return np.outer(np.arange(1, len(sessions) + 1), np.arange(1, rounds + 1)) / 1000
 
     monkeypatch.setattr("runtime.measure.benchmark.time_rounds", timed)
-    report = validate(bundle, ONE, steps=[step(bundle, bundle / "model/model.onnx", tiny), StepModel("last", 2.0)])
+    report = validate(
+        bundle, ONE, passes=[pass_model(bundle, bundle / "model/model.onnx", tiny), PassModel("last", 2.0)]
+    )
     assert report.steps is not None
     assert [row.latency_ms for row in report.steps.rows] == pytest.approx([6.5, 19.5, 13.0])
     assert [row.faster for row in report.steps.rows[1:]] == pytest.approx([1 / 3, 1 / 2])
@@ -120,14 +124,18 @@ def test_times_are_of_the_same_rounds(bundle: Path, tiny: Any, monkeypatch: pyte
 def test_more_models_in_the_rounds_change_neither_their_number_nor_what_else_is_measured(
     bundle: Path, tiny: Any
 ) -> None:
-    report = validate(bundle, ONE, steps=[*[step(bundle, bundle / "model/model.onnx", tiny)] * 3, StepModel("x", 0.0)])
+    report = validate(
+        bundle, ONE, passes=[*[pass_model(bundle, bundle / "model/model.onnx", tiny)] * 3, PassModel("x", 0.0)]
+    )
     assert report.benchmark["rounds"] == FAST.iterations
     assert report.candidate.throughput_batch_size == 4 and report.candidate.peak_memory_bytes is not None
     assert [row["artifact"] for row in report.backends] == ["baseline", "candidate"]
 
 
 def test_a_later_validation_shows_what_was_recorded(bundle: Path, tiny: Any) -> None:
-    first = validate(bundle, ONE, steps=[step(bundle, bundle / "model/model.onnx", tiny), StepModel("last", 2.0)])
+    first = validate(
+        bundle, ONE, passes=[pass_model(bundle, bundle / "model/model.onnx", tiny), PassModel("last", 2.0)]
+    )
     digest = verify(bundle).digest
     again = validate(bundle, ONE)
     assert first.steps is not None and again.steps == replace(first.steps, recorded=True)
@@ -136,22 +144,22 @@ def test_a_later_validation_shows_what_was_recorded(bundle: Path, tiny: Any) -> 
     assert json.loads((bundle / "report.json").read_text())["steps"]["rows"][2]["name"] == "last"
 
 
-def test_a_bundle_without_recorded_steps_has_none(bundle: Path) -> None:
+def test_a_bundle_without_recorded_passes_has_none(bundle: Path) -> None:
     report = validate(bundle, ONE)
     assert report.steps is None and to_dict(report)["steps"] is None
-    assert not (bundle / STEPS).exists() and "what each step" not in render_text(report)
+    assert not (bundle / PASSES_FILE).exists() and "what each pass" not in render_text(report)
 
 
-def test_a_step_that_could_not_be_made_is_a_row_that_says_why(bundle: Path, tiny: Any) -> None:
+def test_a_pass_that_could_not_be_made_is_a_row_that_says_why(bundle: Path, tiny: Any) -> None:
     models = [
-        step(bundle, bundle / "baseline/model.onnx", tiny),
-        StepModel("lost", 3.0, error="not measured: no such | kernel"),
-        StepModel("last", 2.0),
+        pass_model(bundle, bundle / "baseline/model.onnx", tiny),
+        PassModel("lost", 3.0, error="not measured: no such | kernel"),
+        PassModel("last", 2.0),
     ]
-    report = validate(bundle, ONE, steps=models)
+    report = validate(bundle, ONE, passes=models)
     assert report.steps is not None
     lost, end = report.steps.rows[2:]
-    assert lost == StepRow("lost", 3.0, error="not measured: no such | kernel")
+    assert lost == PassRow("lost", 3.0, error="not measured: no such | kernel")
     drop = report.differences["top1"]
     assert end.changes["top1"].value == pytest.approx(drop["value"]), "it is against the last that was measured"
     for shown in (render_text(report), report._repr_html_()):
@@ -159,11 +167,11 @@ def test_a_step_that_could_not_be_made_is_a_row_that_says_why(bundle: Path, tiny
     assert "no such \\| kernel" in render_markdown(report)
 
 
-def test_a_step_with_broken_outputs_has_no_quality(bundle: Path, tiny: Any) -> None:
-    good = step(bundle, bundle / "model/model.onnx", tiny)
+def test_a_pass_with_broken_outputs_has_no_quality(bundle: Path, tiny: Any) -> None:
+    good = pass_model(bundle, bundle / "model/model.onnx", tiny)
     assert good.outputs is not None
     broken = replace(good, outputs={"logits": np.full_like(good.outputs["logits"], np.nan)})
-    report = validate(bundle, ONE, steps=[broken, StepModel("last", 2.0)])
+    report = validate(bundle, ONE, passes=[broken, PassModel("last", 2.0)])
     assert report.steps is not None
     row = report.steps.rows[1]
     assert row.error.startswith("its outputs are broken: output 'logits' holds NaN") and row.metrics == {}
@@ -181,7 +189,9 @@ def test_a_broken_candidate_is_a_row_without_quality(bundle: Path, tiny: Any) ->
     images, labels = images_and_labels(bundle)
     manifest = tiny.stage(root, "image-classification", tiny.image_spec, {"image": images, "label": labels})
     write_bundle(root, replace(manifest, judgement=Judgement(benchmark=FAST)))
-    report = validate(root, ONE, steps=[step(bundle, bundle / "baseline/model.onnx", tiny), StepModel("last", 2.0)])
+    report = validate(
+        root, ONE, passes=[pass_model(bundle, bundle / "baseline/model.onnx", tiny), PassModel("last", 2.0)]
+    )
     assert report.verdict == "fail" and report.steps is not None
     assert report.steps.rows[-1].metrics == {} and "broken" in report.steps.rows[-1].error
     assert report.steps.rows[1].metrics["agreement"] == 1.0
@@ -195,25 +205,27 @@ def test_a_broken_candidate_is_a_row_without_quality(bundle: Path, tiny: Any) ->
     ],
 )
 def test_what_was_recorded_is_checked(bundle: Path, tiny: Any, change: Callable[[Any], Any], said: str) -> None:
-    validate(bundle, ONE, steps=[step(bundle, bundle / "model/model.onnx", tiny), StepModel("last", 2.0)])
-    data = json.loads((bundle / STEPS).read_text())
-    (bundle / STEPS).write_text(json.dumps(change(data)))
+    validate(bundle, ONE, passes=[pass_model(bundle, bundle / "model/model.onnx", tiny), PassModel("last", 2.0)])
+    data = json.loads((bundle / PASSES_FILE).read_text())
+    (bundle / PASSES_FILE).write_text(json.dumps(change(data)))
     with pytest.raises(BundleError, match=said):
         validate(bundle, ONE)
 
 
 def test_what_was_recorded_is_json(bundle: Path) -> None:
-    (bundle / STEPS).write_text("{")
+    (bundle / PASSES_FILE).write_text("{")
     with pytest.raises(BundleError, match=r"report\.steps\.json: Expecting .*; remove it"):
         validate(bundle, ONE)
 
 
-def test_the_table_has_a_row_for_each_step_wherever_it_is_drawn(bundle: Path, tiny: Any) -> None:
-    report = validate(bundle, ONE, steps=[step(bundle, bundle / "model/model.onnx", tiny, "<b>"), StepModel("z", 0.0)])
+def test_the_table_has_a_row_for_each_pass_wherever_it_is_drawn(bundle: Path, tiny: Any) -> None:
+    report = validate(
+        bundle, ONE, passes=[pass_model(bundle, bundle / "model/model.onnx", tiny, "<b>"), PassModel("z", 0.0)]
+    )
     text = render_text(report)
-    rows = text[text.index("what each step cost and gave") :].splitlines()[1:5]
-    assert [row.split()[0] for row in rows] == ["step", "float", "<b>", "z"]
-    assert rows[0].split() == ["step", "size", "smaller", "top1", "change", "latency", "p50", "faster", "took"]
+    rows = text[text.index("what each pass cost and gave") :].splitlines()[1:5]
+    assert [row.split()[0] for row in rows] == ["pass", "float", "<b>", "z"]
+    assert rows[0].split() == ["pass", "size", "smaller", "top1", "change", "latency", "p50", "faster", "took"]
     assert "1.5 s" in rows[2] and "x" in rows[2]
     html = report._repr_html_()
     assert "<td>&lt;b&gt;</td>" in html and "<td><b></td>" not in html
@@ -222,13 +234,13 @@ def test_the_table_has_a_row_for_each_step_wherever_it_is_drawn(bundle: Path, ti
 
 def test_of_a_decoder_the_time_for_each_token_is_told(make_decoder_bundle: Any, tiny: Any) -> None:
     root = make_decoder_bundle(noise=0.3)
-    path = tiny.decoder_model(root.parent / "step/model.onnx", noise=0.1)
+    path = tiny.decoder_model(root.parent / "pass/model.onnx", noise=0.1)
     manifest = verify(root)
     cache: KvCacheSpec = tiny.kv_cache()
     sessions = [tiny.open_onnx(path), tiny.open_onnx(root / "baseline/model.onnx")]
     encoder = bundle_preprocessor(root, manifest, sessions[0].inputs)
     outputs = score(sessions[0], encoder, {"text": tiny.stories}, 32, sessions[1])
-    report = validate(root, steps=[StepModel("one", 0.5, path, model_size(path), cache, outputs), StepModel("z", 0.0)])
+    report = validate(root, passes=[PassModel("one", 0.5, path, model_size(path), cache, outputs), PassModel("z", 0.0)])
     assert report.steps is not None and report.steps.latency == "tpot"
     start, between, end = report.steps.rows
     assert start.latency_ms == report.baseline.generation["tpot"] and end.faster == report.ratios["tpot"]

@@ -1,4 +1,4 @@
-"""One step of a stream: a block with its weights, the calls that reach it, and what is done to it."""
+"""One block of a stream with its weights, the calls that reach it, and what is done to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Visit = Callable[[Reading, Tensor], None]
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One micro-batch's call of the step's module. `rows`: [B, T], False where padding is; None: there is none."""
+    """One micro-batch's call of the block. `rows`: [B, T], False where padding is; None: there is none."""
 
     arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     rows: Tensor | None
@@ -43,7 +43,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Part:
-    """What a step is made of. `run`: the forward of one micro-batch, giving the hidden state.
+    """What a `BlockWork` is made of. `run`: the forward of one micro-batch, giving the hidden state.
 
     `names`: parameter's plain name -> the modules and names under which it is held, for all that may be changed.
     `runs_on`: something reads the outputs.
@@ -51,7 +51,7 @@ class Part:
 
     index: int
     name: str
-    block: nn.Module
+    module: nn.Module
     layers: dict[str, nn.Module]
     readings: tuple[Reading, ...]
     holders: Mapping[str, list[tuple[nn.Module, str]]]
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass
 class BlockWork:
-    """What a pass over blocks works on: see the attributes of `Part`, which are those of the step."""
+    """What a pass over blocks works on: see the attributes of `Part`, which are those of the block."""
 
     part: Part
     changes: Changes = field(default_factory=Changes)
@@ -82,9 +82,9 @@ class BlockWork:
         return self.part.name
 
     @property
-    def block(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """Return the module with its weights in float32, no gradients asked for."""
-        return self.part.block
+        return self.part.module
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -102,7 +102,7 @@ class BlockWork:
 
     @property
     def quantized(self) -> Mapping[str, QuantizedWeight]:
-        """Return the step's quantized layers, of earlier passes and of this one."""
+        """Return the block's quantized layers, of earlier passes and of this one."""
         stored = {layer: self.part.store.quantized(layer) for layer in self.layers}
         earlier = {
             layer: weight
@@ -148,7 +148,7 @@ class BlockWork:
         """Run one forward of all micro-batches, stopping before each reading: `visit` for each micro-batch, then `act`.
 
         `act` may `put` the reading's layers: the forward goes on through what it left. Once for each reading, in their
-        order, also when no row reaches it. The outputs are kept, so that the step costs no second forward.
+        order, also when no row reaches it. The outputs are kept, so that the block costs no second forward.
         """
 
         def visit_rows(reading: Reading, x: Tensor, i: int) -> None:
@@ -197,10 +197,10 @@ class BlockWork:
         """Record new float values of a parameter (its full plain name) and go on with them.
 
         Parameters that are tied to it change with it; a tied one that is named itself gets values of its own. KeyError
-        if the step has no such parameter, ValueError if the shape differs.
+        if the block has no such parameter, ValueError if the shape differs.
         """
         if name not in self.part.holders:
-            raise KeyError(f"step {self.name!r} has no parameter {name!r}")
+            raise KeyError(f"block {self.name!r} has no parameter {name!r}")
         values = tensor.detach().to(torch.float32, copy=True).contiguous()
         for module, key in self.part.holders[name]:
             old = module._parameters[key]
@@ -224,14 +224,14 @@ class BlockWork:
         notes: Sequence[Note] = (),
         measured: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Record what the report will tell of this step; calls add up."""
+        """Record what the report will tell of this block; calls add up."""
         self.changes.decisions += decisions
         self.changes.notes += notes
         for layer, numbers in (measured or {}).items():
             self.changes.measured.setdefault(layer, {}).update({k: float(v) for k, v in numbers.items()})
 
     def outputs(self) -> Iterator[Tensor]:
-        """Yield the hidden states that the step leaves: those of `lockstep` where they still hold, or a forward's."""
+        """Yield the hidden states that the block leaves: those of `lockstep` where they still hold, or a forward's."""
         if self._outputs is not None and self.part.runs_on:
             yield from self._outputs
             return
@@ -240,9 +240,9 @@ class BlockWork:
                 yield self.forward(i)
 
     def close(self) -> None:
-        """Drop everything large: whoever still holds the step holds little."""
+        """Drop everything large: whoever still holds the block holds little."""
         self.changes, self._outputs = Changes(), None
-        self.part = replace(self.part, layers={}, holders={}, calls=(), run=_refuse_closed_step, float_outputs=None)
+        self.part = replace(self.part, layers={}, holders={}, calls=(), run=_refuse_closed_block, float_outputs=None)
 
     def _visit_inputs(self, i: int, taps: Sequence[Tap], visit: Visit) -> None:
         last = len(taps) - 1
@@ -287,5 +287,5 @@ class BlockWork:
             self._outputs = None
 
 
-def _refuse_closed_step(i: int) -> Tensor:
-    raise RuntimeError("the step is over: the stream has gone on")
+def _refuse_closed_block(i: int) -> Tensor:
+    raise RuntimeError("the block is closed: the stream has gone on")

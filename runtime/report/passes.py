@@ -1,6 +1,6 @@
 """Hold what each pass of a build cost and gave: the rows of a table, the file that keeps them, and its cells as text.
 
-`report.steps.json` is written by the validation that ends a build, while the models between the steps are still there.
+`report.steps.json` is written by the validation that ends a build, while the models between the passes are still there.
 Later validations show it as it is. Like the reports it is in no manifest, because times differ from run to run.
 """
 
@@ -20,15 +20,15 @@ from runtime.bundle.records import from_json
 from runtime.errors import BundleError
 from runtime.report.units import bytes_text, interval_brackets, ms_text
 
-STEPS = "report.steps.json"
+PASSES_FILE = "report.steps.json"
 LATENCY = {"latency_p50": "latency p50", "tpot": "time per token"}
 
 
 @dataclass(frozen=True)
-class StepModel:
-    """What a build hands to the judge of one step: a model that is measured beside the bundle's own and not kept.
+class PassModel:
+    """What a build hands to the judge of one pass: a model that is measured beside the bundle's own and not kept.
 
-    The last step's model is the candidate, so that it has no `path`. Neither has one that could not be made: `error`
+    The last pass's model is the candidate, so that it has no `path`. Neither has one that could not be made: `error`
     says why. `outputs`: over the frozen samples, as `runtime.tasks.predict.run_samples` gives them (beside the
     baseline).
     """
@@ -44,20 +44,20 @@ class StepModel:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric's value minus that of the step before, paired by sample where its interval is known."""
+    """A metric's value minus that of the pass before, paired by sample where its interval is known."""
 
     value: float
     interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
-class StepRow:
-    """What was measured after one step; None and nothing for what was not."""
+class PassRow:
+    """What was measured after one pass; None and nothing for what was not."""
 
     name: str
-    """"float" for the model as it came, then each step's."""
+    """"float" for the model as it came, then each pass's."""
     seconds: float | None = None
-    """What the step took when it was done: of a run that was broken off, its last part."""
+    """Seconds that the pass took when it was done: of a run that was broken off, its last part."""
     size_bytes: int | None = None
     smaller: float | None = None
     """How many times smaller than the float model."""
@@ -73,10 +73,10 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class StepTable:
-    """The float model, and what each step made of it; the last row is the candidate."""
+class PassTable:
+    """The float model, and what each pass made of it; the last row is the candidate."""
 
-    rows: tuple[StepRow, ...]
+    rows: tuple[PassRow, ...]
     latency: str
     """The metric that `latency_ms` is: latency_p50, or of a decoder tpot."""
     shown: tuple[str, ...]
@@ -88,23 +88,23 @@ class StepTable:
     """True where it is not of this validation, but of the one that ended the build."""
 
 
-def write_steps(table: StepTable, root: Path) -> None:
+def write_pass_table(table: PassTable, root: Path) -> None:
     """Write `report.steps.json` into the bundle in `root`, whole or not at all."""
-    draft = root / f"{STEPS}.{os.getpid()}.tmp"
+    draft = root / f"{PASSES_FILE}.{os.getpid()}.tmp"
     try:
         draft.write_bytes(canonical_json(table))
-        put_in_place(draft, root / STEPS)
+        put_in_place(draft, root / PASSES_FILE)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def read_steps(root: Path, manifest: Manifest) -> StepTable | None:
+def read_pass_table(root: Path, manifest: Manifest) -> PassTable | None:
     """Read what the build recorded, or None; BundleError where the file is damaged or of another bundle."""
-    file = root / STEPS
+    file = root / PASSES_FILE
     if not file.is_file():
         return None
     try:
-        table = from_json(StepTable, json.loads(file.read_bytes()), "steps")
+        table = from_json(PassTable, json.loads(file.read_bytes()), "steps")
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: {error}; remove it, and the bundle is judged without it") from error
     if table.manifest_digest != manifest.digest:
@@ -112,25 +112,25 @@ def read_steps(root: Path, manifest: Manifest) -> StepTable | None:
     return replace(table, recorded=True)
 
 
-def step_heads(table: StepTable) -> tuple[str, ...]:
+def pass_heads(table: PassTable) -> tuple[str, ...]:
     """Return the heads of the columns."""
     quality = [text for name in table.shown for text in (name, "change")]
-    return ("step", "size", "smaller", *quality, LATENCY[table.latency], "faster", "took", "")
+    return ("pass", "size", "smaller", *quality, LATENCY[table.latency], "faster", "took", "")
 
 
-def step_cells(table: StepTable) -> list[tuple[str, ...]]:
-    """Return one row for each step, the float model first."""
+def pass_cells(table: PassTable) -> list[tuple[str, ...]]:
+    """Return one row for each pass, the float model first."""
     return [tuple(_format_cells(row, table)) for row in table.rows]
 
 
-def step_notes(table: StepTable) -> list[str]:
+def pass_notes(table: PassTable) -> list[str]:
     """Return what a reader of the table must know, as sentences."""
     where = f" on {table.cpu}" if table.cpu else ""
     notes = ["Each change is to the row above that was measured; smaller and faster are against the float model."]
     return [*notes, *([f"Measured when the bundle was built{where}, not in this run."] if table.recorded else [])]
 
 
-def _format_cells(row: StepRow, table: StepTable) -> Iterator[str]:
+def _format_cells(row: PassRow, table: PassTable) -> Iterator[str]:
     yield row.name
     yield bytes_text(row.size_bytes)
     yield _format_ratio(row.smaller)

@@ -1,4 +1,4 @@
-"""The table of a build's steps, from what was measured of their models beside the bundle's own."""
+"""The table of a build's passes, from what was measured of their models beside the bundle's own."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Case, Findings, Side
 from runtime.measure.benchmark import BenchmarkResult
 from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
-from runtime.report.steps import Change, StepModel, StepRow, StepTable
+from runtime.report.passes import Change, PassModel, PassRow, PassTable
 
 FLOAT = "float"
 
 
-def step_table(
-    case: Case, models: Sequence[StepModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
-) -> StepTable:
-    """Return a row for the float model and one for each step; both ends are the report's own numbers.
+def make_pass_table(
+    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
+) -> PassTable:
+    """Return a row for the float model and one for each pass; both ends are the report's own numbers.
 
     `models`: at least one, the last being the candidate, whose outputs over the frozen samples are `candidate`.
     `timed`: with the models that have a path, in their order.
     """
-    rows, before = [_fill_from_side(StepRow(FLOAT), report.baseline, _latency_metric(timed))], case.baseline
-    for row, outputs in _measure_steps(case, models, candidate, timed, report):
+    rows, before = [_fill_from_side(PassRow(FLOAT), report.baseline, _latency_metric(timed))], case.baseline
+    for row, outputs in _measure_passes(case, models, candidate, timed, report):
         previous = next((earlier for earlier in reversed(rows) if earlier.metrics), rows[0])
         rows.append(replace(row, changes=_compute_changes(case, row, outputs, previous, before)))
         before = outputs if outputs is not None and row.metrics else before
-    return StepTable(
+    return PassTable(
         rows=tuple(rows),
         latency=_latency_metric(timed),
         shown=choose_metrics(report),
@@ -47,35 +47,35 @@ def choose_metrics(report: Findings) -> tuple[str, ...]:
     return tuple(name for name in measured if name in gated) or tuple(measured[:1])
 
 
-def _measure_steps(
-    case: Case, models: Sequence[StepModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
-) -> Iterator[tuple[StepRow, Outputs | None]]:
-    """Yield each step's row, still without its changes, and the outputs that it was measured on."""
+def _measure_passes(
+    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
+) -> Iterator[tuple[PassRow, Outputs | None]]:
+    """Yield each pass's row, still without its changes, and the outputs that it was measured on."""
     seconds = iter(timed.between_s)
     for model in models[:-1]:
-        row = StepRow(model.name, model.seconds, model.size_bytes, error=model.error)
+        row = PassRow(model.name, model.seconds, model.size_bytes, error=model.error)
         if model.path is not None:
             row = _add_times(row, next(seconds), timed, report.baseline)
         yield _add_scores(row, model.outputs, case), model.outputs
-    last = _fill_from_side(StepRow(models[-1].name, models[-1].seconds), report.candidate, _latency_metric(timed))
+    last = _fill_from_side(PassRow(models[-1].name, models[-1].seconds), report.candidate, _latency_metric(timed))
     faster = report.ratios.get(_latency_metric(timed))
     error = "" if report.candidate.metrics else next(iter(report.advice), "")
     yield replace(last, smaller=report.ratios.get("size"), faster=faster, error=error), candidate
 
 
 def _latency_metric(timed: BenchmarkResult) -> str:
-    """Return the metric that a step's speed is told by."""
+    """Return the metric that tells the speed after a pass."""
     return "latency_p50" if timed.requests is None else "tpot"
 
 
-def _fill_from_side(row: StepRow, side: Side, latency: str) -> StepRow:
+def _fill_from_side(row: PassRow, side: Side, latency: str) -> PassRow:
     """Return the row with what the report has measured of a side."""
     ms = side.generation.get("tpot") if latency == "tpot" else side.latency_ms.get("p50")
     metrics = {name: _finite_or_none(value) for name, value in side.metrics.items()}
     return replace(row, size_bytes=side.size_bytes, metrics=metrics, latency_ms=ms)
 
 
-def _add_times(row: StepRow, seconds: Array, timed: BenchmarkResult, baseline: Side) -> StepRow:
+def _add_times(row: PassRow, seconds: Array, timed: BenchmarkResult, baseline: Side) -> PassRow:
     """Return the row with its times. `seconds`: of each round, [rounds]; the baseline's were taken in the same ones."""
     first = timed.latency_s[0] if timed.requests is None else timed.requests.per_token[0]
     smaller = baseline.size_bytes / row.size_bytes if baseline.size_bytes and row.size_bytes else None
@@ -83,7 +83,7 @@ def _add_times(row: StepRow, seconds: Array, timed: BenchmarkResult, baseline: S
     return replace(row, smaller=smaller, latency_ms=ms, faster=faster)
 
 
-def _add_scores(row: StepRow, outputs: Outputs | None, case: Case) -> StepRow:
+def _add_scores(row: PassRow, outputs: Outputs | None, case: Case) -> PassRow:
     if outputs is None:
         return row
     try:
@@ -98,9 +98,9 @@ def _add_scores(row: StepRow, outputs: Outputs | None, case: Case) -> StepRow:
 
 
 def _compute_changes(
-    case: Case, row: StepRow, outputs: Outputs | None, previous: StepRow, before: Outputs
+    case: Case, row: PassRow, outputs: Outputs | None, previous: PassRow, before: Outputs
 ) -> dict[str, Change]:
-    """Return the changes by metric since the last step that was measured.
+    """Return the changes by metric since the last pass that was measured.
 
     They have an interval where both rows are held against the truth.
     """
