@@ -17,13 +17,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/compress apply recipes/quickstart.yaml --out bundles/quickstart-digits
 
-# Two processes of one thread each; the files that take longest come first.
+# Two processes of one thread each; which files come first and stay together: tests/conftest.py.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_notebooks.py tests/e2e tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # The unit tests alone, without those that take seconds each: what to run while editing.
 quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/compress tests/runtime
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/compress tests/runtime
 
 # The same generated cases as in `make test`, many more of them: about an hour. FUZZ_SEED=1 makes others.
 fuzz: setup

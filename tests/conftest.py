@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,6 +21,37 @@ settings.register_profile(
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.function_scoped_fixture),
 )
 settings.load_profile("repeatable")
+
+
+SHARED = {
+    "tests/compress/export/test_decoder_export.py": "exported decoders",
+    "tests/compress/export/test_genai.py": "exported decoders",
+    "tests/compress/graph/test_group_query_attention.py": "exported decoders",
+    "tests/e2e/test_cli_golden.py": "quickstart",
+    "tests/e2e/test_quickstart.py": "quickstart",
+}
+"""File -> what it shares with others, which one process therefore makes once for all of them."""
+LONGEST = ("tests/test_notebooks.py", "tests/e2e/", "tests/compress/work/test_learning_resume.py", *SHARED)
+"""What takes longest comes first, so that two processes end together."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put first what takes longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the tests of a file, and of files that share what is slow to make, in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SHARED.get(file, file)
+
+    return BySharing(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
