@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One thread for each of the processes; Python keeps what it compiled, because tests start many processes.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .PHONY: setup demo quick test fuzz check docs gpu-check format schema clean
@@ -17,17 +20,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/compress apply recipes/quickstart.yaml --out bundles/quickstart-digits
 
-# Two processes of one thread each; which files come first and stay together: tests/conftest.py.
+# In two processes; which files come first and stay together: tests/conftest.py.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(PYTEST) $(TOGETHER) tests
 
 # The unit tests alone, without those that take seconds each: what to run while editing.
 quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/compress tests/runtime
+	$(PYTEST) $(TOGETHER) -m "not slow" tests/compress tests/runtime
 
 # The same generated cases as in `make test`, many more of them: about an hour. FUZZ_SEED=1 makes others.
 fuzz: setup
-	OMP_NUM_THREADS=1 FUZZ_CASES=$${FUZZ_CASES:-100000} $(BIN)/python -m pytest -n 2 tests/fuzz
+	FUZZ_CASES=$${FUZZ_CASES:-100000} $(PYTEST) -n 2 tests/fuzz
 
 check: setup
 	$(BIN)/ruff check .

@@ -42,7 +42,7 @@ def test_the_graph_is_the_model(kind: str) -> None:
     assert relative(torch_logits(kind, ids, mask)[kept], got[kept]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("kind", kinds(["llama", "gpt2", "gemma3"]))
 def test_layers_have_the_names_of_their_modules(kind: str) -> None:
     graph, module = exported(kind), make(kind)
     weights = {name: layer for name, layer in module.named_modules() if getattr(layer, "weight", None) is not None}
@@ -66,6 +66,7 @@ def test_what_the_graph_says_of_itself() -> None:
     assert graph.metadata_props[MAX_LENGTH] == "64" and graph.opset_imports[""] == 21
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_one_until_either_is_quantized(tmp_path: Path) -> None:
     graph = exported("gemma3")
     tables = [v for v in float_graph(graph).graph.initializers.values() if v.const_value and 101 in v.const_value.shape]

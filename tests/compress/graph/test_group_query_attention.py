@@ -72,6 +72,7 @@ def test_a_prompt_may_be_read_in_parts(kind: str) -> None:
     assert relative(whole, np.concatenate(parts, axis=1)) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_attributes_are_what_the_nodes_did() -> None:
     nodes = [node for node in rewritten("gemma3").graph if node.op_type == ATTENTION]
     windows = [
@@ -273,10 +274,10 @@ def dequantized(state: GraphState) -> ir.Model:
         ("llama", 4, -1, True, False),
         ("llama", 6, 32, True, False),
         ("llama", 8, -1, True, True),
-        ("qwen2", 4, 32, False, False),
-        ("qwen2", 2, 32, True, False),
+        pytest.param("qwen2", 4, 32, False, False, marks=pytest.mark.slow),
+        pytest.param("qwen2", 2, 32, True, False, marks=pytest.mark.slow),
         ("gpt2", 4, 32, True, False),
-        ("gemma3", 4, 32, True, False),
+        pytest.param("gemma3", 4, 32, True, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_finished_decoder_multiplies_packed_weights(
@@ -291,6 +292,7 @@ def test_a_finished_decoder_multiplies_packed_weights(
     assert relative(_prefill(dequantized(state)), _prefill(model)) < 0.05
 
 
+@pytest.mark.slow
 def test_products_of_one_input_are_one_and_give_the_same_bits() -> None:
     """Rounding each row once or three times is the same; query, key and value go into attention as they come."""
     plain = to_group_query_attention(write_state(state_of("qwen2", 4, 32), "u8s8"))[0]
@@ -311,6 +313,7 @@ def test_products_with_unlike_weights_stay_apart() -> None:
     assert merge_products(model) == 2, "key and value of both layers"
 
 
+@pytest.mark.slow
 def test_norms_are_divided_by_their_root() -> None:
     plain = exported("gemma3")
     model = clone(plain)

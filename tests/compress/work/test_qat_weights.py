@@ -366,6 +366,7 @@ def _decoder_feeds(session: Any, feeds: dict[str, np.ndarray]) -> dict[str, np.n
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_that_the_graph_lacks_is_named(trained: TorchModel, graph: ir.Model) -> None:
     lost = {"model.layers.9.mlp": trained.rounded["model.layers.0.mlp.up_proj"]}
     with pytest.raises(ExportError, match=r"model\.layers\.9\.mlp: is rounded, but not a layer of the exported graph"):

@@ -210,12 +210,14 @@ def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None
     assert all(e.candidate.value > 0 or e.name == "peak_memory" for e in found.values())
 
 
+@pytest.mark.usefixtures("no_probes")
 def test_a_limit_that_nothing_keeps_gives_no_batch(image_bundle: Path) -> None:
     result = benchmark(rewrite(image_bundle, replace(FAST, latency_limit_ms=1e-6)))
     assert result.limited == (None, None)
     assert speed_evidence(result, Judgement())["throughput_under_latency"].candidate.value == 0
 
 
+@pytest.mark.usefixtures("no_probes")
 def test_texts_of_a_given_length_are_measured(make_text_bundle: Callable[..., Path]) -> None:
     columns = {"text": ["the cat sat", "dog ran far on the mat"], "text_pair": ["dog", "cat"]}
     root = make_text_bundle("feature-extraction", columns, max_length=16)

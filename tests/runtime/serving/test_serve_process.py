@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.slow
 MIB = 2**20
 REQUESTS = 5000 if os.environ.get("FUZZ_CASES") else 300
 INFER = "/v2/models/tiny/infer"
