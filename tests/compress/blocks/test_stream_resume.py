@@ -93,6 +93,7 @@ def files(work: Path) -> dict[str, Any]:
 )
 @example(make=llama, how={}, lockstep=True, stops=[0, 1, 2, 3])
 @example(make=bert, how={"float_too": True, "offload": True}, lockstep=False, stops=[1])
+@pytest.mark.slow
 def test_interrupted_at_any_blocks(
     tmp_path_factory: pytest.TempPathFactory, make: Any, how: dict[str, Any], lockstep: bool, stops: list[int]
 ) -> None:

@@ -318,6 +318,7 @@ PLACES = st.tuples(st.sampled_from(["before_step", "after_step"]), st.integers(0
 @settings(max_examples=4)
 @given(COURSES, st.lists(PLACES, min_size=1, max_size=3))
 @example(course=replace(COURSE, ema_decay=0.7, dropout=True, accumulate=2), strikes=[("after_step", 4)])
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, course: Course, strikes: list[tuple[str, int]]
 ) -> None:

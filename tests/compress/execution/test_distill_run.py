@@ -85,6 +85,7 @@ def weights(one: RunContext) -> dict[str, torch.Tensor]:
     return load_file(cached.folder / "weights.safetensors")
 
 
+@pytest.mark.slow
 def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = Distill(steps=8, batch_size=16, learning_rate=3e-3, held_out=0.2)
     whole = ground(tmp_path / "whole", knobs)

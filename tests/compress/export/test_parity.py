@@ -31,6 +31,7 @@ def exported() -> tuple[TorchModel, ir.Model]:
     return loaded, export_float(loaded, BATCHES[0], 20)
 
 
+@pytest.mark.slow
 def test_the_export_is_the_model(exported: tuple[TorchModel, ir.Model]) -> None:
     assert 0 <= check_parity(*exported, BATCHES) < TOLERANCE / 5
 

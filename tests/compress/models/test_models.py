@@ -512,6 +512,7 @@ EXPORT: dict[str, Any] = {"input_names": ["pixel_values"], "dynamo": True, "verb
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
 @pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.slow
 def test_exported_graph_has_the_layers_that_the_plan_named(tmp_path: Path, optimize: bool) -> None:
     facts, loaded = model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS), load_model(DIGITS_SPEC, Path(), DIGITS_FEEDS)
     batch = {0: torch.export.Dim("batch")}

@@ -86,6 +86,7 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert examine(path) == "it holds a name that is not UTF-8: b'\\xff'"
 
 
+@pytest.mark.slow
 def test_checks_that_do_not_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty functions that call the next one twice: shape inference would walk a billion calls."""
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]

@@ -229,6 +229,7 @@ def test_every_importance_gives_an_order_of_all_units(importance: curves_room.Im
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
+@pytest.mark.slow
 def test_obs_loses_less_than_chance() -> None:
     module, batches, dimensions = resnet()
     errors = {}

@@ -109,6 +109,7 @@ def test_scaled_weights_compute_what_they_did(make: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_is_closer_than_rtn_and_with_gptq_closer_still() -> None:
     knobs: dict[str, Any] = {"bits": 3, "group_size": 16}
     exact = output(streaming.streamed(outlying(streaming.llama(layers=2))))

@@ -91,6 +91,7 @@ def test_learning_that_is_broken_off_ends_with_the_same_bytes(
         assert len(list((work / "learning").iterdir())) == 1  # what is over was removed
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_learned_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
     with pytest.raises(Interrupted):

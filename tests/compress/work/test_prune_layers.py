@@ -299,6 +299,7 @@ def test_an_idle_block_goes_and_nothing_changes() -> None:
     assert isinstance(net.layer1[1], nn.Identity)
 
 
+@pytest.mark.slow
 def test_what_is_left_is_fitted_anew() -> None:
     nets = [conv_net(), conv_net()]
     batches = [MicroBatch({"x": torch.from_numpy(one["pixel_values"])}, None, 16) for one in image_batches(8)]

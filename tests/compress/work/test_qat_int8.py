@@ -131,6 +131,7 @@ def error_on(
         (mlp(), "tensorrt"),
     ],
 )
+@pytest.mark.slow
 def test_training_ends_nearer_to_the_float_model_than_int8_does(model: ir.Model, target: str) -> None:
     """On images that neither calibration nor training saw; ranges begin far too wide, as one image was too bright."""
     data = pictures(64)
@@ -158,6 +159,7 @@ def test_a_transformer_is_trained_by_its_outputs() -> None:
     assert result.measured["qat"]["loss_after"] < 0.9 * result.measured["qat"]["loss_before"]
 
 
+@pytest.mark.slow
 def test_batch_norms_lie_in_the_convolutions_that_are_trained() -> None:
     """As the exporter leaves them: what is trained has no statistics that could drift."""
     net, data = conv_net(), images(48)
@@ -225,6 +227,7 @@ def test_zeros_stay() -> None:
 
 
 @pytest.mark.parametrize("learn", [True, False])
+@pytest.mark.slow
 def test_a_broken_off_run_ends_in_the_same_bytes(learn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     course = TrainingPass.course
     monkeypatch.setattr(TrainingPass, "course", lambda self, n, seed: replace(course(self, n, seed), save_seconds=0.0))

@@ -192,6 +192,7 @@ def test_the_report_tells_each_round() -> None:
     assert not any(p.requires_grad for p in net.parameters()) and not net.training
 
 
+@pytest.mark.slow
 def test_rounds_lose_less_than_everything_at_once() -> None:
     """The loss held out at the end, the last training being as long."""
     losses = {}
@@ -229,6 +230,7 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("calls", [2, 9, 17, 41])
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:

@@ -259,6 +259,7 @@ def test_patterns_go_along_channels() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("later", [Rtn, Hqq, Awq], ids=lambda kind: kind.__name__)
+@pytest.mark.slow
 def test_zeros_stay_where_weights_are_rounded_one_by_one(later: Any, symmetric: bool) -> None:
     result = run(streamed(llama()), pattern="2:4")
     rounded = apply_pass(later(group_size=16, symmetric=symmetric), result.model, context(texts()))
@@ -276,6 +277,7 @@ def files(work: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("knobs", [{}, {"method": "magnitude", "scope": "global"}], ids=str)
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(
     knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def test_a_budget_cuts_the_rounds_but_never_below_what_an_interval_needs() -> No
 # a bundle
 
 
+@pytest.mark.slow
 def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None:
     rewrite(image_bundle, replace(FAST, latency_limit_ms=1e6))
     before = sorted(image_bundle.rglob("*"))

@@ -90,6 +90,7 @@ def test_a_model_that_cannot_be_read_is_named(
     assert code == 1 and "model.onnx: the model file cannot be read: Permission denied" in said
 
 
+@pytest.mark.slow
 def test_a_bundle_that_cannot_be_written_is_judged_elsewhere(
     image_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
