@@ -28,6 +28,10 @@ SHARED = {
     "tests/compress/export/test_genai.py": "exported decoders",
     "tests/compress/graph/test_group_query_attention.py": "exported decoders",
     "tests/e2e/test_cli_golden.py": "quickstart",
+    "tests/e2e/test_language.py": "a decoder's cached results",
+    "tests/e2e/test_language_chain.py": "a decoder's cached results",
+    "tests/e2e/test_pruned_language.py": "a decoder's cached results",
+    "tests/e2e/test_qat_recipe.py": "a decoder's cached results",
     "tests/e2e/test_quickstart.py": "quickstart",
 }
 """File -> what it shares with others, which one process therefore makes once for all of them."""
