@@ -33,6 +33,8 @@ SHARED = {
     "tests/e2e/test_pruned_language.py": "a decoder's cached results",
     "tests/e2e/test_qat_recipe.py": "a decoder's cached results",
     "tests/e2e/test_quickstart.py": "quickstart",
+    "tests/golden/test_golden_recipes.py": "quickstart",
+    "tests/e2e/test_tags.py": "quickstart",
 }
 """File -> what it shares with others, which one process therefore makes once for all of them."""
 LONGEST = ("tests/test_notebooks.py", "tests/e2e/", "tests/compress/work/test_learning_resume.py", *SHARED)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import apply
+from makers import apply, changed
 from tiny_lm import language_folder, language_recipe
 
 PRUNE: dict[str, Any] = {"kind": "prune_channels", "ratio": 0.5, "round_to": 32}
@@ -15,7 +15,8 @@ GPTQ: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
 
 
 def report(folder: Path, passes: list[dict[str, Any]], cache: Path, out: str) -> dict[str, Any]:
-    apply(language_recipe(folder, passes), folder / out, cache, folder)
+    recipe = changed(language_recipe(folder, passes), validate={"steps": True})
+    apply(recipe, folder / out, cache, folder)
     found: dict[str, Any] = json.loads((folder / out / "report.json").read_text())
     return found
 

@@ -30,7 +30,7 @@ def overrides(models: Path, path: Path) -> list[str]:
         "preprocess.pack=20",
         f"data.calibration={{source: '{texts}', samples: 12}}",
         f"data.evaluation={{source: '{texts}', skip: 12, samples: 60}}",
-        "validate={gates: [{metric: nll, max: 20}, {metric: size_ratio, min: 1}]}",
+        "validate={gates: [{metric: nll, max: 20}, {metric: size_ratio, min: 1}], steps: false}",
         *(f"validate.benchmark.{name}={value}" for name, value in QUICK_DECODING.items()),
     ]
 

@@ -80,7 +80,10 @@ def write_texts(path: Path, n: int, seed: int = 0, length: int = 24) -> Path:
 
 
 def language_recipe(folder: Path, passes: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
-    """A recipe about a tiny Llama in `folder`, which is written there with its texts."""
+    """Return a recipe about a tiny Llama in `folder`, which is written there with its texts.
+
+    What is left between the passes is not measured: each model would be exported.
+    """
     if not (folder / "lm").exists():
         language_folder(folder / "lm")
     write_texts(folder / "calibration.jsonl", 16)
@@ -94,7 +97,7 @@ def language_recipe(folder: Path, passes: list[dict[str, Any]], **parts: Any) ->
             "evaluation": {"source": "jsonl:evaluation.jsonl"},
         },
         "passes": passes,
-        "validate": {"gates": [{"metric": "nll", "max": 20}], "benchmark": QUICK_DECODING},
+        "validate": {"gates": [{"metric": "nll", "max": 20}], "benchmark": QUICK_DECODING, "steps": False},
         **parts,
     }
 
