@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,9 @@ def test_a_student_from_a_factory(tmp_path: Path) -> None:
     own = recipe(tmp_path, '{source: "python:bag.py:bag", args: {width: 4}}', ", output: {loss: mse}")
     report = compress.apply(own, tmp_path / "out", tmp_path / "cache", quiet=True)
     assert report is not None
+    shutil.copytree(tmp_path / "cache", tmp_path / "other")
+    (taught,) = (tmp_path / "other").glob("*/weights.safetensors")
+    shutil.rmtree(taught.parent)  # all but what was exported is made again
     torch.manual_seed(99)  # what a student without weights begins with follows from the recipe's seed alone
     compress.apply(own, tmp_path / "again", tmp_path / "other", quiet=True)
     again, once = ((tmp_path / name / "checkpoint/model.safetensors").read_bytes() for name in ("again", "out"))
