@@ -34,8 +34,7 @@ from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
-from runtime.report.render import prepare_folder, write_report
-from runtime.report.report import Report
+from runtime.report.report import Report, prepare_folder, write_report
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
