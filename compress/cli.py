@@ -317,7 +317,7 @@ def _tell_code(recipe: Recipe) -> None:
 
 def _show_report(report: Any, as_json: bool, bundle: Path | None = None) -> None:
     """Print it, and where the bundle is if it is new; end with the verdict's exit code."""
-    from runtime.report.render import render_text, to_dict
+    from runtime.report.report import render_text, to_dict
 
     if as_json:
         print_json(to_dict(report))

@@ -76,7 +76,7 @@ class Bundle:
 
     def _run_frozen_samples(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the candidate's outputs over the frozen samples; a decoder's are scored beside the baseline's."""
-        from runtime.bundle.opening import open_artifact
+        from runtime.backends import open_artifact
         from runtime.tasks.predict import run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
@@ -179,10 +179,9 @@ def open_bundle(
     operator; `options` are the backend's own. BundleError if the bundle is damaged or does not load; UsageError for an
     unknown backend or option; MissingDependency if the backend is not installed.
     """
-    from runtime.backends import find_backend
+    from runtime.backends import find_backend, open_artifact
     from runtime.bundle import format as format_
     from runtime.bundle.files import name_file
-    from runtime.bundle.opening import open_artifact
     from runtime.errors import UsageError
     from runtime.tasks.predict import bundle_preprocessor
 

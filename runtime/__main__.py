@@ -31,8 +31,7 @@ from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.npz import NpzError, read_arrays
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
-from runtime.report.render import finite, render_text, to_dict
-from runtime.report.report import Report
+from runtime.report.report import Report, finite, render_text, to_dict
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
 

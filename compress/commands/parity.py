@@ -17,11 +17,10 @@ from compress.engine.compile import compile_order
 from compress.engine.marked import mark, tensors_of
 from compress.errors import ExportError
 from compress.store.durable import temporary_folder
-from runtime.backends import Feeds, Session, find_backend
+from runtime.backends import Feeds, Session, find_backend, open_artifact
 from runtime.bundle.columns import Columns, count
 from runtime.bundle.format import Manifest, read_samples, verify
 from runtime.bundle.manifest import Artifact
-from runtime.bundle.opening import open_artifact
 from runtime.decode.scoring import language_encoder
 from runtime.judge.divergence import Divergence, first_divergence, relative, relative_error, squares
 from runtime.tasks.predict import bundle_preprocessor, encoding_views

@@ -14,7 +14,7 @@ from compress.tasks import TorchTask
 from runtime.bundle.columns import Array
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
-from runtime.tasks.texts import TEXT_COLUMNS
+from runtime.tasks.base import TEXT_COLUMNS
 
 
 @dataclass(frozen=True)

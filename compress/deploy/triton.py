@@ -27,7 +27,7 @@ from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
-from runtime.tasks.texts import TEXT, TEXT_PAIR
+from runtime.tasks.base import TEXT, TEXT_PAIR
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",

@@ -19,11 +19,10 @@ from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.manifest import fixed_batch
-from runtime.bundle.settings import check_room
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.judge.gates import check_gates
-from runtime.measure.feeds import MOST_FEED_BYTES
+from runtime.measure.workload import MOST_FEED_BYTES, check_room
 from runtime.metrics import MEASURED, SIZES
 
 STAGES = ("model", "blocks", "graph")

@@ -1,21 +1,75 @@
-"""uint8 images to a model's input. Pillow only where a file is read, a size changed or colours converted."""
+"""uint8 images to a model's input, as a record says how.
+
+Pillow is used only where a file is read, a size changed or colours converted.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns, Rows, take
+from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.specs import ImagePreprocess
 from runtime.errors import MissingDependency, UsageError
 
+MOST_PIXELS = 2**14
+"""A side of an image."""
+MOST_SCALE = 1e12
+"""Of scale, mean and std: larger ones leave float32, in which pixels are normalised."""
 LONGEST_SIDES = 32
 """Times the shorter side: a row of a thousand pixels, resized to 256 rows, would become a quarter of a million long."""
+
+
+@dataclass(frozen=True)
+class ImagePreprocess:
+    """uint8 images to a model's input: resize, centre crop, (pixel * scale - mean) / std."""
+
+    kind: Literal["image"] = "image"
+    """Discriminator."""
+    resize: int | tuple[int, int] | None = None
+    """A number: the shorter side, keeping proportions; [height, width]: exactly that."""
+    crop: tuple[int, int] | None = None
+    """Centre crop to [height, width], after resize."""
+    channels: Literal["RGB", "L"] = "RGB"
+    """Colour, or one grey channel."""
+    scale: float = 1 / 255
+    """Multiplies the pixel values 0..255."""
+    mean: tuple[float, ...] = (0.0,)
+    """Subtracted after `scale`: one number, or one for each channel."""
+    std: tuple[float, ...] = (1.0,)
+    """Divides after `mean`: one number, or one for each channel."""
+    layout: Literal["NCHW", "NHWC"] = "NCHW"
+    """Order of the model input's dimensions."""
+    resample: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
+    """Pillow's filter of that name."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        sizes = (self.resize,) if isinstance(self.resize, int) else self.resize or ()
+        if not all(1 <= size <= MOST_PIXELS for size in (*sizes, *(self.crop or ()))):
+            raise ValueError(
+                f"resize {self.resize} and crop {self.crop} must be at least 1 pixel, {MOST_PIXELS} at most"
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in {1, self.n_channels} or not all(abs(value) <= MOST_SCALE for value in values):
+                raise ValueError(
+                    f"{name} is {values}: give 1 or {self.n_channels} numbers for {self.channels} images, at most "
+                    f"{MOST_SCALE:g} in size"
+                )
+        if not abs(self.scale) <= MOST_SCALE:
+            raise ValueError(f"scale is {self.scale}: give a number of at most {MOST_SCALE:g} in size")
+        if any(abs(value) < 1 / MOST_SCALE for value in self.std):
+            raise ValueError(f"std is {self.std}: give numbers of at least {1 / MOST_SCALE:g} in size")
+
+    @property
+    def n_channels(self) -> int:
+        return 3 if self.channels == "RGB" else 1
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns, Rows, take
-from runtime.bundle.records import from_json, to_json
-from runtime.encode.images import make_image_encoder
+from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
+from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
-from runtime.encode.specs import ImagePreprocess, TensorPreprocess, TextPreprocess
-from runtime.encode.texts import make_text_encoder, pool
+from runtime.encode.texts import TextPreprocess, make_text_encoder, pool
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +32,17 @@ __all__ = [
     "spec_from_dict",
     "spec_to_dict",
 ]
+
+
+@dataclass(frozen=True)
+class TensorPreprocess:
+    """Arrays that are the model's inputs already, one column for each input name."""
+
+    kind: Literal["tensor"] = "tensor"
+    """Discriminator."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
 
 PreprocessSpec = ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
 

@@ -1,4 +1,4 @@
-"""Texts to token ids through the `tokenizers` library, and hidden states to one embedding a text."""
+"""Texts to token ids through `tokenizers`, as a record says how, and hidden states to one embedding a text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,46 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns, Rows, take_texts
+from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.specs import TextPreprocess
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 WORD = re.compile(r"\S+")
 FEEDS = ("input_ids", "attention_mask", "token_type_ids")
+MOST_TOKENS = 2**20
+"""Tokens that texts are filled up to."""
+
+
+@dataclass(frozen=True)
+class TextPreprocess:
+    """Texts to token ids, and for feature-extraction the model's hidden states to one embedding."""
+
+    kind: Literal["text"] = "text"
+    """Discriminator."""
+    max_length: int = 128
+    """Tokens, special ones included; longer texts are cut."""
+    padding: Literal["longest", "max_length"] = "longest"
+    """To the longest text of the batch, or always to `max_length`."""
+    pooling: Literal["mean", "cls", "max", "none"] = "mean"
+    """feature-extraction only: over the tokens that are not padding; none: the model's output is the embedding."""
+    normalize: bool = True
+    """feature-extraction only: divide by the L2 norm."""
+    tokenizer: str = "tokenizer.json"
+    """File name inside the model's folder."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise ValueError(f"max_length is {self.max_length}, below 1")
+        if self.max_length > MOST_TOKENS:
+            raise ValueError(f"max_length is {self.max_length}, above {MOST_TOKENS}")
+        check_file_name("tokenizer", self.tokenizer)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ import numpy as np
 from runtime.backends import BACKENDS, Session
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import Manifest
-from runtime.bundle.settings import settings_for
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import LATENCY_BUDGET_S, Variant, engine_trouble, open_variant, pair
-from runtime.measure.feeds import make_feeds
 from runtime.measure.timing import time_rounds
+from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import LATENCY_PERCENTILES, METRICS, Outputs, why_not
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, run_samples
 

@@ -15,7 +15,6 @@ from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
 from runtime.bundle.onnx_file import graph_facts
-from runtime.bundle.settings import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
@@ -31,11 +30,11 @@ from runtime.measure.benchmark import (
     speed_evidence,
 )
 from runtime.measure.environment import environment
+from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
-from runtime.report.render import prepare_folder, write_report
-from runtime.report.report import Report
+from runtime.report.report import Report, prepare_folder, write_report
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 

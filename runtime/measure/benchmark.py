@@ -20,13 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import BACKENDS, Feeds, Session, find_backend
+from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_options
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
-from runtime.bundle.opening import open_artifact, open_options
-from runtime.bundle.settings import bound_batch, settings_for
 from runtime.decode.kv_cache import Decoder
 from runtime.decode.scoring import language_encoder
 from runtime.errors import BundleError, RuntimeFailure, UsageError
@@ -40,7 +38,6 @@ from runtime.judge.evidence import (
 )
 from runtime.judge.stats import fresh_processes_needed
 from runtime.measure.environment import environment
-from runtime.measure.feeds import make_feeds
 from runtime.measure.probe import Probe, probe
 from runtime.measure.timing import (
     SETTLING_S,
@@ -54,6 +51,7 @@ from runtime.measure.timing import (
     time_requests,
     time_rounds,
 )
+from runtime.measure.workload import bound_batch, make_feeds, settings_for
 from runtime.metrics import LATENCY_PERCENTILES
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 

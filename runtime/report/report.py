@@ -1,29 +1,311 @@
-"""Return what a judgement found, and show it as HTML in a notebook.
+"""A report, and how it is shown and kept: JSON, Markdown, JUnit, plain text for the terminal, HTML in a notebook.
 
-The verdict stands first, then what the gates are about and the advice; everything else is folded away.
+`report.json` holds the record as it is. Values that could not be measured are null, as are the ends of an interval that
+has none; there is never a NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
-from runtime.judge.findings import Findings
+from runtime.errors import RuntimeFailure, UsageError
+from runtime.judge.findings import MEASURED_FIELDS, OF_DECODERS, Findings, Side
 from runtime.judge.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
-from runtime.report.curves import Curve, curves_svg, find_curves
+from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
 from runtime.report.passes import PassTable, pass_cells, pass_heads, pass_notes
-from runtime.report.render import Row, table_rows, verdict_line
+from runtime.report.units import bytes_text, interval_brackets, ms_text
+
+__all__ = [
+    "Report",
+    "Row",
+    "Side",
+    "prepare_folder",
+    "render_html",
+    "render_json",
+    "render_junit",
+    "render_markdown",
+    "render_text",
+    "table_rows",
+    "to_dict",
+    "verdict_line",
+    "write_report",
+]
 
 COLORS = {"pass": "#2f855a", "fail": "#c53030", "undecided": "#b7791f", "unjudged": "#718096"}
 """Of a verdict: readable as text on white and on black, and under white text."""
 SHOWN = ("size", "latency p50", "time to first token", "time per token")
-"""Rows that are always open, beside those that a gate is about."""
+"""Rows that HTML always leaves open, beside those that a gate is about."""
 
 
-def _report_html(report: Findings) -> str:
-    """Return a fragment without scripts and style sheets, which shows wherever a notebook is read; all text escaped."""
+@dataclass(frozen=True)
+class Report(Findings):
+    """One judgement of one bundle on one machine; draws itself in a notebook."""
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
+
+
+def to_dict(report: Findings) -> dict[str, Any]:
+    """Return the report as JSON values; NaN and infinity become null."""
+    cleaned: dict[str, Any] = finite(asdict(report))
+    return cleaned
+
+
+def finite(value: Any) -> Any:
+    """Return JSON values with NaN and infinity replaced by null."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def render_json(report: Findings) -> str:
+    """Render report.json, keys in the record's order."""
+    return json.dumps(to_dict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: before is the baseline, after the candidate; `change` is a ratio or a difference."""
+
+    name: str
+    before: str
+    after: str
+    change: str
+
+
+def table_rows(report: Findings) -> list[Row]:
+    """Return what the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
+    before, after = report.baseline, report.candidate
+    rows = [Row("size", bytes_text(before.size_bytes), bytes_text(after.size_bytes), _format_ratio(report, "size"))]
+    rows += [_make_metric_row(report, name) for name in METRICS if name in after.metrics]
+    rows += [_make_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
+    for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens
+        row = Row(
+            f"latency {p}",
+            ms_text(before.latency_ms.get(p)),
+            ms_text(after.latency_ms.get(p)),
+            _format_ratio(report, f"latency_{p}"),
+        )
+        rows.append(row)
+    if on_device := report.benchmark.get("device_p50_ms"):
+        first, second = on_device["baseline"], on_device["candidate"]
+        rows.append(Row("on the GPU alone", ms_text(first), ms_text(second), f"{first / second:.2f}x"))
+    batch = after.throughput_batch_size
+    rows.append(_make_rate_row(report, f"throughput, batch {batch}", "throughput"))
+    if after.throughput_under_latency_per_s is not None:
+        limit = report.benchmark.get("latency_limit_ms")
+        rows.append(_make_rate_row(report, f"throughput, p95 within {limit:g} ms", "throughput_under_latency"))
+    memory = bytes_text(before.peak_memory_bytes), bytes_text(after.peak_memory_bytes)
+    rows.append(Row("peak memory", *memory, _format_ratio(report, "peak_memory")))
+    rows.append(Row("load time", ms_text(before.load_ms), ms_text(after.load_ms), _format_ratio(report, "load_time")))
+    return [row for row in rows if (row.before, row.after) != ("-", "-")]
+
+
+def _make_metric_row(report: Findings, name: str) -> Row:
+    change = report.differences.get(name)
+    text = f"{change['value']:+z.4f} {interval_brackets(change['interval'], '+z.4f')}".rstrip() if change else ""
+    return Row(name, _format_quality(report.baseline, name), _format_quality(report.candidate, name), text)
+
+
+def _make_decoder_row(report: Findings, name: str) -> Row:
+    unit = {"1/s": "/s", "price": ""}.get(MEASURED[name].unit, f" {MEASURED[name].unit}")
+    before, after = report.baseline.generation.get(name), report.candidate.generation.get(name)
+    cells = ["-" if value is None else f"{value:.4g}{unit}" for value in (before, after)]
+    return Row(_label_metric(report, name), cells[0], cells[1], _format_ratio(report, name))
+
+
+def _label_metric(report: Findings, name: str) -> str:
+    """Return a metric's name for people."""
+    if name != "goodput":
+        return _LABELS[name]
+    settings = report.benchmark
+    limits = [
+        f"{kind} {settings[f'{kind}_limit_ms']:g} ms" for kind in ("ttft", "tpot") if settings[f"{kind}_limit_ms"]
+    ]
+    return f"goodput, p95 within {', '.join(limits)}"
+
+
+_LABELS = {
+    "ttft": "time to first token",
+    "tpot": "time per token",
+    **{f"itl_{p}": f"between tokens {p}" for p in ("p50", "p95", "p99")},
+    "prefill_rate": "prefill",
+    "decode_rate": "decode",
+    "cost_per_million": "cost of a million tokens",
+}
+
+
+def _format_quality(of: Side, name: str) -> str:
+    return f"{of.metrics[name]:.4f} {interval_brackets(of.intervals.get(name))}".rstrip() if name in of.metrics else "-"
+
+
+def _make_rate_row(report: Findings, label: str, name: str) -> Row:
+    before, after = (getattr(s, MEASURED_FIELDS[name]) for s in (report.baseline, report.candidate))
+    return Row(label, _format_rate(before), _format_rate(after), _format_ratio(report, name))
+
+
+def _format_ratio(report: Findings, name: str) -> str:
+    """Format a ratio with its own interval: the median of the rounds' own ratios is not the ratio of two medians."""
+    if name not in report.ratios:
+        return ""
+    return f"{report.ratios[name]:.2f}x {interval_brackets(report.ratio_intervals.get(name), '.2f')}".rstrip()
+
+
+def _format_rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}/s"
+
+
+def verdict_line(report: Findings) -> str:
+    """Return one sentence: does it hold, and how many gates do not."""
+    if report.verdict == "unjudged":
+        return f"{report.bundle} on {report.backend}: measured, not judged"
+    where = f"on {report.backend}"
+    if report.scored_by:
+        where = f"for {report.target}, scored by {report.scored_by} at the build"
+    short = [gate for gate in report.gates if not gate.holds]
+    if not report.gates:
+        outcome = "no gates to hold" if report.verdict == "pass" else "its outputs cannot be judged"
+    else:
+        outcome = (
+            f"{len(short)} of {len(report.gates)} gates fell short" if short else f"all {len(report.gates)} gates hold"
+        )
+    return f"{report.verdict.upper()}: {report.bundle} {where}: {outcome}"
+
+
+def render_text(report: Findings) -> str:
+    """Render the table, the gates, the advice and the verdict as plain text."""
+    return "\n".join(_render_lines(report)) + "\n"
+
+
+def _render_lines(report: Findings) -> Iterator[str]:
+    yield from _align_columns(
+        [("", "before", "after", "change"), *((r.name, r.before, r.after, r.change) for r in table_rows(report))]
+    )
+    if report.gates:
+        yield ""
+        yield "gates"
+        yield from (f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
+    if report.steps is not None:
+        yield ""
+        yield "what each pass cost and gave"
+        yield from _align_columns([pass_heads(report.steps), *pass_cells(report.steps)])
+        yield from (f"  {note}" for note in pass_notes(report.steps))
+    if curves := find_curves(report.layers):
+        yield ""
+        yield from (f"  {curve_line(curve)}" for curve in curves)
+    if report.backends:
+        yield ""
+        yield "other ways to run it"
+        yield from _align_columns([_format_backend(row) for row in report.backends])
+    if report.advice:
+        yield ""
+        yield from (f"- {sentence}" for sentence in report.advice)
+    yield ""
+    yield verdict_line(report)
+
+
+def _align_columns(cells: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _format_backend(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a row: backend, model, precision, latency, speed-up, closeness to the baseline, remark."""
+    who = row["name"], row["artifact"], row["precision"]
+    if row.get("error"):
+        return *who, "failed", "", "", row["error"]
+    fidelity = row.get("fidelity", {})
+    closeness = ", ".join(f"{name} {fidelity[name]:.4f}" for name in ("agreement", "cosine") if name in fidelity)
+    remark = "fastest" if row["fastest"] else ""
+    return *who, ms_text(row["latency_ms"]["p50"]), f"{row['speedup']:.2f}x", closeness, remark
+
+
+def _format_verdict(gate: GateResult) -> str:
+    return gate.verdict if gate.verdict != "pass" else "holds"
+
+
+def render_markdown(report: Findings) -> str:
+    """Render report.md: the same content for a pull request or a model card."""
+    lines = [f"# {verdict_line(report)}", ""]
+    lines += [f"**{sentence}**" if i == 0 else sentence for i, sentence in enumerate(report.advice)] + [""] * bool(
+        report.advice
+    )
+    lines += _render_markdown_table(
+        ("", "before", "after", "change"), [(r.name, r.before, r.after, r.change) for r in table_rows(report)]
+    )
+    if report.gates:
+        lines += ["", "## Gates", ""]
+        cells = [(_format_verdict(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
+        lines += _render_markdown_table(("verdict", "gate", "why"), cells)
+    if report.steps is not None:
+        lines += ["", "## What each pass cost and gave", ""]
+        lines += _render_markdown_table(pass_heads(report.steps), pass_cells(report.steps))
+        lines += ["", *pass_notes(report.steps)]
+    if curves := find_curves(report.layers):
+        lines += ["", "```", *map(curve_line, curves), "```"]
+    if report.backends:
+        lines += ["", "## Other ways to run it", ""]
+        heads = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
+        lines += _render_markdown_table(heads, [_format_backend(row) for row in report.backends])
+    lines += ["", "## Where it was measured", ""]
+    lines += [f"- quality: by {report.scored_by}, when the bundle was built"] if report.scored_by else []
+    lines += [
+        f"- {key}: {value}" for key, value in {**report.environment, **report.benchmark}.items() if value is not None
+    ]
+    lines += [f"- evaluation samples: {report.n_samples}; intervals at {100 * report.confidence:g}%, two-sided"]
+    return "\n".join(lines) + "\n"
+
+
+def _render_markdown_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
+
+
+def render_junit(report: Findings) -> str:
+    """Render report.xml: a test case per gate; one that does not hold is a failure, an undecided pass is skipped."""
+    short = sum(not gate.holds for gate in report.gates)
+    skipped = sum(gate.holds and gate.verdict == "undecided" for gate in report.gates)
+    attributes = {
+        "name": report.bundle,
+        "tests": str(len(report.gates)),
+        "failures": str(short),
+        "skipped": str(skipped),
+    }
+    suite = ElementTree.Element("testsuite", {**attributes, "errors": "0"})
+    for gate in report.gates:
+        case = ElementTree.SubElement(
+            suite, "testcase", {"classname": report.bundle, "name": f"{gate.metric} {gate.rule}"}
+        )
+        if not gate.holds:
+            ElementTree.SubElement(case, "failure", {"type": gate.verdict, "message": gate.why})
+        elif gate.verdict == "undecided":
+            ElementTree.SubElement(case, "skipped", {"message": gate.why})
+        ElementTree.SubElement(case, "system-out").text = gate.why
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def render_html(report: Findings) -> str:
+    """Render a fragment without scripts and style sheets, which shows wherever a notebook is read; all text escaped.
+
+    The verdict stands first, then what the gates are about and the advice; everything else is folded away.
+    """
     rows = table_rows(report)
     names = _choose_open_rows(report)
     first, rest = [r for r in rows if r.name in names], [r for r in rows if r.name not in names]
@@ -57,18 +339,17 @@ def _render_headline(report: Findings) -> str:
 
 
 def _render_measurements(rows: Sequence[Row]) -> str:
-    return _render_table(("", "before", "after", "change"), ((r.name, r.before, r.after, r.change) for r in rows))
+    return _render_html_table(("", "before", "after", "change"), ((r.name, r.before, r.after, r.change) for r in rows))
 
 
 def _render_gates(gates: Sequence[GateResult]) -> str:
     """Render one line for each gate: the verdict in its colour, the rule, and why."""
     lines = []
     for gate in gates:
-        word = "holds" if gate.verdict == "pass" else gate.verdict
-        mark = f'<b style="color:{COLORS[gate.verdict]}">{word}</b>'
+        mark = f'<b style="color:{COLORS[gate.verdict]}">{_format_verdict(gate)}</b>'
         rule = escape(f"{gate.metric} {gate.rule}")
         lines.append(f"<tr><td>{mark}</td><td>{rule}</td><td>{escape(gate.why)}</td></tr>")
-    return f"<table>{_render_head(('gate', 'rule', 'why'))}{''.join(lines)}</table>" if lines else ""
+    return f"<table>{_render_html_head(('gate', 'rule', 'why'))}{''.join(lines)}</table>" if lines else ""
 
 
 def _render_passes(table: PassTable | None) -> str:
@@ -76,7 +357,7 @@ def _render_passes(table: PassTable | None) -> str:
     if table is None:
         return ""
     notes = "".join(f"<p>{escape(note)}</p>" for note in pass_notes(table))
-    return _render_table(pass_heads(table), pass_cells(table)) + notes
+    return _render_html_table(pass_heads(table), pass_cells(table)) + notes
 
 
 def _render_curves(layers: Sequence[object]) -> str:
@@ -87,18 +368,43 @@ def _render_curves(layers: Sequence[object]) -> str:
     return "".join(f"<div>{curves_svg(curves)}</div>" for curves in by_pass.values())
 
 
-def _render_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _render_html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{_render_head(heads)}{lines}</table>"
+    return f"<table>{_render_html_head(heads)}{lines}</table>"
 
 
-def _render_head(heads: Sequence[str]) -> str:
+def _render_html_head(heads: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
 
 
-@dataclass(frozen=True)
-class Report(Findings):
-    """One judgement of one bundle on one machine; draws itself in a notebook."""
+FILES = {"report.json": render_json, "report.md": render_markdown, "report.xml": render_junit}
 
-    def _repr_html_(self) -> str:
-        return _report_html(self)
+
+def write_report(report: Findings, folder: Path) -> None:
+    """Write report.json, report.md and report.xml, each whole or not at all. RuntimeFailure if that cannot be done."""
+    for name, render in FILES.items():
+        draft = folder / f"{name}.{os.getpid()}.tmp"
+        try:
+            draft.write_text(render(report), encoding="utf-8")
+            os.replace(draft, folder / name)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise RuntimeFailure(f"cannot write {folder / name}: {error}") from error
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make sure that reports can be written to `folder`, and remove those of an earlier run.
+
+    So none outlives a run that fails. UsageError, before anything was run, where nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix="report."):
+            pass
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: the report cannot be written there: {error.strerror}; name a folder for it with --report DIR"
+        ) from error

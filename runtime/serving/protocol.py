@@ -17,7 +17,7 @@ from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.tasks import find_task
-from runtime.tasks.texts import TEXT, TEXT_PAIR
+from runtime.tasks.base import TEXT, TEXT_PAIR
 
 TYPES = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64", "INT8": "int8",

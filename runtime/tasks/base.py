@@ -1,4 +1,7 @@
-"""What a task answers for: the samples it reads, what a model's outputs mean, and what is answered."""
+"""What a task answers for: the samples it reads, what a model's outputs mean, and what is answered.
+
+`Task` is the base of all; what several tasks share follows it: those that read texts, and those that choose one class.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
-    from runtime.encode.specs import TextPreprocess
+    from runtime.encode.texts import TextPreprocess
     from runtime.metrics.base import Metric
 
 Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
+TEXT, TEXT_PAIR = "text", "text_pair"
+TEXT_COLUMNS = (TEXT, TEXT_PAIR)
 MASK, WORDS = "attention_mask", "word_ids"
 """What encoding knows of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1 for none)."""
 
@@ -121,6 +126,73 @@ class Task:
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics of this task alone."""
         return ()
+
+
+class ReadsTexts(Task):
+    """A task that reads a text, or two."""
+
+    columns = TEXT_COLUMNS
+    preprocess = "text"
+
+    def to_columns(self, samples: Any) -> dict[str, Any]:
+        """Return a list of texts, or of (text, text), as columns; columns as they are. UsageError."""
+        columns = super().to_columns(samples)
+        if isinstance(samples, Mapping):
+            return columns
+        texts = list(columns[TEXT])
+        if texts and all(isinstance(text, (tuple, list)) and len(text) == 2 for text in texts):
+            return {TEXT: [first for first, _ in texts], TEXT_PAIR: [second for _, second in texts]}
+        return {TEXT: texts}
+
+
+class Classification(Task):
+    """Choose one class for each sample. Outputs: {"logits": float32 [N, C]}."""
+
+    outputs = "classes"
+    always = ("logits",)
+
+    def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
+        """Return {"logits": float32 [n, C]}: the output of that name, else the only one [B, C]. BundleError."""
+        candidates = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 2]
+        if len(candidates) != 1 or candidates[0].ndim != 2:
+            raise BundleError(
+                f"a classifier has one output [batch, classes]; this model: {describe_shapes(outputs)}; "
+                "call that output 'logits'"
+            )
+        return {"logits": candidates[0].astype(np.float32, copy=False)}
+
+    def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
+        """Return {"label", "score"} for each sample; None for a single column, which is a score, not a choice."""
+        return classify(outputs["logits"], class_names) if outputs["logits"].shape[1] > 1 else None
+
+    def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:
+        """Return label (str) [n, 1], score float32 [n, 1] and logits [n, C]; where C is 1 the logits alone."""
+        predictions = self.predict(outputs, class_names)
+        if predictions is None:
+            return {"logits": outputs["logits"]}
+        return {
+            "label": np.array([[str(prediction["label"])] for prediction in predictions], np.object_),
+            "score": np.array([[prediction["score"]] for prediction in predictions], np.float32),
+            "logits": outputs["logits"],
+        }
+
+    def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """Return the specs of `answers`."""
+        logits = one_output(outputs, "logits")
+        scores = rename(logits, "logits", "float32", logits.shape[-1])
+        choice = rename(logits, "label", "object", 1), rename(logits, "score", "float32", 1)
+        return (scores,) if logits.shape[-1] == 1 else (*choice, scores)
+
+
+def classify(logits: Array, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return for each row of [N, C] {"label": class name (its number if it has none), "score": softmax probability}."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    scores = shifted / shifted.sum(axis=1, keepdims=True)  # [N, C]
+    best = logits.argmax(axis=1)
+    return [
+        {"label": class_names[c] if c < len(class_names) else int(c), "score": float(s[c])}
+        for c, s in zip(best, scores, strict=True)
+    ]
 
 
 def one_output(outputs: Sequence[TensorSpec], name: str) -> TensorSpec:

@@ -11,8 +11,7 @@ from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.texts import pool
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import MASK, BatchFacts, Tensors, describe_shapes, rename
-from runtime.tasks.texts import TEXT, TEXT_COLUMNS, ReadsTexts
+from runtime.tasks.base import MASK, TEXT, TEXT_COLUMNS, BatchFacts, ReadsTexts, Tensors, describe_shapes, rename
 
 
 class FeatureExtraction(ReadsTexts):

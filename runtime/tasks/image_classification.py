@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.tasks.classes import Classification
+from runtime.tasks.base import Classification
 
 
 class ImageClassification(Classification):

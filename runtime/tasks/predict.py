@@ -17,8 +17,7 @@ from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import WORDS, BatchFacts, Task
-from runtime.tasks.texts import TEXT_COLUMNS
+from runtime.tasks.base import TEXT_COLUMNS, WORDS, BatchFacts, Task
 
 
 def run_samples(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.tasks.classes import Classification
-from runtime.tasks.texts import ReadsTexts
+from runtime.tasks.base import Classification, ReadsTexts
 
 
 class TextClassification(Classification, ReadsTexts):

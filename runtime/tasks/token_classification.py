@@ -10,8 +10,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import WORDS, BatchFacts, Task, Tensors, describe_shapes, one_output, rename
-from runtime.tasks.classes import classify
+from runtime.tasks.base import WORDS, BatchFacts, Task, Tensors, classify, describe_shapes, one_output, rename
 
 if TYPE_CHECKING:
     from runtime.metrics.base import Columns, Metric, Outputs

@@ -31,8 +31,7 @@ from runtime.bundle.format import Artifact, Gate, Judgement, Manifest, write_bun
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency
 from runtime.processes.telemetry import NO_TELEMETRY
-from runtime.report.render import Side, write_report
-from runtime.report.report import Report
+from runtime.report.report import Report, Side, write_report
 
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas")
 RECIPE = """\
@@ -360,8 +359,7 @@ def test_a_wrong_call_with_json_is_one_document(
 def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
     code = """
 import os, subprocess, sys, types
-from runtime.report.report import Report
-from runtime.report.render import Side
+from runtime.report.report import Report, Side
 room = types.ModuleType("compress.execution.run")
 def apply_recipe(recipe, out, cache, quiet):
     print("python prints")

@@ -23,7 +23,7 @@ from tiny_lm import CHARACTERS, MIXTURES, language_folder, language_recipe
 
 import runtime
 from runtime.bundle.format import BuildScore, read_manifest
-from runtime.report.render import verdict_line
+from runtime.report.report import verdict_line
 
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 BOTH = [{"kind": "onnx"}, {"kind": "checkpoint"}]

@@ -31,8 +31,7 @@ import compress.export.bundle, compress.export.loading_back, compress.work.autor
 import compress.work.gptq, compress.work.kv_cache, compress.work.smoothquant
 from compress.models.fresh_reader import answer
 from compress.recipe.load import load_recipe
-from runtime.report.report import Report
-from runtime.report.render import Side
+from runtime.report.report import Report, Side
 
 torch.set_num_threads(1)
 real_write = compress.blocks.stream.write_block

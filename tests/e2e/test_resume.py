@@ -26,8 +26,7 @@ from pathlib import Path
 import torch, onnxruntime, onnxscript
 import compress.store.cache, compress.export.bundle, compress.execution.run
 from compress.recipe.load import load_recipe
-from runtime.report.report import Report
-from runtime.report.render import Side
+from runtime.report.report import Report, Side
 
 example = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 3)).eval()
 torch.onnx.export(example, (torch.zeros(2, 1, 8, 8),), dynamo=True, verbose=False)  # imports a good deal more

@@ -30,8 +30,7 @@ from compress.store.cache import ResultCache
 from compress.work import WORK
 from runtime.bundle.format import verify
 from runtime.report.passes import PASSES_FILE, PassRow
-from runtime.report.render import render_text
-from runtime.report.report import Report
+from runtime.report.report import Report, render_text
 
 pytestmark = pytest.mark.slow
 QUICK = [

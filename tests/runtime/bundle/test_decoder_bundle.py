@@ -36,7 +36,7 @@ from runtime.judge.validate import validate
 from runtime.measure.benchmark import benchmark, speed_evidence
 from runtime.measure.probe import Probe
 from runtime.metrics import MEASURED
-from runtime.report.render import render_markdown, render_text, verdict_line
+from runtime.report.report import render_markdown, render_text, verdict_line
 
 MakeBundle = Callable[..., Path]
 FAST = Benchmark(warmup=1, iterations=40, prompt_tokens=8, new_tokens=5)

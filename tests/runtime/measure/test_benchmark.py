@@ -31,9 +31,9 @@ from runtime.measure.benchmark import (
     speed_evidence,
 )
 from runtime.measure.environment import cpu_info, environment
-from runtime.measure.feeds import make_feeds, stretch
 from runtime.measure.probe import probe
 from runtime.measure.timing import MIN_ROUNDS, SURE_ROUNDS, time_rounds
+from runtime.measure.workload import make_feeds, stretch
 from runtime.metrics import MEASURED
 from runtime.nvidia.gpu import Gpu
 

@@ -21,7 +21,7 @@ from runtime.errors import BundleError
 from runtime.judge.stats import paired_difference
 from runtime.judge.validate import validate
 from runtime.report.passes import PASSES_FILE, PassModel, PassRow
-from runtime.report.render import render_markdown, render_text, to_dict
+from runtime.report.report import render_markdown, render_text, to_dict
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
 pytestmark = pytest.mark.usefixtures("no_probes")

@@ -14,7 +14,8 @@ import pytest
 
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge.gates import GateResult
-from runtime.report.render import (
+from runtime.report.report import (
+    Report,
     Side,
     prepare_folder,
     render_json,
@@ -26,7 +27,6 @@ from runtime.report.render import (
     verdict_line,
     write_report,
 )
-from runtime.report.report import Report
 
 GATES = (
     GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),

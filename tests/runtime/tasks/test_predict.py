@@ -16,7 +16,7 @@ import runtime
 from runtime.bundle.format import verify
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess, make_preprocessor
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.classes import classify
+from runtime.tasks.base import classify
 from runtime.tasks.predict import encoding_views, run_samples
 
 TEXTS = ["the cat sat on the mat", "dog", "", "the dog ran far", "dog", "cat", "the mat", "a b c d e f g h i j"]

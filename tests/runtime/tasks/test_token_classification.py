@@ -90,7 +90,7 @@ def test_what_a_sample_adds_is_the_derivative() -> None:
 
 
 def test_the_first_token_of_a_word_speaks_for_it() -> None:
-    from runtime.encode.specs import TextPreprocess
+    from runtime.encode.texts import TextPreprocess
 
     words = np.array([[-1, 0, 0, 2, -1], [-1, 0, 1, -1, -1]])  # word 1 of the first text has no token
     logits = np.arange(2 * 5 * 9, dtype=np.float32).reshape(2, 5, 9)
