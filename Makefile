@@ -36,6 +36,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	cd benchmarks && MYPYPATH=.. ../$(BIN)/mypy --config-file ../pyproject.toml *.py
 	$(BIN)/lint-imports
 	$(BUILD_SITE)
 

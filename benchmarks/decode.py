@@ -107,7 +107,7 @@ def peer_makers(model: Path, call: Call) -> tuple[dict[str, Maker], list[Row]]:
     failures: list[Row] = []
     folder, ir = call.out / "genai", call.out / "openvino.xml"
     plain = call.out / "float" / "model.onnx"
-    for peer, arguments, makers in (
+    peers: tuple[tuple[Peer, tuple[Path, Path], dict[str, Maker]], ...] = (
         (
             BUILDER,
             (model, folder),
@@ -119,7 +119,8 @@ def peer_makers(model: Path, call: Call) -> tuple[dict[str, Maker], list[Row]]:
             },
         ),
         (NNCF, (plain, ir), {"openvino int4": lambda threads: OpenVinoPlayer(ir, threads)}),
-    ):
+    )
+    for peer, arguments, makers in peers:
         try:
             run_peer(peer, *arguments, folder=call.out)
         except RunError as error:

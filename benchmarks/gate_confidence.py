@@ -67,7 +67,10 @@ class Subject:
 
 def judge_at_the_edge(subject: Subject, n: int, runs: range) -> dict[Rule, dict[str, int]]:
     """How often each rule of the subject passed, failed and was undecided, its bound being the truth."""
-    gates = tuple(Gate(metric, **{rule: truth}) for (metric, rule), truth in subject.truths.items())
+    gates = tuple(
+        Gate(metric, **{rule: truth})  # type: ignore[arg-type]
+        for (metric, rule), truth in subject.truths.items()
+    )
     judgement = Judgement(gates=gates)
     counts = {rule: {"pass": 0, "fail": 0, "undecided": 0} for rule in subject.truths}
     label = zlib.crc32(f"{subject.name} {subject.shape} {n}".encode())

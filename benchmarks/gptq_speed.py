@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from common import Call, Claim, Measured, Row, RunError, at_most, run_script, say
@@ -55,7 +56,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     times = [(own[i].get("seconds"), other[i].get("seconds")) for i in own if i in other]
     complete = bool(times) and all(a is not None and b is not None for a, b in times)
     ratio = float(np.median([a / b for a, b in times])) if complete else None  # type: ignore[operator]
-    errors = [side.get(0, {}).get("layer_error") for side in (own, other)]
+    errors: list[Any] = [side.get(0, {}).get("layer_error") for side in (own, other)]
     return [
         at_most("gptq_time_ratio", ratio, TIME_BAR),
         at_most("gptq_layer_error_ratio", None if None in errors else errors[0] / errors[1], 1.0),

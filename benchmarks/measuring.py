@@ -95,8 +95,8 @@ def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, flo
     session = find_backend(entry.backend).open(entry.path, os.cpu_count() or 1, {})
     try:
         preprocessor = bundle_preprocessor(judged.root, judged.manifest, session.inputs)
-        task, names = judged.manifest.task, judged.manifest.class_names
-        outputs = run_samples(session, preprocessor, task, judged.columns, class_names=names)
+        task, classes = judged.manifest.task, judged.manifest.class_names
+        outputs = run_samples(session, preprocessor, task, judged.columns, class_names=classes)
     finally:
         session.close()
     against = {"labels": judged.columns.get("label"), "baseline": judged.baseline}
@@ -106,7 +106,7 @@ def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, flo
 def feeds_for(judged: Judged, batch_size: int, sequence_length: int | None = None) -> list[Batch]:
     """Batches of the frozen samples for timing; texts brought to exactly `sequence_length` tokens."""
     preprocessor = bundle_preprocessor(judged.root, judged.manifest, judged.manifest.artifact("baseline").inputs)
-    view = encoding_views(judged.manifest.task, judged.columns, class_names=judged.manifest.class_names)[0]
+    view = encoding_views(judged.manifest.task, judged.columns)[0]
     return make_feeds(preprocessor, view, batch_size, SEED, sequence_length)
 
 

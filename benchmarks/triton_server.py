@@ -92,7 +92,7 @@ def prepare_call(kind: str, bundle: Path, out: Path) -> dict[str, str]:
             config.write_text(text.replace('platform: "onnxruntime_onnx"', 'backend: "python"'), encoding="utf-8")
             (config.parent / "1" / "model.py").write_text(STAND_IN, encoding="utf-8")
     samples = out / f"{kind}-samples.npz"
-    np.savez(samples, **read_samples(kind, bundle))
+    np.savez(samples, **read_samples(kind, bundle))  # type: ignore[arg-type]
     name = runtime.bundle.format.read_manifest(bundle).name
     return {"model": name, "samples": str(samples), "answers": str(out / f"{kind}-answers.npz")}
 
@@ -171,8 +171,8 @@ def text_recipe(folder: Path, task: str) -> Path:
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=len(WORDS) + 4, max_position_embeddings=64, num_labels=3, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+    config = BertConfig(vocab_size=len(WORDS) + 4, max_position_embeddings=64, intermediate_size=64, **sizes)
     kind = BertForSequenceClassification if task == "text-classification" else BertModel
     kind(config).save_pretrained(folder)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -228,7 +228,7 @@ def tensor_recipe(folder: Path) -> Path:
     graph = helper.make_graph(nodes, "tensors", inputs, outputs, tensors)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), folder / "m.onnx")
     arrays = {"first": rng.normal(size=(2 * SAMPLES, 16)), "second": rng.normal(size=(2 * SAMPLES, 8))}
-    np.savez(folder / "d.npz", **{name: array.astype(np.float32) for name, array in arrays.items()})
+    np.savez(folder / "d.npz", first=arrays["first"].astype("f4"), second=arrays["second"].astype("f4"))
     recipe = {
         "version": 1,
         "name": "triton-tensors",

@@ -34,7 +34,7 @@ def notebooks() -> list[Path]:
 
 
 def execute(path: Path, folder: Path, bench: str = "", before: str = "") -> NotebookNode:
-    """Return the notebook `path` with the outputs of a run in `folder`, where all its files go; the file stays as it is.
+    """Return the notebook `path` with the outputs of a run in `folder`, where all its files go. The file stays.
 
     `bench` is what the notebook sees as COMPRESS_BENCH, whatever it is outside. `before`: code that its kernel runs
     first, unseen. Raises CellExecutionError with the traceback of the first cell that fails.
