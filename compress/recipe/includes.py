@@ -10,8 +10,7 @@ from pathlib import Path as File
 
 from compress.errors import RecipeError
 from compress.recipe.budget import MOST_FILE_BYTES
-from compress.recipe.places import Position, RecipeFindings, did_you_mean, printable
-from compress.recipe.tree import Node, merge
+from compress.recipe.places import Node, Position, RecipeFindings, did_you_mean, merge, printable
 from compress.recipe.yaml_source import parse
 
 INCLUDE = "include"

@@ -16,8 +16,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from compress.recipe.budget import MOST_DEPTH, MOST_VALUES, ValueSize, check_depth
-from compress.recipe.places import Path, Position, Problem, RecipeFindings
-from compress.recipe.tree import Node, Scalar
+from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, Scalar
 
 TAG = "tag:yaml.org,2002:"
 MOST_DIGITS = 400
