@@ -99,7 +99,8 @@ def shift_images(images: np.ndarray, padding: int, random: Random) -> np.ndarray
     """Shift each image by up to `padding` pixels; what comes in from outside is 0, the encoded mean colour."""
     first = is_channels_first(images.shape)
     height, width = images.shape[2:4] if first else images.shape[1:3]
-    margins = [(0, 0), (0, 0), (padding, padding), (padding, padding)] if first else _channels_last_margins(padding)
+    none, both = (0, 0), (padding, padding)
+    margins = [none, none, both, both] if first else [none, both, both, none]
     padded = np.pad(images, margins)
     result = np.empty_like(images)
     for i, (y, x) in enumerate(random.integers(0, 2 * padding + 1, (len(images), 2)).tolist()):
@@ -118,7 +119,3 @@ def blend_images(images: np.ndarray, alpha: float, random: Random) -> tuple[np.n
     others = random.permutation(len(images))
     mixed = share * images + (1 - share) * images[others]
     return mixed.astype(images.dtype, copy=False), others, share
-
-
-def _channels_last_margins(padding: int) -> list[tuple[int, int]]:
-    return [(0, 0), (padding, padding), (padding, padding), (0, 0)]

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,11 +19,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compress.engine.layers import Outcome, layers_in_json, layers_in_log, outcomes, share_as_asked
+from compress.engine.layers import layers_in_json, layers_in_log, outcomes, share_as_asked
 from compress.errors import ExportError
 from compress.facts import Note
 from compress.store.cache import default_root
-from runtime.bundle.engine import EngineOrder, EngineRecord, InputShapes, Profile
+from runtime.bundle.engine import EngineOrder, EngineRecord, Profile
 from runtime.bundle.files import write_whole
 from runtime.bundle.format import Artifact
 from runtime.bundle.records import from_json, to_json
@@ -235,7 +235,8 @@ def _compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
     config = api.make_config(trt, builder, options)
     free = {network.get_input(i).name for i in range(network.num_inputs) if -1 in network.get_input(i).shape}
     for profile in job.profiles:
-        api.add_profile(builder, config, {name: _unpack_shapes(profile[name]) for name in profile if name in free})
+        ranges = {name: (shapes.min, shapes.opt, shapes.max) for name, shapes in profile.items() if name in free}
+        api.add_profile(builder, config, ranges)
     notes = [text] if (text := api.use_timing_cache(trt, config, options.timing_cache, messages)) else []
     begun = time.monotonic()
     data = builder.build_serialized_network(network, config)
@@ -261,7 +262,7 @@ def _compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
         gpu=gpu.name if gpu else "",
         build_seconds=round(seconds, 3),
         n_layers=len(layers),
-        asked=_count_asked(node_outcomes),
+        asked=dict(Counter(outcome.asked for outcome in node_outcomes)),
         held=round(share_as_asked(node_outcomes), 4),
         short={
             outcome.node: f"{outcome.asked} -> {outcome.got or 'not named'}"
@@ -285,10 +286,6 @@ def _make_options(job: Job) -> api.BuildOptions:
     ).with_cache(None if cache is None else cache.read_bytes() if cache.is_file() else b"")
 
 
-def _unpack_shapes(shapes: InputShapes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    return shapes.min, shapes.opt, shapes.max
-
-
 def _list_reasons(messages: api.Messages) -> list[str]:
     """Return the library's errors, each once, those of a missing driver last.
 
@@ -298,13 +295,6 @@ def _list_reasons(messages: api.Messages) -> list[str]:
     return sorted(errors, key=lambda text: "cuda" in text.lower()) or [
         "the build failed, and the library did not say why"
     ]
-
-
-def _count_asked(results: Sequence[Outcome]) -> dict[str, int]:
-    return {
-        kind: sum(outcome.asked == kind for outcome in results)
-        for kind in dict.fromkeys(outcome.asked for outcome in results)
-    }
 
 
 def main(text: str) -> int:

@@ -133,8 +133,13 @@ def objective(
     with ExitStack() as stack:
         if terms.attention is None:
             stack.enter_context(use_fused_attention(student, teacher))
-        watched = stack.enter_context(Watched(knobs.kind, student, *_student_names(compared)))
-        answering = stack.enter_context(Watched(knobs.kind, teacher, *_teacher_names(compared)))
+        hidden, maps = compared.hidden, compared.maps
+        watched = stack.enter_context(
+            Watched(knobs.kind, student, [own for own, _ in hidden], [own for own, _ in maps])
+        )
+        answering = stack.enter_context(
+            Watched(knobs.kind, teacher, [other for _, other in hidden], [other for _, other in maps])
+        )
         answer = _make_answer(answering, teacher, pooling)
         if context.work is not None and knobs.cache_bytes(loaded, trainset.n):
             answer = keep_outputs(answer, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
@@ -225,14 +230,6 @@ def _make_projections(kind: str, pair: Pair, hidden: Pairs, seed: int) -> nn.Mod
             if x.shape[-1] != y.shape[-1]:
                 projections[projection_name(a, b)] = nn.Linear(x.shape[-1], y.shape[-1], bias=False)
     return projections
-
-
-def _student_names(compared: Compared) -> tuple[list[str], list[str]]:
-    return [name for name, _ in compared.hidden], [name for name, _ in compared.maps]
-
-
-def _teacher_names(compared: Compared) -> tuple[list[str], list[str]]:
-    return [name for _, name in compared.hidden], [name for _, name in compared.maps]
 
 
 def _make_answer(watched: Watched, module: nn.Module, pooling: Pooling) -> Answer:
