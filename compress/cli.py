@@ -262,8 +262,8 @@ def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", hel
     with ending():
         import json
 
-        from compress.recipe.json_schema import editor_schema
         from compress.recipe.templates import write_new
+        from compress.recipe.vocabulary import editor_schema
 
         text = json.dumps(editor_schema(), indent=2) + "\n"
         if out is None:

@@ -192,7 +192,7 @@ def test_every_task_file_is_listed_on_both_sides() -> None:
     from runtime.tasks import TASKS, Task
 
     assert list(TASKS.own) == list(TORCH_TASKS.own)
-    shared = {"__init__", "base", "predict", "starters"}
+    shared = {"__init__", "base", "predict"}
     for folder, table, kind in (("runtime", TASKS.own, type), ("compress", TORCH_TASKS.own, TorchTask)):
         files = {path.stem for path in (ROOT / folder / "tasks").glob("*.py")} - shared
         listed = {name.replace("-", "_") for name in table}

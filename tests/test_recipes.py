@@ -12,9 +12,9 @@ import pytest
 from places import ROOT
 
 from compress.planning.plan import Plan
-from compress.recipe.json_schema import editor_schema
 from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.schema import Recipe
+from compress.recipe.vocabulary import editor_schema
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 BY_USE_CASE = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -2,6 +2,9 @@
 
 This is the one place that turns a layer's scheme into the rounding that happens while the model runs. What is rounded
 is decided by the schemes, and by what an engine is known not to round; there is no table of model families.
+
+Keys and values are seen and exchanged where attention computes with them: after norms and positions were put into the
+keys, as a cache holds them; a projection's output shows neither.
 """
 
 from __future__ import annotations
@@ -11,15 +14,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compress.blocks.experts import Expert
-from compress.blocks.keys_values import exchange_keys_and_values
 from compress.blocks.materialise import plain
+from compress.blocks.skeleton import StopForward
 from compress.blocks.streamed import StreamedModel
+from compress.errors import PassError
 from compress.facts import Note
 from compress.formats.schemes import ActivationScheme, KvScheme, Scheme
 from compress.quantize.activations import round_cached, round_inputs
+
+Exchange = Callable[[Literal["key", "value"], Tensor], Tensor]
+"""Takes keys or values [..., tokens, head size] (or keys transposed), and gives what attention goes on with."""
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_WRITTEN_OUT: tuple[Literal["key", "value"], ...] = ("key", "value")
+"""What the products of four dimensions read on their right, in order: q k^T and p v."""
 
 
 def compute_as_engine(model: StreamedModel, engine: str) -> StreamedModel:
@@ -34,17 +46,17 @@ def compute_as_engine(model: StreamedModel, engine: str) -> StreamedModel:
 
 def _build_as_engine(model: StreamedModel, engine: str) -> nn.Module:
     module = model.build()
-    for layer, part, scheme in find_rounded_inputs(model, module, engine):
+    for layer, part, scheme in _find_rounded_inputs(model, module, engine):
         scale = None if scheme.dynamic else model.activation_scales[layer]
         symmetric = not _takes_zero_point(model.schemes[layer], engine)
         part.register_forward_pre_hook(_make_rounding_hook(scheme, scale, symmetric), with_kwargs=True)
-    for attention, part in find_rounded_caches(model, module, engine):
+    for attention, part in _find_rounded_caches(model, module, engine):
         assert model.kv_cache is not None
         exchange_keys_and_values(part, attention, _make_cache_exchange(model.kv_cache, *model.kv_scales[attention]))
     return module
 
 
-def find_rounded_inputs(
+def _find_rounded_inputs(
     model: StreamedModel, module: nn.Module, engine: str
 ) -> Iterator[tuple[str, nn.Module, ActivationScheme]]:
     """Yield the layers whose inputs the engine rounds: (plain name, module, scheme)."""
@@ -58,7 +70,7 @@ def find_rounded_inputs(
             yield layer, parts[layer], scheme
 
 
-def find_rounded_caches(model: StreamedModel, module: nn.Module, engine: str) -> Iterator[tuple[str, nn.Module]]:
+def _find_rounded_caches(model: StreamedModel, module: nn.Module, engine: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the attention modules whose keys and values the engine rounds: (plain name, module)."""
     parts = {plain(path): part for path, part in module.named_modules()}
     for attention in model.kv_scales if model.kv_cache is not None else ():
@@ -69,8 +81,8 @@ def find_rounded_caches(model: StreamedModel, module: nn.Module, engine: str) ->
 def rounding_notes(model: StreamedModel, engine: str) -> list[Note]:
     """Return the report's notes on what was rounded while the model was scored, and on what the engine leaves float."""
     module = model.build()
-    inputs = [layer for layer, _, _ in find_rounded_inputs(model, module, engine)]
-    caches = [attention for attention, _ in find_rounded_caches(model, module, engine)]
+    inputs = [layer for layer, _, _ in _find_rounded_inputs(model, module, engine)]
+    caches = [attention for attention, _ in _find_rounded_caches(model, module, engine)]
     asked = [layer for layer in model.quantized_layers() if model.schemes[layer].activations is not None]
     done = [f"{len(inputs)} layers read inputs in 8 bits"] * bool(inputs)
     done += [f"{len(caches)} attentions keep keys and values in {model.kv_cache}"] * bool(caches)
@@ -116,3 +128,55 @@ def _make_cache_exchange(
 ) -> Callable[[Literal["key", "value"], Tensor], Tensor]:
     scales = {"key": key_scale, "value": value_scale}
     return lambda kind, x: round_cached(x, scheme, scales[kind])
+
+
+def exchange_keys_and_values(attention: nn.Module, name: str, exchange: Exchange) -> None:
+    """Let `exchange` see and replace all keys and values of a module; `del attention.forward` ends it.
+
+    PassError, naming the module, from a call whose attention is neither torch's fused one nor two matrix products.
+    """
+    inner = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mode = _Attention(exchange)
+        try:
+            with mode:
+                out = inner(*args, **kwargs)
+        except StopForward:
+            mode.check(name)
+            raise
+        mode.check(name)
+        return out
+
+    attention.forward = forward
+
+
+class _Attention(TorchFunctionMode):
+    """One call of an attention module."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.n_products, self.fused = 0, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = list(args), dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.fused = True
+            for place, kind in enumerate(_WRITTEN_OUT, 1):
+                if len(args) > place:
+                    args[place] = self.exchange(kind, args[place])
+                else:
+                    kwargs[kind] = self.exchange(kind, kwargs[kind])
+        elif func in _PRODUCTS and args[1].dim() == 4:
+            if self.n_products < len(_WRITTEN_OUT):
+                args[1] = self.exchange(_WRITTEN_OUT[self.n_products], args[1])
+            self.n_products += 1
+        return func(*args, **kwargs)
+
+    def check(self, name: str) -> None:
+        if not self.fused and self.n_products != len(_WRITTEN_OUT):
+            raise PassError(
+                f"kv_cache: {name}: no keys and values were seen; its attention is neither "
+                "scaled_dot_product_attention nor two matrix products"
+            )

@@ -1,8 +1,11 @@
-"""Where a stream's blocks come from: one module whose parts are filled, worked on, run and emptied in turn."""
+"""Where a stream's blocks come from: one module whose parts are filled, worked on, run and emptied in turn.
+
+Between the blocks lie the activations: what the next block reads of each micro-batch, on the compressed and float path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks import heap
-from compress.blocks.activations import HeldTensor, Holder, MicroBatch
+from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch
 from compress.blocks.block import BlockCall, BlockWork, Part
-from compress.blocks.flow import BatchFlow, feeds_calls
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
-from compress.blocks.parts import as_float, is_real, is_table, layers_of, no_data, own_names
-from compress.blocks.skeleton import StopForward, first_hidden, standing_in, until_reached, without_cache
+from compress.blocks.skeleton import (
+    Form,
+    StopForward,
+    Template,
+    first_hidden,
+    forms_of,
+    passage,
+    standing_in,
+    until_reached,
+    without_cache,
+)
 from compress.blocks.store import WeightStore
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
@@ -62,7 +73,7 @@ class Work:
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
         for _, part in self._iter_outside(self.module):
-            if is_table(part):
+            if _is_table(part):
                 part.register_forward_hook(as_float)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
         self.flow = None if batches is None else BatchFlow(batches, holder)
@@ -98,7 +109,7 @@ class Work:
         block, flow = self.blocks[number], self.flow
         if flow is None:
             self._fill_module(block, entry.name, self.store.read)
-            return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), [], no_data))
+            return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), [], _no_data))
         self._enter_blocks()
         if self.float_too:
             self._fill_module(block, entry.name, (float_store or self.store).read_float)
@@ -116,7 +127,7 @@ class Work:
         """Return the whole model as one block."""
         if self.flow is None:
             self._fill_module(self.module, "", self.store.read)
-            return BlockWork(self._make_part(entry, self.module, layers_of(self.module), [], no_data))
+            return BlockWork(self._make_part(entry, self.module, layers_of(self.module), [], _no_data))
         batches = self.flow.batches
 
         def run(i: int) -> Tensor:
@@ -127,7 +138,7 @@ class Work:
             with torch.no_grad():
                 self._floats = [self.flow.holder.hold(run(i)) for i in range(len(batches))]
         self._fill_module(self.module, "", self.store.read)
-        return BlockWork(self._make_part(entry, self.module, layers_of(self.module), feeds_calls(batches), run))
+        return BlockWork(self._make_part(entry, self.module, layers_of(self.module), _feeds_calls(batches), run))
 
     def _open_outside(self, entry: Planned) -> BlockWork:
         """Return a part outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
@@ -136,11 +147,11 @@ class Work:
         self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
         layers = {name: layer for name, layer in self._find_outside_layers().items() if (name in self.late) == after}
         if self.flow is None:
-            return BlockWork(self._make_part(entry, self.module, layers, [], no_data))
+            return BlockWork(self._make_part(entry, self.module, layers, [], _no_data))
         if after:
             self._enter_blocks()
         run = self._make_after_run(self.module, self.flow.hidden) if after else self._make_before_run()
-        part = self._make_part(entry, self.module, layers, feeds_calls(self.flow.batches), run)
+        part = self._make_part(entry, self.module, layers, _feeds_calls(self.flow.batches), run)
         return BlockWork(
             replace(part, float_outputs=self._make_float_after_run()) if after and self.float_too else part
         )
@@ -226,7 +237,7 @@ class Work:
         floats = self._floats
         held = holders(block, self.store.tied, entry.name if entry.block is not None else "")
         filled: Holders = {
-            name: places for name, places in held.items() if is_real(places[0][0]._parameters[places[0][1]])
+            name: places for name, places in held.items() if _is_real(places[0][0]._parameters[places[0][1]])
         }
         return Part(
             index=entry.index,
@@ -273,9 +284,119 @@ class Work:
     def _find_tables(self, parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """Return the embeddings among `parts` whose weight no other of them shares."""
         tied = self.store.tied
-        owners = [tied.get(name, name) for path, part in parts.items() for name in own_names(path, part)]
+        owners = [tied.get(name, name) for path, part in parts.items() for name in _own_names(path, part)]
         return {
             path: part
             for path, part in parts.items()
-            if is_table(part) and owners.count(tied.get(f"{path}.weight", f"{path}.weight")) == 1
+            if _is_table(part) and owners.count(tied.get(f"{path}.weight", f"{path}.weight")) == 1
         }
+
+
+class BatchFlow:
+    """The activations of one process's micro-batches. `hidden` and `floats`: what the next block reads on each path.
+
+    `floats` is `hidden` itself as long as both paths are one.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], holder: Holder) -> None:
+        self.batches = batches
+        self.holder = holder
+        self.forms: tuple[Form, ...] = ()
+        self.templates: list[tuple[Template, ...]] = []
+        self.hidden: list[HeldTensor] = []
+        self.floats: list[HeldTensor] | None = None
+
+    def enter(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        blocks: Sequence[nn.Module],
+        real: Callable[..., Any],
+    ) -> None:
+        """Run everything up to the first block, and keep what every block is called with."""
+        intern = Interned()
+        with torch.no_grad():
+            for batch in self.batches:
+                self.forms = self.forms or forms_of(_bind_forward(module, batch.first), names, blocks, real)
+                entered = passage(_bind_forward(module, batch.feeds), names, blocks, self.forms, intern)
+                self.templates.append(entered.templates)
+                self.hidden.append(self.holder.hold(entered.hidden))
+
+    def enter_float(self, module: nn.Module, names: Sequence[str], blocks: Sequence[nn.Module]) -> None:
+        """Run everything up to the first block for the float path, where what is before the blocks is not float."""
+        with torch.no_grad():
+            passages = [
+                passage(_bind_forward(module, batch.feeds), names, blocks, self.forms, Interned())
+                for batch in self.batches
+            ]
+        self.floats = [self.holder.hold(entered.hidden) for entered in passages]
+
+    def calls(self, block: int) -> list[BlockCall]:
+        """Return the calls of the k-th block on the compressed path, one for each micro-batch."""
+        return [
+            BlockCall(self._bind_arguments(i, self.templates[i][block]), batch.rows, batch.n_rows)
+            for i, batch in enumerate(self.batches)
+        ]
+
+    def _bind_arguments(self, i: int, template: Template) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return a function that gives the i-th micro-batch's arguments when called: a call holds no activations."""
+        return lambda: template.fill(self.hidden[i].get())
+
+    def advance(self, outputs: Iterator[Tensor]) -> None:
+        """Take a block's outputs as the next block's inputs; an input is dropped when its output is there."""
+        for i, out in enumerate(outputs):
+            self.hidden[i] = self.holder.hold(out)
+
+    def float_forward(self, block: int, forward: Callable[..., Any]) -> list[HeldTensor]:
+        """Run the k-th block with float weights on the float path and return what the next block reads there."""
+        given = list(self.hidden) if self.floats is None else self.floats
+        with torch.no_grad():
+            for i in range(len(self.batches)):
+                args, kwargs = self.templates[i][block].fill(given[i].get())
+                given[i] = self.holder.hold(self.forms[block].take_hidden(forward(*args, **kwargs)).float())
+        self.floats = given
+        return given
+
+
+def _feeds_calls(batches: Sequence[MicroBatch]) -> list[BlockCall]:
+    """Return the calls of the whole model, one for each micro-batch."""
+    return [BlockCall(_bind_feeds(batch.feeds), batch.rows, batch.n_rows) for batch in batches]
+
+
+def _bind_feeds(feeds: Mapping[str, Tensor]) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda: ((), dict(feeds))
+
+
+def _bind_forward(module: nn.Module, feeds: Mapping[str, Tensor]) -> Callable[[], Any]:
+    return lambda: module(**feeds)
+
+
+def layers_of(block: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """Return the layers of a block by full plain name. `name`: the block's path in the model."""
+    modules = {plain(".".join(part for part in (name, path) if part)): layer for path, layer in block.named_modules()}
+    return {path: layer for path, layer in modules.items() if is_layer(layer)}
+
+
+def _own_names(path: str, part: nn.Module) -> list[str]:
+    """Return the full names of a module's own parameters, those of its children left out."""
+    return [f"{path}.{key}" if path else key for key, value in part._parameters.items() if value is not None]
+
+
+def _is_table(part: nn.Module) -> bool:
+    """Return whether a module is an embedding that only looks rows up, in torch's own way."""
+    return type(part) is nn.Embedding and part.max_norm is None
+
+
+def _is_real(parameter: nn.Parameter | None) -> bool:
+    """Return whether a parameter is there and has values."""
+    return parameter is not None and parameter.device.type != "meta"
+
+
+def as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Return a module's output in float32; a forward hook."""
+    return out.float()
+
+
+def _no_data(i: int) -> Tensor:
+    """Raise IndexError: the forward of a block without data."""
+    raise IndexError("this stream has no data")

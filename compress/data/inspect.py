@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.opening import open_table
-from compress.data.roles import resolve_roles, same_roles
+from compress.data.columns import ColumnReader, resolve_roles, same_roles
 from compress.data.samples import draw_rows, n_rows
-from compress.data.values import ColumnReader
+from compress.data.table import open_table
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.opening import open_table
-from compress.data.roles import resolve_roles, same_roles
-from compress.data.table import Table
-from compress.data.values import ColumnReader
+from compress.data.columns import ColumnReader, resolve_roles, same_roles
+from compress.data.table import Table, open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task

@@ -1,16 +1,17 @@
-"""The loss of a distillation: terms, each one number a sample, weighed and added. Torch."""
+"""The loss of a distillation: terms, each one number a sample, weighed and added; which modules are paired. Torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.distill.batch import Batch
-from compress.distill.layer_map import Pairs
 from compress.distill.losses import (
     Distance,
     Divergence,
@@ -24,9 +25,15 @@ from compress.distill.losses import (
     relative_error,
 )
 from compress.distill.watch import Seen
+from compress.errors import PassError
 
 Term = Callable[[Batch, Seen, Seen], Tensor]
 """(batch, what the student gave, what the teacher gave) -> [b]."""
+Pairs = tuple[tuple[str, str], ...]
+"""(student's module, teacher's module)."""
+LayerMap = str | Pairs
+"""Pairs, "uniform", or `re:` and a regular expression."""
+UNIFORM, REGEX = "uniform", "re:"
 
 
 @dataclass(frozen=True)
@@ -179,3 +186,46 @@ def _mean_by_row(values: Tensor, chosen: Tensor) -> Tensor:
     """Average the values at the chosen places, given in their order, over each row: [b]; 0 of none."""
     sums = values.new_zeros(len(chosen)).index_add(0, chosen.nonzero()[:, 0], values)
     return sums / chosen.sum(1).clamp_min(1)
+
+
+def pair_modules(
+    kind: str,
+    wanted: LayerMap,
+    student: Sequence[str],
+    teacher: Sequence[str],
+    blocks: tuple[Sequence[str], Sequence[str]],
+) -> Pairs:
+    """Return the pairs that `wanted` means. `student`, `teacher`: names of all modules; `blocks`: of both, in order.
+
+    `kind`: the pass that asks, for messages. `re:`: every module of the student that matches, and the teacher's of the
+    same name. PassError: a module that is not there, or nothing to pair.
+    """
+    if not isinstance(wanted, str):
+        pairs = wanted
+    elif wanted == UNIFORM:
+        pairs = uniform(*blocks)
+    else:
+        pairs = tuple((name, name) for name in student if re.match(wanted.removeprefix(REGEX), name))
+    if not pairs:
+        where = "no chain of blocks was found" if wanted == UNIFORM else f"{wanted!r} matches no module"
+        raise PassError(f"{kind}: {where}; name the pairs, such as layers: [[student, teacher]]")
+    problems = [text for name, _ in pairs if (text := _describe_missing(name, student, "student"))]
+    problems += [text for _, name in pairs if (text := _describe_missing(name, teacher, "teacher"))]
+    if problems:
+        raise PassError([f"{kind}: {text}" for text in problems])
+    return pairs
+
+
+def uniform(student: Sequence[str], teacher: Sequence[str]) -> Pairs:
+    """Pair the n-th of N student's blocks with the (n M / N)-th of M teacher's, counted from 1 (TinyBERT, 4.1)."""
+    n, m = len(student), len(teacher)
+    return tuple((name, teacher[max(round((i + 1) * m / n) - 1, 0)]) for i, name in enumerate(student)) if m else ()
+
+
+def _describe_missing(name: str, known: Sequence[str], whose: str) -> str | None:
+    """Return a sentence if the model has no module of that name, or None."""
+    if name in known:
+        return None
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known[1:4])}, ..."
+    return f"the {whose} has no module '{name}'{hint}"

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from compress.blocks.sharing import share, wait
-from compress.distill.average import Average
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.course import (
@@ -35,7 +35,6 @@ from compress.distill.course import (
     step_rows,
     step_seed,
 )
-from compress.distill.optimizer import check_sizes, make_optimizer, reduce_gradients
 from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
 from compress.errors import PassError
 from compress.store.progress import Progress
@@ -43,6 +42,7 @@ from compress.store.training_state import (
     SavedRun,
     Tensors,
     add_prefix,
+    distinct,
     module_state,
     optimizer_state,
     remove_prefix,
@@ -130,7 +130,7 @@ class _Training:
         self.rows, self.held = split_rows(lessons.n, course.held_out, course.seed)
         check_sizes(len(self.rows), course, self.size, around.name)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(module, course, around.rates)
+        self.optimizer = _make_optimizer(module, course, around.rates)
         self.log, self.best = TrainLog(), module_state(module)
         self.average = Average(self.module, course.ema_decay) if course.ema_decay else None
         file = None if around.work is None else around.work / FILE
@@ -197,7 +197,7 @@ class _Training:
     def _clip(self) -> bool:
         """Sum the gradients of all processes and clip them; return False if they are not finite."""
         if self.size > 1:
-            reduce_gradients(self.parameters, self.sum)
+            _reduce_gradients(self.parameters, self.sum)
         limit = self.course.clip or math.inf
         return bool(torch.isfinite(self.accelerator.clip_grad_norm_(self.parameters, limit)))
 
@@ -295,3 +295,82 @@ class _Training:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all processes."""
         return self.accelerator.reduce(tensor, "sum") if self.size > 1 else tensor
+
+
+def _make_optimizer(module: nn.Module, course: Course, rates: Mapping[str, float]) -> torch.optim.Optimizer:
+    """Make AdamW (arXiv:1711.05101) or SGD with momentum over the parameters that want a gradient.
+
+    Matrices and kernels decay, biases, norms and other vectors do not. Each group's "factor" multiplies the rate that
+    is set before every step; `rates`: parameter -> its factor, 1 where not named.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            decay = course.weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((rates.get(name, 1.0), decay), []).append(parameter)
+    given: list[dict[str, Any]] = [
+        {"params": parameters, "factor": factor, "weight_decay": decay}
+        for (factor, decay), parameters in groups.items()
+    ]
+    if course.optimizer == "sgd":
+        return torch.optim.SGD(given, lr=course.learning_rate, momentum=course.momentum)
+    return torch.optim.AdamW(given, lr=course.learning_rate, eps=course.epsilon)
+
+
+def _reduce_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tensor], Tensor]) -> None:
+    """Put the sum over processes into every gradient; one message for all. Absent ones are taken for 0."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    total = reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+    for parameter, grad, summed in zip(parameters, grads, total.split([g.numel() for g in grads]), strict=True):
+        parameter.grad = summed.view(grad.shape).clone()
+
+
+def check_sizes(n_rows: int, course: Course, n_processes: int, name: str) -> None:
+    """Raise PassError if there is nothing to learn from, or not a sample for each process."""
+    if not n_rows:
+        raise PassError(f"{name}: held_out {course.held_out:g} leaves no sample to learn from; hold out less")
+    if course.batch_size < n_processes:
+        raise PassError(
+            f"{name}: batch_size {course.batch_size} is less than the {n_processes} processes; give each a sample"
+        )
+
+
+class Average:
+    """Parameters and floating-point buffers, averaged exponentially over the steps (Polyak and Juditsky 1992).
+
+    The first steps count less, so that the start is soon forgotten: the decay of step s is at most (1 + s) / (10 + s).
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.module, self.decay = module, decay
+        self.tensors = {name: tensor.detach().clone() for name, tensor in _floats(module)}
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Update the average after the step of that number, from 0 on."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, tensor in _floats(self.module):
+            self.tensors[name].lerp_(tensor.detach(), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the module the average's values while the context is open."""
+        values = module_state(self.module)
+        restore_module(self.module, self.tensors)
+        try:
+            yield
+        finally:
+            restore_module(self.module, values)
+
+    def state(self) -> Tensors:
+        """Return the average by name, on the CPU, to be saved."""
+        return {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Set the average to what `state` gave."""
+        for name, tensor in state.items():
+            self.tensors[name].copy_(tensor)
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in distinct(module).items() if tensor.is_floating_point())

@@ -1,21 +1,36 @@
-"""Compile an engine from its order, where this machine can, and say what its graph asked for."""
+"""Compile an engine from its order, where this machine can, in a process of its own.
+
+A broken installation may crash the process, a library takes one logger for all its life, and what a build held is given
+back when it ends: three reasons why this is never done in the process that asks for it.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
-from compress.engine.build import Job, build_engine
+from compress.engine.layers import layers_in_json, layers_in_log, outcomes, share_as_asked
+from compress.errors import ExportError
 from compress.facts import Note
 from compress.store.cache import default_root
-from runtime.bundle.engine import EngineOrder, EngineRecord
+from runtime.bundle.engine import EngineOrder, EngineRecord, Profile
+from runtime.bundle.files import write_whole
 from runtime.bundle.format import Artifact
-from runtime.nvidia.gpu import gpu_here
-from runtime.processes.isolated import run
+from runtime.bundle.records import from_json, to_json
+from runtime.errors import RuntimeFailure
+from runtime.nvidia import tensorrt_api as api
+from runtime.nvidia.gpu import gpu_here, platform_here
+from runtime.processes.isolated import last_line, run, start_python
 
 RECORD = "engine.json"
 SHOWN = 5
@@ -31,6 +46,8 @@ _KINDS = {
     ir.DataType.BFLOAT16: "bfloat16",
     ir.DataType.FLOAT: "float32",
 }
+TIMEOUT_S = 4 * 3600
+FAILED = 1
 
 
 def why_not_here(order: EngineOrder) -> str:
@@ -104,10 +121,10 @@ def compile_order(
         kind="engine",
         engine=built,
     )
-    return artifact, tuple(Note("info", f"{order.name}: {text}") for text in (*notes, *precision_texts(built)))
+    return artifact, tuple(Note("info", f"{order.name}: {text}") for text in (*notes, *_precision_texts(built)))
 
 
-def precision_texts(record: EngineRecord) -> list[str]:
+def _precision_texts(record: EngineRecord) -> list[str]:
     """Return sentences: which share of the products runs in the precision that the graph asks for, and which do not."""
     asked = ", ".join(f"{count} in {kind}" for kind, count in record.asked.items())
     texts = [f"{record.held:.0%} of the products asked for ({asked}) run so"] if asked else []
@@ -164,3 +181,130 @@ def _find_stored_type(value: ir.Value) -> str:
     if node is None or node.op_type != "DequantizeLinear" or node.inputs[0] is None:
         return ""
     return _KINDS.get(node.inputs[0].dtype, "") if node.inputs[0].dtype is not None else ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine to compile. `graph`: the .onnx file; `engine`, `layers`, `record`: files to write; `cache`: the timing
+    cache's file, "" for none. `asked`: product node -> precision."""
+
+    runtime: str
+    graph: str
+    engine: str
+    layers: str
+    record: str
+    cache: str
+    profiles: tuple[Profile, ...]
+    options: dict[str, object]
+    asked: dict[str, str]
+
+
+def build_engine(job: Job) -> tuple[EngineRecord, tuple[str, ...]]:
+    """Compile an engine and return its record and what the user should know.
+
+    ExportError with what the library said.
+    """
+    code = "from compress.engine.compile import main; sys.exit(main(sys.stdin.read()))"
+    try:
+        done = start_python(code, given=json.dumps(to_json(job)), seconds=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ExportError(
+            f"{job.runtime}: the build took longer than {TIMEOUT_S} s; lower builder_optimization_level"
+        ) from error
+    if done.returncode < 0:
+        message = last_line(done.stderr)
+        raise ExportError(
+            f"{job.runtime}: the builder crashed (signal {-done.returncode}: {message}); see `compress doctor`"
+        )
+    if done.returncode != 0:
+        raise ExportError([f"{job.runtime}: {line}" for line in done.stderr.strip().splitlines()[-8:]] or "no word")
+    answer: dict[str, Any] = json.loads(Path(job.record).read_text(encoding="utf-8"))
+    return from_json(EngineRecord, answer["record"], "record"), tuple(answer["notes"])
+
+
+def _compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
+    """Compile in this process and write the engine under its name when it is whole; return its record and notes.
+
+    RuntimeFailure with the way out.
+    """
+    trt = api.load(job.runtime)
+    messages = api.Messages(trt)
+    builder = trt.Builder(messages.logger)
+    network = api.read_network(trt, builder, messages.logger, Path(job.graph))
+    options = _make_options(job)
+    config = api.make_config(trt, builder, options)
+    free = {network.get_input(i).name for i in range(network.num_inputs) if -1 in network.get_input(i).shape}
+    for profile in job.profiles:
+        ranges = {name: (shapes.min, shapes.opt, shapes.max) for name, shapes in profile.items() if name in free}
+        api.add_profile(builder, config, ranges)
+    notes = [text] if (text := api.use_timing_cache(trt, config, options.timing_cache, messages)) else []
+    begun = time.monotonic()
+    data = builder.build_serialized_network(network, config)
+    if data is None:
+        raise RuntimeFailure(_list_reasons(messages))
+    seconds, engine = time.monotonic() - begun, bytes(memoryview(data))
+    write_whole(Path(job.engine), engine)
+    if job.cache and (kept := api.timing_cache(config)):
+        write_whole(Path(job.cache), kept)
+    described = api.describe_engine(trt, messages, engine, options.version_compatible)
+    layers = layers_in_json(described) if described else layers_in_log(text for _, text in messages.said)
+    write_whole(Path(job.layers), (json.dumps([asdict(layer) for layer in layers], indent=1) + "\n").encode())
+    node_outcomes = outcomes(job.asked, layers)
+    gpu = gpu_here()
+    return EngineRecord(
+        runtime=job.runtime,
+        version=str(trt.__version__),
+        platform=platform_here(),
+        compute_capabilities=options.compute_capabilities or ((gpu.capability,) if gpu else ()),
+        profiles=job.profiles,
+        version_compatible=options.version_compatible,
+        hardware_compatibility_level=options.hardware_compatibility_level,
+        gpu=gpu.name if gpu else "",
+        build_seconds=round(seconds, 3),
+        n_layers=len(layers),
+        asked=dict(Counter(outcome.asked for outcome in node_outcomes)),
+        held=round(share_as_asked(node_outcomes), 4),
+        short={
+            outcome.node: f"{outcome.asked} -> {outcome.got or 'not named'}"
+            for outcome in node_outcomes
+            if not outcome.as_asked
+        },
+        inspected="inspector" if described else "log",
+    ), notes
+
+
+def _make_options(job: Job) -> api.BuildOptions:
+    """Return the recipe's words as the library's options; a timing cache that is not there yet begins empty."""
+    given = dict(job.options)
+    workspace, kept = given.pop("workspace_mib", None), given.pop("timing_cache", False)
+    fields = {name: value for name, value in given.items() if name in api.BuildOptions.__dataclass_fields__}
+    cache = Path(job.cache) if job.cache and kept else None
+    return from_json(
+        api.BuildOptions,
+        {**fields, "workspace_bytes": None if workspace is None else int(str(workspace)) * 2**20},
+        "options",
+    ).with_cache(None if cache is None else cache.read_bytes() if cache.is_file() else b"")
+
+
+def _list_reasons(messages: api.Messages) -> list[str]:
+    """Return the library's errors, each once, those of a missing driver last.
+
+    These are logged of builds that succeed, too.
+    """
+    errors = list(dict.fromkeys(messages.errors()))
+    return sorted(errors, key=lambda text: "cuda" in text.lower()) or [
+        "the build failed, and the library did not say why"
+    ]
+
+
+def main(text: str) -> int:
+    """Do the job that `text` is, JSON; the record goes to its file, errors to stderr, one a line."""
+    job = from_json(Job, json.loads(text), "job")
+    try:
+        record, notes = _compile_here(job)
+    except RuntimeFailure as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return FAILED
+    answer = {"record": to_json(record), "notes": notes}
+    write_whole(Path(job.record), json.dumps(answer, indent=1).encode())
+    return 0

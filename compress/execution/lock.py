@@ -10,9 +10,8 @@ from typing import Any
 
 from compress.context import PassResult
 from compress.data.samples import Samples
-from compress.planning.cache_keys import CacheKeys
+from compress.planning.cache_keys import CacheKeys, list_plugins
 from compress.planning.inputs import Inputs
-from compress.planning.outside import list_plugins
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe
 from compress.store.cache import code_version, library_versions

@@ -10,8 +10,7 @@ from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Stage, TrainingCost
 from compress.passes.tune import is_selected, learning_cost, plan_from_integers
-from compress.passes.weight_only import WeightPass
-from compress.passes.weight_rules import float_problems, with_problems
+from compress.passes.weight_only import WeightPass, float_problems, with_problems
 
 
 class AutoRound(WeightPass):

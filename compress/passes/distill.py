@@ -9,7 +9,7 @@ from pydantic import Field
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.distill_student import Student, student_facts
-from compress.passes.loss_terms import LearningPass
+from compress.passes.training import LearningPass
 from compress.specs import Record
 from runtime.tasks import find_task
 

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.weight_only import WeightPass
-from compress.passes.weight_rules import float_problems, with_problems
+from compress.passes.weight_only import WeightPass, float_problems, with_problems
 
 
 class Gptq(WeightPass):

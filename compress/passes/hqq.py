@@ -9,8 +9,7 @@ from pydantic import Field
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Stage
-from compress.passes.weight_only import WeightPass
-from compress.passes.weight_rules import with_problems
+from compress.passes.weight_only import WeightPass, with_problems
 
 
 class Hqq(WeightPass):

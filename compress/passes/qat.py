@@ -16,7 +16,7 @@ from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.eight_bit import Calibration, Restore
 from compress.passes.int8 import Int8
-from compress.passes.loss_terms import LabelsTerm, LearningPass, Terms
+from compress.passes.training import LabelsTerm, LearningPass, Terms
 from compress.passes.weight_only import WeightPass
 from compress.specs import LayerPattern, find_changes
 from compress.tasks import find_torch_task

@@ -12,7 +12,7 @@ from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
-from compress.passes.weight_rules import find_uncalled
+from compress.passes.weight_only import find_uncalled
 from compress.prune.sparsity import Sparsity
 from compress.specs import LayerPattern, Record
 

@@ -12,8 +12,8 @@ from compress.distill.course import Course
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.choosing import choose_layers, pattern_problems
-from compress.passes.loss_terms import LearningPass
 from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, find_tied_problems, gain
+from compress.passes.training import LearningPass
 from compress.specs import LayerPattern
 
 if TYPE_CHECKING:

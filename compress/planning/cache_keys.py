@@ -8,7 +8,6 @@ from typing import Any
 
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
-from compress.planning.outside import list_plugins
 from compress.recipe.schema import Recipe
 from compress.store.cache import cache_key
 from runtime.bundle.files import sha256_of
@@ -17,6 +16,7 @@ from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import TextPreprocess
 from runtime.metrics import METRICS
+from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,16 @@ def _describe_set(inputs: Inputs, name: str) -> list[Any]:
     spec = inputs.recipe.data.declared[name]
     chosen = [part.model_dump(mode="json", exclude={"source", "also"}) for part in spec.parts]
     return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.class_names)]
+
+
+def list_plugins(recipe: Recipe) -> dict[str, dict[str, str]]:
+    """Return "group: name" -> distribution, version and digest of the code of each plug-in that the recipe names."""
+    judged = recipe.validate_
+    names = [
+        *((PASS_GROUP, pass_.kind) for pass_ in recipe.passes),
+        *((METRIC_GROUP, name) for name in (*judged.metrics, *(gate.metric for gate in judged.gates))),
+        *((group, recipe.model.task) for group in (TASK_GROUP, TORCH_TASK_GROUP)),
+        *((BACKEND_GROUP, name) for name in (recipe.target, *map(recipe.target_of, recipe.export))),
+    ]
+    named = {f"{group}: {name}": find_plugin(group, name) for group, name in names}
+    return {name: plugin.to_record() for name, plugin in sorted(named.items()) if plugin is not None}

@@ -23,11 +23,10 @@ from compress.graph.run import Feeds
 from compress.models import huggingface
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
-from compress.models.generation import read_generation
+from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
 from compress.models.preprocess import find_class_names, resolve_preprocess
 from compress.models.source import Source, locate, model_digest
-from compress.models.tokenizer import tokenizer_folder
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec

@@ -25,7 +25,6 @@ from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
 from compress.planning.measurements import measurement_note
-from compress.planning.outside import check_work
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import engine_notes, objections
 from compress.prune.configuration import fit_config
@@ -38,6 +37,7 @@ from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import ResultCache, default_root
 from compress.store.durable import blame
+from compress.work import WORK, find_work
 from runtime.bundle.manifest import fixed_batch
 from runtime.measure.benchmark import choose_backend
 from runtime.processes.memory import available_bytes
@@ -53,7 +53,7 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
-    check_work(recipe)
+    _check_work(recipe)
     store = ResultCache(cache or default_root())
     store.refuse_file()
     with blame(recipe.root, SourceError):
@@ -226,3 +226,10 @@ def explain_unsaid_sizes(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes
     built, dimensions = shapes_of(module), [dimension for dimension in coupling.dimensions if dimension.name in units]
     remove_all(module, dimensions, [np.arange(units[dimension.name]) for dimension in dimensions], remove)
     return fit_config(getattr(module, "wrapped", module), built)
+
+
+def _check_work(recipe: Recipe) -> None:
+    """Import the work of passes from outside, so that the plan finds what the run would. Raises PluginError."""
+    for pass_ in recipe.passes:
+        if pass_.kind not in WORK and pass_.work:
+            find_work(pass_.kind)

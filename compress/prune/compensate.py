@@ -1,6 +1,10 @@
 """Fit every layer anew after units are gone, in the order of the forward, to what the whole model gave there.
 
 Batch norms get the statistics of the data as it is then.
+
+He, Zhang and Sun, "Channel Pruning for Accelerating Very Deep Neural Networks" (2017, arXiv:1707.06168), section 3.1,
+reconstruct a layer's output from the inputs that are left, as those now are. What is solved for here is the change of
+the weight, so that the ridge draws towards the weight as it stands and not towards zero.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from compress.prune.layers import (
     read_weight,
     write_weight,
 )
-from compress.prune.least_squares import Fit, fit
+from compress.prune.obs import factor_of
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
@@ -43,6 +47,10 @@ FAINT = 1e-4
 """A batch norm scale below this share of its largest lets too little through to fit what lies before it."""
 MAX_OUTPUTS = 16384
 """Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Tried on the rows held out, times the mean diagonal of the Gram matrix."""
+RIDGE = 1e-2
+"""Where nothing is held out."""
 
 
 @dataclass(frozen=True)
@@ -270,3 +278,58 @@ def _restate_norm(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     norm.weight.copy_((weight * after / before).float())
     norm.running_mean.copy_(mean)
     norm.running_var.copy_(variance)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """The change that brings outputs nearer to their targets: y is about x @ weight^T + bias.
+
+    `weight` float64 [groups, out / groups, features], `bias` float64 [groups, out / groups], zeros for a layer that can
+    have none. `before`, `after`: mean over rows of the squared distance, summed over outputs; on the rows held out
+    where there are some. `ridge` 0: no change was better than none.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    before: float
+    after: float
+    ridge: float
+
+
+def fit(learned: Sums, held: Sums | None, free_bias: bool, ridges: Sequence[float] = RIDGES) -> Fit:
+    """Return the least squares change for targets y (what the output still lacks), from the rows of both sets.
+
+    The ridge is the one of `ridges` whose solution on `learned` is nearest on `held`, whose rows then join in; RIDGE
+    without `held`. A solution that is no better than no change on `held` is not used.
+    """
+    if held is None or held.n == 0:
+        weight, bias = solve(learned, RIDGE, free_bias)
+        return Fit(weight, bias, distance(learned), distance(learned, weight, bias), RIDGE)
+    tried = [(distance(held, *solve(learned, ridge, free_bias)), ridge) for ridge in ridges]
+    after, ridge = min(tried)
+    before = distance(held)
+    weight, bias = solve(learned + held, ridge, free_bias)
+    if after >= before:
+        return Fit(torch.zeros_like(weight), torch.zeros_like(bias), before, before, 0.0)
+    return Fit(weight, bias, before, after, ridge)
+
+
+def solve(sums: Sums, ridge: float, free_bias: bool) -> tuple[Tensor, Tensor]:
+    """Return (weight [groups, outputs, features], bias [groups, outputs]) of the ridge solution, float64."""
+    xx, xy, _ = sums.without_means() if free_bias else sums.plain()
+    factors = torch.stack([factor_of(gram, ridge) for gram in xx])
+    weight = torch.cholesky_solve(xy, factors).mT
+    n = max(sums.n, 1)
+    bias = (sums.y - (weight @ sums.x[:, :, None])[:, :, 0]) / n
+    return weight, bias if free_bias else torch.zeros_like(bias)
+
+
+def distance(sums: Sums, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
+    """Return the mean over rows of |y - weight x - bias|^2, from the sums alone; without weight that of |y|^2."""
+    n = max(sums.n, 1)
+    total = sums.yy.sum()
+    if weight is not None and bias is not None:
+        wx = (weight @ sums.x[:, :, None])[:, :, 0]  # [groups, outputs]
+        total = total + ((weight @ sums.xx) * weight).sum() - 2 * (weight * sums.xy.mT).sum()
+        total = total + (2 * bias * (wx - sums.y) + sums.n * bias.square()).sum()
+    return max(float(total) / n, 0.0)

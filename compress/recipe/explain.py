@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress.recipe import vocabulary
-from compress.recipe.places import MOST_PROBLEMS, Path, Problem, RecipeFindings, did_you_mean, suggest
-from compress.recipe.tree import Node, plain
+from compress.recipe.places import MOST_PROBLEMS, Node, Path, Problem, RecipeFindings, did_you_mean, plain, suggest
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
 OWN_KEYS = ("include", "vars")

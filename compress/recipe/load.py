@@ -15,13 +15,12 @@ from pydantic import BaseModel, ValidationError
 from compress.errors import RecipeError
 from compress.recipe.budget import MOST_FILE_BYTES
 from compress.recipe.explain import explain
-from compress.recipe.includes import read_with_includes
 from compress.recipe.overrides import apply_overrides
-from compress.recipe.places import Path, Position, Problem, RecipeFindings, StopReading, suggest
+from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, StopReading, plain, suggest
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
-from compress.recipe.tree import Node, plain
 from compress.recipe.variables import VARS, escape, substitute
+from compress.recipe.yaml_source import read_with_includes
 
 
 def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:

@@ -7,8 +7,18 @@ from dataclasses import replace
 
 from compress.recipe import vocabulary
 from compress.recipe.budget import MOST_DEPTH, ValueSize
-from compress.recipe.places import OVERRIDE, Path, Position, Problem, RecipeFindings, did_you_mean, join_path, suggest
-from compress.recipe.tree import Node, plain
+from compress.recipe.places import (
+    OVERRIDE,
+    Node,
+    Path,
+    Position,
+    Problem,
+    RecipeFindings,
+    did_you_mean,
+    join_path,
+    plain,
+    suggest,
+)
 from compress.recipe.variables import VARS, is_reference, names_used
 from compress.recipe.yaml_source import parse
 

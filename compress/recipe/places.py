@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice
+from typing import Any
 
 from compress.recipe.budget import Budget, OverBudget
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the recipe: ("passes", 0, "bits")."""
-
 OVERRIDE = "--set "
 MOST_PROBLEMS = 100
 """After that many reading ends: each takes time to explain, and nobody reads more."""
@@ -22,6 +22,7 @@ MOST_COMPARED, MOST_OPTIONS = 80, 1000
 MOST_SHOWN = 2000
 """Characters of a problem."""
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, order=True)
@@ -133,3 +134,54 @@ def suggest(word: object, options: Iterable[object]) -> str:
     """Return the words of `did_you_mean`, or list all the options where none is near."""
     known = list(options)
     return did_you_mean(word, known) or (f"; known: {', '.join(map(str, known))}" if known else "")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value, where it stands and where its key does. `written` is its text before a variable took that place."""
+
+    value: Scalar | dict[str, Node] | list[Node]
+    place: Position
+    key_place: Position | None = None
+    written: str | None = None
+
+    def child(self, key: str | int) -> Node | None:
+        if isinstance(self.value, dict) and isinstance(key, str):
+            return self.value.get(key)
+        if isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
+            return self.value[key]
+        return None
+
+    def find(self, path: Path) -> Node:
+        """Return the node at `path`, or the deepest one on the way to it."""
+        node = self
+        for key in path:
+            child = node.child(key)
+            if child is None:
+                return node
+            node = child
+        return node
+
+    def children(self) -> list[tuple[str | int, Node]]:
+        if isinstance(self.value, dict):
+            return list(self.value.items())
+        return list(enumerate(self.value)) if isinstance(self.value, list) else []
+
+
+def plain(node: Node) -> Any:
+    """Turn the tree into ordinary dicts, lists and scalars."""
+    if isinstance(node.value, dict):
+        return {key: plain(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [plain(child) for child in node.value]
+    return node.value
+
+
+def merge(under: Node, over: Node) -> Node:
+    """Put `over` on top of `under`: mappings are merged key by key, everything else is replaced."""
+    if not (isinstance(under.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(under.value)
+    for key, child in over.value.items():
+        merged[key] = merge(merged[key], child) if key in merged else child
+    return Node(merged, over.place, over.key_place)

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from compress.recipe.budget import ValueSize, check_depth
-from compress.recipe.places import Path, Position, RecipeFindings, did_you_mean, suggest
-from compress.recipe.tree import Node, Scalar, plain
+from compress.recipe.places import Node, Path, Position, RecipeFindings, Scalar, did_you_mean, plain, suggest
 from compress.recipe.yaml_source import parse_scalar
 
 VARS = "vars"

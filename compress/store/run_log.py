@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -127,8 +127,3 @@ class Journal:
                 self._write(text)
             if not self.console.is_terminal:
                 self.show(text)
-
-
-def silent(items: Sequence[Any], text: str) -> Iterable[Any]:
-    """No bar."""
-    return items

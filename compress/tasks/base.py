@@ -18,6 +18,16 @@ Columns = Mapping[str, Any]
 Loss = Literal["classes", "token classes", "next tokens", "embeddings", "outputs"]
 """What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
 token that is predicted; pooled embeddings and hidden states; the squared error of the outputs."""
+INT8 = """  - kind: int8                 # weights and activations in eight bits
+    calibration: mse           # or minmax, percentile, entropy
+    # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
+"""
+TEXT_DATA = """  calibration: {source: "csv:train.csv", samples: 512}
+  evaluation: {source: "csv:test.csv"}
+  # columns: {text: sentence, label: label} inside a set says which column is what
+"""
+TEXT_PASSES = "  - {kind: smoothquant}        # move activation outliers into the weights first\n" + INT8
+ACCURACY_GATE = "    - {metric: top1, max_drop: 0.01}\n"
 
 
 @dataclass(frozen=True)

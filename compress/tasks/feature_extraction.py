@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from compress.tasks.base import Starter, TorchTask, read_scores
-from compress.tasks.starters import TEXT_DATA, TEXT_PASSES
+from compress.tasks.base import TEXT_DATA, TEXT_PASSES, Starter, TorchTask, read_scores
 
 
 def _leave_pooler_out(config: Any) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from compress.tasks.base import Starter, TorchTask
-from compress.tasks.starters import INT8
+from compress.tasks.base import INT8, Starter, TorchTask
 
 GENERIC = TorchTask(
     name="generic",

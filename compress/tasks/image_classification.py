@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from compress.tasks.base import Starter, TorchTask, read_classes
-from compress.tasks.starters import ACCURACY_GATE, INT8
+from compress.tasks.base import ACCURACY_GATE, INT8, Starter, TorchTask, read_classes
 
 IMAGE_CLASSIFICATION = TorchTask(
     name="image-classification",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from compress.tasks.base import Starter, TorchTask, read_classes
-from compress.tasks.starters import ACCURACY_GATE, TEXT_DATA, TEXT_PASSES
+from compress.tasks.base import ACCURACY_GATE, TEXT_DATA, TEXT_PASSES, Starter, TorchTask, read_classes
 
 TEXT_CLASSIFICATION = TorchTask(
     name="text-classification",

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.tasks.base import Columns, LabelReader, Starter, TorchTask
-from compress.tasks.starters import TEXT_PASSES
+from compress.tasks.base import TEXT_PASSES, Columns, LabelReader, Starter, TorchTask
 from runtime.errors import UsageError
 from runtime.tasks.token_classification import UNLABELLED, join_words, mark_first_tokens
 

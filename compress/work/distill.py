@@ -23,9 +23,18 @@ from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
 from compress.prune.depth import Skipping, shorten
 from compress.work.contexts import ModelContext
-from compress.work.losses import batches_of, objective, teacher_module, training_set
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
-from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
+from compress.work.training import (
+    batches_of,
+    describe_kept_steps,
+    describe_training,
+    gather_numbers,
+    no_keeper,
+    objective,
+    teacher_module,
+    training_set,
+    zero_keeper,
+)
 
 NAME = "distill"
 

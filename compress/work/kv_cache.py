@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from compress.blocks.block import BlockWork
-from compress.blocks.keys_values import exchange_keys_and_values
+from compress.blocks.engine_arithmetic import exchange_keys_and_values
 from compress.blocks.sharing import gather_from_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel

@@ -20,8 +20,7 @@ from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.models.load import TorchModel
-from compress.passes.prune_channels import PruneChannels
-from compress.passes.widths import count_kept_units
+from compress.passes.prune_channels import PruneChannels, count_kept_units
 from compress.prune.budget import Options, choose_widths, list_widths
 from compress.prune.compensate import follow_data
 from compress.prune.configuration import fit_config

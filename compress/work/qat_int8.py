@@ -31,8 +31,16 @@ from compress.quantize.simulated import SimulatedGraph
 from compress.quantize.state import GraphState
 from compress.work.contexts import GraphContext
 from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
-from compress.work.losses import batches_of, objective, training_set
-from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
+from compress.work.training import (
+    batches_of,
+    describe_kept_steps,
+    describe_training,
+    gather_numbers,
+    no_keeper,
+    objective,
+    training_set,
+    zero_keeper,
+)
 
 NAME = "qat"
 PART = 0.2

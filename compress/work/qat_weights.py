@@ -28,8 +28,17 @@ from compress.passes.qat import Qat
 from compress.quantize.fake import ScaledWeight
 from compress.work.block_layers import layer_facts, nearest
 from compress.work.contexts import ModelContext
-from compress.work.losses import batches_of, objective, teacher_module, training_set
-from compress.work.training import describe_kept_steps, describe_training, gather_numbers, no_keeper, zero_keeper
+from compress.work.training import (
+    batches_of,
+    describe_kept_steps,
+    describe_training,
+    gather_numbers,
+    no_keeper,
+    objective,
+    teacher_module,
+    training_set,
+    zero_keeper,
+)
 
 NAME = "qat"
 EPSILON = 1e-12

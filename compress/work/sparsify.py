@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from compress.blocks.block import BlockWork
-from compress.blocks.parts import layers_of
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d, weight_shape
+from compress.blocks.work import layers_of
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note, Reading

@@ -23,8 +23,15 @@ from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.prune.masks import round_shares, set_to_zero, smallest
 from compress.work.block_layers import layer_facts
 from compress.work.contexts import ModelContext
-from compress.work.losses import batches_of, objective, teacher_module, training_set
-from compress.work.training import describe_training, gather_numbers, zero_keeper
+from compress.work.training import (
+    batches_of,
+    describe_training,
+    gather_numbers,
+    objective,
+    teacher_module,
+    training_set,
+    zero_keeper,
+)
 
 NAME = "sparsify_iteratively"
 

@@ -24,9 +24,9 @@ from compress.commands import doctor
 from compress.engine import compile as engines
 from compress.errors import PassError, PlanError
 from compress.passes import PASSES
-from compress.recipe.json_schema import editor_schema
 from compress.recipe.load import load_recipe
 from compress.recipe.network import OFFLINE, restrict_network
+from compress.recipe.vocabulary import editor_schema
 from runtime.bundle.format import Artifact, Gate, Judgement, Manifest, write_bundle
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency

@@ -14,7 +14,7 @@ from fuzzing import attempt, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.data.formats import open_npz
+from compress.data.table import open_npz
 from runtime.bundle.samples import read_npz, write_npz
 
 RNG = np.random.default_rng(0)

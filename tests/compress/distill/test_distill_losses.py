@@ -10,9 +10,8 @@ import pytest
 import torch
 from distilling import COURSE
 
-from compress.distill.augment import blend_images, flip_images, is_channels_first, shift_images
 from compress.distill.course import learning_rate, looks_due, split_rows, step_random, step_rows, step_seed
-from compress.distill.layer_map import pair_modules, uniform
+from compress.distill.lessons import blend_images, flip_images, is_channels_first, shift_images
 from compress.distill.losses import (
     Pooling,
     attention_error,
@@ -23,6 +22,7 @@ from compress.distill.losses import (
     pool_tokens,
     relative_error,
 )
+from compress.distill.objective import pair_modules, uniform
 from compress.errors import PassError
 from runtime.encode.preprocess import TextPreprocess, pool
 

@@ -14,8 +14,8 @@ from compress.errors import PlanError
 from compress.execution.passes import RunContext, block_passes_alone
 from compress.passes import Int8, Pass
 from compress.passes.distill import Distill
-from compress.passes.loss_terms import HiddenTerm
 from compress.passes.qat import Qat
+from compress.passes.training import HiddenTerm
 from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe

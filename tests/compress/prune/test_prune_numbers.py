@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compress.errors import PassError
 from compress.prune import importance, statistics
+from compress.prune.compensate import RIDGE, distance, fit, solve
 from compress.prune.coupling import Dimension, find_coupling
 from compress.prune.layers import (
     apply_layer,
@@ -26,7 +27,6 @@ from compress.prune.layers import (
     read_weight,
     write_weight,
 )
-from compress.prune.least_squares import RIDGE, distance, fit, solve
 from compress.prune.obs import DAMPING, ReadingLayer, compensate_weight, eliminate
 from compress.prune.statistics import Sums, gather_inputs
 

@@ -38,8 +38,7 @@ from compress.models.huggingface import TextModel
 from compress.models.load import TorchModel
 from compress.passes.distill import Distill, Sequences
 from compress.passes.distill_student import Student
-from compress.passes.loss_terms import AttentionTerm, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
-from compress.passes.training import Augmentation
+from compress.passes.training import AttentionTerm, Augmentation, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.work import apply_pass
 from compress.work.contexts import ModelContext
 from runtime.bundle.tensors import TensorSpec

@@ -78,7 +78,7 @@ def test_a_model_without_attention_and_a_target_without_kernels_are_refused() ->
 
 
 def test_attention_that_cannot_be_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.blocks.keys_values._PRODUCTS", ())
+    monkeypatch.setattr("compress.blocks.engine_arithmetic._PRODUCTS", ())
     with pytest.raises(PassError, match=r"kv_cache: model\.layers\.0\.self_attn: no keys and values were seen"):
         applied(eager())
 

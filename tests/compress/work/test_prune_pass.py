@@ -19,7 +19,7 @@ from compress.facts import LayerFacts, ModelFacts, Prunable
 from compress.formats.targets import TARGETS
 from compress.models.load import load_model
 from compress.passes import PruneChannels
-from compress.passes.widths import count_kept_units, least_ratio, shrunk
+from compress.passes.prune_channels import count_kept_units, least_ratio, shrunk
 from compress.recipe.load import Recipe
 from compress.specs import ModelSpec
 

@@ -34,9 +34,8 @@ from compress.graph.run import clone, open_session
 from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_module
 from compress.passes.gptq import Gptq
-from compress.passes.loss_terms import LabelsTerm, LogitsTerm
 from compress.passes.qat import Qat
-from compress.passes.training import TrainingPass
+from compress.passes.training import LabelsTerm, LogitsTerm, TrainingPass
 from compress.passes.tune import Tune
 from compress.quantize.fake import ScaledWeight
 from compress.quantize.grid import round_to_grid
@@ -45,8 +44,8 @@ from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
 from compress.structure.find import find_structure
 from compress.work import apply_pass
-from compress.work.losses import batches_of
 from compress.work.qat_weights import _round_layers, rounding
+from compress.work.training import batches_of
 
 LM = replace(FACTS, task="text-generation", inputs=TOKENS)
 

@@ -28,7 +28,7 @@ from compress.facts import LayerFacts, ModelFacts
 from compress.formats.targets import TARGETS
 from compress.models.load import TorchModel
 from compress.passes import SparsifyIteratively
-from compress.passes.loss_terms import LabelsTerm, LogitsTerm
+from compress.passes.training import LabelsTerm, LogitsTerm
 from compress.prune.masks import round_shares, set_to_zero, smallest
 from compress.store.training_state import module_state
 from compress.work import apply_pass

@@ -1,18 +1,28 @@
-"""The tokenizer of a language model as transformers makes it, which is not always what tokenizer.json says alone."""
+"""What a language model's folder says: its tokenizer, and what generating text needs to know.
+
+The tokenizer is the one that transformers makes, which is not always what tokenizer.json says alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from compress.errors import SourceError
 from compress.models.huggingface import quiet
 from compress.models.source import locate
 from compress.specs import ModelSpec
 from compress.store.cache import ResultCache
+from runtime.bundle.manifest import Generation
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json")
 """What decides it."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+UNKNOWN_LENGTH = 2048
 
 
 def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | None, list[str]]:
@@ -59,3 +69,29 @@ def _hash_files(folder: Path) -> str:
         path = folder / name
         sha.update(f"\n{name} ".encode() + (path.read_bytes() if path.is_file() else b""))
     return sha.hexdigest()
+
+
+def read_generation(folder: Path, vocab_size: int) -> Generation:
+    """Read generation_config.json over config.json (its text_config, where it has one). SourceError: not JSON."""
+    config = _read_json(folder / "config.json")
+    config = {**config, **config.get("text_config", {})}
+    settings = {**config, **_read_json(folder / "generation_config.json")}
+    ends = settings.get("eos_token_id")
+    return Generation(
+        context_length=next((int(config[name]) for name in LENGTHS if config.get(name)), UNKNOWN_LENGTH),
+        vocab_size=vocab_size,
+        bos_token_id=settings.get("bos_token_id"),
+        eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
+        pad_token_id=settings.get("pad_token_id"),
+        **{name: settings[name] for name in SAMPLING if settings.get(name) is not None},
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(f"{path}: is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}

@@ -9,8 +9,7 @@ import graphs
 import pytest
 from graphs import int8_state
 
-from compress.engine.build import Job, build_engine
-from compress.engine.compile import find_asked_precisions
+from compress.engine.compile import Job, build_engine, find_asked_precisions
 from compress.export.onnx import save_graph
 from compress.graph.specs import input_specs
 from compress.quantize.qdq import write_state
