@@ -5,10 +5,9 @@ A torch model's block stops its forward before each reading while what reads it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -34,8 +33,6 @@ from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
 from compress.work.block_layers import BlockLayers, InputRanges, block_layers, matrix, may_be_negative, nearest, remark
-
-T = TypeVar("T")
 
 
 def apply_gptq(
@@ -141,7 +138,8 @@ class _BlockRounding:
         if names:
             gram = self.grams.setdefault(reading, Gram(rows.shape[1], self.knobs.compute))
             gram.add(rows)
-            self._name_errors(names, partial(self.inputs.see, names, rows))
+            with _name_errors(names):
+                self.inputs.see(names, rows)
 
     def act(self, reading: Reading) -> None:
         """Round the reading's layers, those of one scheme together."""
@@ -152,7 +150,8 @@ class _BlockRounding:
         gram, n_rows = self.grams.pop(reading, Gram(width)).mean(sum_over_processes)
         if not n_rows:
             return  # `finish` rounds them to the nearest
-        hessian = self._name_errors(names, partial(invert_hessian, gram, self.knobs.damp_percent, self.knobs.actorder))
+        with _name_errors(names):
+            hessian = invert_hessian(gram, self.knobs.damp_percent, self.knobs.actorder)
         remark(self.knobs, self.block, _hessian_remarks(names, hessian, self.knobs.damp_percent))
         by_scheme: dict[Scheme, list[str]] = {}
         for name in names:
@@ -163,9 +162,12 @@ class _BlockRounding:
     def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
         weights = [matrix(self.knobs, self.block, name) for name in names]
         rules = _gptq_rules(self.knobs, scheme, self.target)
-        round_all = partial(gptq_round_together, weights, hessian, scheme.weights, rules)
-        for name, rounded in zip(names, self._name_errors(names, round_all), strict=True):
-            self.block.put(name, rounded.weight, scheme, self._name_errors([name], partial(self.inputs.scale, name)))
+        with _name_errors(names):
+            all_rounded = gptq_round_together(weights, hessian, scheme.weights, rules)
+        for name, rounded in zip(names, all_rounded, strict=True):
+            with _name_errors([name]):
+                scale = self.inputs.scale(name)
+            self.block.put(name, rounded.weight, scheme, scale)
             errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
             self.block.say(measured={name: errors})
             self.left.remove(name)
@@ -178,13 +180,16 @@ class _BlockRounding:
         remark(knobs, block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
         for name in self.left:
             scheme = self.layers.schemes[name]
-            scale = self._name_errors([name], partial(self.inputs.scale, name))
+            with _name_errors([name]):
+                scale = self.inputs.scale(name)
             block.put(name, nearest(matrix(knobs, block, name), scheme, target), scheme, scale)
         block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
 
-    def _name_errors(self, names: Sequence[str], do: Callable[[], T]) -> T:
-        """Return `do()`; its errors get the layers' names."""
-        try:
-            return do()
-        except ValueError as error:
-            raise PassError(f"gptq: {', '.join(names)}: {error}") from error
+
+@contextmanager
+def _name_errors(names: Sequence[str]) -> Iterator[None]:
+    """Put the layers' names before what is wrong with their numbers."""
+    try:
+        yield
+    except ValueError as error:
+        raise PassError(f"gptq: {', '.join(names)}: {error}") from error
