@@ -58,18 +58,15 @@ CONFIGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mamba": ("MambaConfig", 1, {"hidden_size": 32, "vocab_size": VOCABULARY, "state_size": 4}),
 }
 """Name -> (transformers' configuration, layers, its fields)."""
-ALWAYS, QUICK = ("llama", "qwen2", "gemma3", "gpt2"), ("llama", "gpt2")
+ALWAYS = ("llama", "qwen2", "gemma3", "gpt2")
 """Between them: biases, a window, norms of queries and keys, a table that is tied, learned positions, Conv1D."""
 
 
 def kinds(names: Iterable[str]) -> list[Any]:
-    """Return parameters of a test, those not in QUICK marked slow; those not in ALWAYS run where COMPRESS_ARCHITECTURES
-    is set: an export takes five seconds.
-    """
+    """Return parameters of a test; those not in ALWAYS, five seconds each, run where COMPRESS_ARCHITECTURES is set."""
     unset = not os.environ.get("COMPRESS_ARCHITECTURES")
     more = pytest.mark.skipif(unset, reason="needs COMPRESS_ARCHITECTURES=1: five seconds for each architecture")
-    marks = {name: [] if name in QUICK else [pytest.mark.slow] if name in ALWAYS else [more] for name in names}
-    return [pytest.param(name, marks=marks[name]) for name in marks]
+    return [pytest.param(name, marks=[] if name in ALWAYS else [more]) for name in names]
 
 
 @cache

@@ -25,11 +25,11 @@ from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, restore_state
 from runtime.bundle.manifest import KvCacheSpec
 
+pytestmark = pytest.mark.slow
 KINDS = [kind for kind in CONFIGS if kind not in ("mamba", "phi", "bloom")]
 
 
 @pytest.mark.parametrize("kind", kinds(KINDS))
-@pytest.mark.slow
 def test_the_graph_is_the_model(kind: str) -> None:
     decoder = Decoder(exported(kind))
     ids = tokens(1, 14)
@@ -66,7 +66,6 @@ def test_what_the_graph_says_of_itself() -> None:
     assert graph.metadata_props[MAX_LENGTH] == "64" and graph.opset_imports[""] == 21
 
 
-@pytest.mark.slow
 def test_a_tied_table_is_one_until_either_is_quantized(tmp_path: Path) -> None:
     graph = exported("gemma3")
     tables = [v for v in float_graph(graph).graph.initializers.values() if v.const_value and 101 in v.const_value.shape]

@@ -22,6 +22,7 @@ from compress.graph.attention_parts import find_attention
 from compress.quantize.state import GraphState
 from runtime.encode.language import LanguagePreprocess
 
+pytestmark = pytest.mark.slow
 PROMPT = "the cat sat on the mat"
 
 

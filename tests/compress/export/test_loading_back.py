@@ -98,6 +98,7 @@ def pruned(spec: ModelSpec, kinds: tuple[str, ...]) -> StreamedModel:
     return open_streamed_module(loaded.module, Structure(()), loaded.parameters, loaded.folder, shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dimensions", "reader"),
     [

@@ -22,6 +22,7 @@ from compress.quantize.qdq import in_kernel_blocks, write_state
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState
 
+pytestmark = pytest.mark.slow
 CPU = TARGETS["onnxruntime-cpu"]
 MATCHED = [kind for kind in CONFIGS if kind not in ("mamba", "bloom")]
 LENGTHS = (14, 9, 11)
@@ -72,7 +73,6 @@ def test_a_prompt_may_be_read_in_parts(kind: str) -> None:
     assert relative(whole, np.concatenate(parts, axis=1)) < 1e-5
 
 
-@pytest.mark.slow
 def test_the_attributes_are_what_the_nodes_did() -> None:
     nodes = [node for node in rewritten("gemma3").graph if node.op_type == ATTENTION]
     windows = [
@@ -274,10 +274,10 @@ def dequantized(state: GraphState) -> ir.Model:
         ("llama", 4, -1, True, False),
         ("llama", 6, 32, True, False),
         ("llama", 8, -1, True, True),
-        pytest.param("qwen2", 4, 32, False, False, marks=pytest.mark.slow),
-        pytest.param("qwen2", 2, 32, True, False, marks=pytest.mark.slow),
+        ("qwen2", 4, 32, False, False),
+        ("qwen2", 2, 32, True, False),
         ("gpt2", 4, 32, True, False),
-        pytest.param("gemma3", 4, 32, True, False, marks=pytest.mark.slow),
+        ("gemma3", 4, 32, True, False),
     ],
 )
 def test_a_finished_decoder_multiplies_packed_weights(
@@ -292,7 +292,6 @@ def test_a_finished_decoder_multiplies_packed_weights(
     assert relative(_prefill(dequantized(state)), _prefill(model)) < 0.05
 
 
-@pytest.mark.slow
 def test_products_of_one_input_are_one_and_give_the_same_bits() -> None:
     """Rounding each row once or three times is the same; query, key and value go into attention as they come."""
     plain = to_group_query_attention(write_state(state_of("qwen2", 4, 32), "u8s8"))[0]
@@ -313,7 +312,6 @@ def test_products_with_unlike_weights_stay_apart() -> None:
     assert merge_products(model) == 2, "key and value of both layers"
 
 
-@pytest.mark.slow
 def test_norms_are_divided_by_their_root() -> None:
     plain = exported("gemma3")
     model = clone(plain)
