@@ -17,10 +17,11 @@ from notebooks.execute import NOTEBOOKS, cleaned, execute, notebooks
 QUICK_JUDGE = f"""
 import sys
 sys.path.append({str(HELPERS)!r})
-from shortcuts import quick_judge
-judging = quick_judge()
-judging.__enter__()
-del sys, quick_judge  # `judging` stays: it ends when it is no longer held
+from shortcuts import quick_export, quick_judge
+shortcuts = quick_judge(), quick_export()  # each ends when it is no longer held
+for shortcut in shortcuts:
+    shortcut.__enter__()
+del sys, shortcut, quick_judge, quick_export
 """
 """What is drawn is of fewer measurements: no other backends, no probes of load time and memory."""
 MOST_PNG_BYTES = 60_000

@@ -90,7 +90,7 @@ def test_the_quickstart_becomes_an_engine(cache: Path, tmp_path: Path, passes: s
 def test_a_decoder_becomes_an_engine_with_its_cache(
     cache: Path, tmp_path: Path, passes: list[dict[str, Any]], asked: str
 ) -> None:
-    language_folder(tmp_path / "lm")
+    language_folder(tmp_path / "lm", num_hidden_layers=1)
     judged = {"gates": [], "benchmark": QUICK_DECODING}
     recipe = language_recipe(tmp_path, passes, target="tensorrt-rtx", export=[RTX], validate=judged)
     apply(recipe, tmp_path / "b", cache, tmp_path)

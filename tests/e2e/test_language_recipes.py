@@ -17,7 +17,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model of each architecture, and texts."""
     folder = tmp_path_factory.mktemp("architectures")
     for name in ARCHITECTURES:
-        language_folder(folder / name, name, hidden_size=128, intermediate_size=256)
+        language_folder(folder / name, name, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
     write_texts(folder / "texts.jsonl", 72, length=40)
     return folder
 

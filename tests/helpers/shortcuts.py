@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,25 @@ def quick_reader() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quick_export() -> Iterator[None]:
+    """Export with one table of operators; torch makes one for each export, a third of a small model's time."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    tables = staticmethod(_find_tables())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", tables)
+        yield
+
+
+@cache
+def _find_tables() -> Callable[..., Any]:
+    """Return a function from an opset to its table, which remembers them; to be called before it takes its place."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    return cache(ONNXRegistry.from_torchlib)
+
+
 @pytest.fixture(scope="module")
 def no_probes() -> Iterator[None]:
     """Judge on all backends, in few rounds, without the probes."""
@@ -54,6 +75,6 @@ def no_probes() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_run() -> Iterator[None]:
-    """Both, for the tests of a folder whose conftest.py imports this."""
-    with quick_judge(), quick_reader():
+    """All of them, for the tests of a folder whose conftest.py imports this."""
+    with quick_judge(), quick_reader(), quick_export():
         yield
