@@ -67,6 +67,7 @@ def at(folder: Path, spec: ModelSpec) -> ModelSpec:
     return spec.model_copy(update={"source": f"dir:{folder}"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_folder_whose_config_cannot_say_the_sizes_loads_by_its_record(tmp_path: Path, kind: str) -> None:
     """As a whole, as a stream, and in the plan; plain transformers refuses it, and the export says so."""
@@ -102,6 +103,7 @@ def test_where_config_says_the_sizes_there_is_no_record(tmp_path: Path, kind: st
     torch.testing.assert_close(plain(**inputs(spec))[0], loaded.module(**inputs(spec)))
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_record_can_be_pruned_again(tmp_path: Path) -> None:
     spec = whole(tmp_path / "whole", "bert")
     pruned(spec, tmp_path / "small", ("heads",))

@@ -50,6 +50,7 @@ def check(weight: QuantizedWeight, scheme: WeightScheme) -> None:
     assert low <= int(weight.values.min()) and int(weight.values.max()) <= high
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(layer=LAYERS, read=LAYERS, scheme=SCHEMES)
 def test_rounding_leaves_finite_weights(

@@ -94,6 +94,7 @@ def output(model: Any) -> Tensor:
     return found if isinstance(found, Tensor) else next(iter(found.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [streaming.llama, streaming.gpt2, streaming.bert])
 def test_scaled_weights_compute_what_they_did(make: Any) -> None:
     net = outlying(make())
