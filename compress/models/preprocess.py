@@ -65,7 +65,7 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     task = find_task(spec.task)
     if isinstance(preprocess, ImagePreprocess) and task.preprocess != "image":
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
-    if isinstance(preprocess, TensorPreprocess) and task.token_facts:
+    if isinstance(preprocess, TensorPreprocess) and task.reads_texts and task.facts:
         raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
     return preprocess
 

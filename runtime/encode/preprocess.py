@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
 from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
@@ -80,6 +80,10 @@ class Preprocessor(Protocol):
         """Return the rows (default: all) as {input name: array} in the inputs' dtypes; UsageError if they misfit."""
         ...
 
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return what `encode` does, and beside it those of `facts` (`runtime.tasks.Task.facts`) that are known."""
+        ...
+
 
 def make_preprocessor(
     spec: PreprocessSpec,
@@ -113,6 +117,10 @@ class TensorEncoder:
     def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return one batch: the columns in the inputs' dtypes; UsageError where a dtype or a shape does not fit."""
         return {i.name: _to_tensor(i, take(columns, i.name, rows)) for i in self.inputs}
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return the inputs; nothing more is known of them."""
+        return self.encode(columns, rows), {}
 
 
 def _to_tensor(spec: TensorSpec, column: Any) -> Array:

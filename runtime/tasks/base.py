@@ -17,15 +17,16 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
-    from runtime.encode.texts import TextPreprocess
+    from runtime.encode.preprocess import PreprocessSpec
     from runtime.metrics.base import Metric
 
 Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
 TEXT, TEXT_PAIR = "text", "text_pair"
 TEXT_COLUMNS = (TEXT, TEXT_PAIR)
-MASK, WORDS = "attention_mask", "word_ids"
-"""What encoding knows of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1 for none)."""
+MASK, WORDS, IMAGE_SIZE = "attention_mask", "word_ids", "image_size"
+"""What encoding knows beyond a model's inputs. Of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1
+for none). Of each image, int64 [n, 2]: height and width as it came."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class BatchFacts:
     """What is known of a batch of samples beside a model's outputs."""
 
     n: int
-    tokens: Tensors = field(default_factory=dict)
-    """Arrays [n, T] by `Task.token_facts`, of texts."""
-    spec: TextPreprocess | None = None
-    """How texts were encoded."""
+    known: Tensors = field(default_factory=dict)
+    """What encoding knows of the samples, by `Task.facts`; empty where samples are the inputs."""
+    spec: PreprocessSpec | None = None
+    """How the samples were encoded."""
     class_names: Sequence[str] = ()
 
 
@@ -55,8 +56,8 @@ class Task:
     """The outputs that there always are, numbers all: of `read_outputs`, or the sums of a model that generates."""
     generates: bool = False
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
-    token_facts: tuple[str, ...] = ()
-    """Which of MASK and WORDS `read_outputs` needs."""
+    facts: tuple[str, ...] = ()
+    """Which of MASK, WORDS and IMAGE_SIZE `read_outputs` needs."""
 
     @property
     def reads_texts(self) -> bool:
