@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from compress.tasks.audio_classification import AUDIO_CLASSIFICATION
 from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
@@ -17,6 +18,7 @@ _OWN = {
     task.name: task
     for task in (
         IMAGE_CLASSIFICATION,
+        AUDIO_CLASSIFICATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency, UsageError
@@ -28,8 +28,8 @@ MASKS = ("attention_mask", "padding_mask")
 """Names of the input that says which places hold sound."""
 RATES = range(100, 1_000_000)
 LONGEST_SECONDS = 3600.0
-MOST_SAMPLES = 2**29
-"""Of one waveform."""
+MOST_SAMPLES = 2**27
+"""Of one waveform: two hours at 16000 a second."""
 MOST_FRAMES, MOST_BINS = 2**20, 1024
 WHISPER_WINDOW, WHISPER_HOP, WHISPER_HIGH = 400, 160, 8000.0
 """Samples of a frame, samples between frames, the highest frequency in Hz."""
@@ -121,7 +121,7 @@ class AudioEncoder:
         of these, is of another rate than the model's without `resample`, or of another length than the model takes.
         """
         items = take(columns, AUDIO, rows)
-        rates = take(columns, RATE, rows) if RATE in columns else [None] * len(items)
+        rates = np.reshape(take(columns, RATE, rows), -1) if RATE in columns else [None] * len(items)
         waveforms = [
             to_waveform(item, rate, self.spec, f"audio {i}")
             for i, (item, rate) in enumerate(zip(items, rates, strict=True))
@@ -132,6 +132,10 @@ class AudioEncoder:
         self._check_size(values.shape)
         feeds = {self.input.name: values.astype(self.input.dtype, copy=False)}
         return feeds if self.mask is None else feeds | {self.mask.name: mask.astype(self.mask.dtype)}
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return the inputs; nothing more is known of them."""
+        return self.encode(columns, rows), {}
 
     def _find_length(self) -> int | None:
         """Return how long the model's input is, in samples or in frames; None where it takes any length."""
@@ -269,9 +273,11 @@ def to_waveform(item: Any, rate: Any, spec: AudioPreprocess, name: str = "audio"
         return waveform
     if not spec.resample:
         raise UsageError(
-            f"{name}: {its_rate} samples a second, and the model takes {spec.rate}: set resample: true in preprocess, or "
-            "change the files"
+            f"{name}: {its_rate} samples a second, and the model takes {spec.rate}: set resample: true in preprocess, "
+            "or change the files"
         )
+    if len(waveform) * spec.rate > MOST_SAMPLES * its_rate:
+        raise UsageError(f"{name}: {len(waveform)} samples at {its_rate} a second become too many: cut it into parts")
     try:
         import soxr
     except ImportError as error:

@@ -30,7 +30,8 @@ class Encoder:
         self.preprocessor = bundle_preprocessor(folder, self.manifest, self.manifest.artifact("candidate").inputs)
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
-        """Encode `columns`: image uint8 [n, H, W, C], or text (and text_pair), arrays [n] of str or UTF-8 bytes.
+        """Encode `columns`: image uint8 [n, H, W, C], or audio float32 [n, T] and rate int64 [n] or [n, 1], or text
+        (and text_pair), arrays [n] of str or UTF-8 bytes.
 
         Gives the model's inputs, and what the task must know of samples even where the model takes it not. UsageError.
         """

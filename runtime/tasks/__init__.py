@@ -7,6 +7,7 @@ from functools import partial
 
 from runtime.errors import UsageError
 from runtime.plugins import TASK_GROUP, PluginTable, check_entry
+from runtime.tasks.audio_classification import AudioClassification
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
@@ -18,6 +19,7 @@ _OWN = {
     task.name: task
     for task in (
         ImageClassification(),
+        AudioClassification(),
         TextClassification(),
         TokenClassification(),
         FeatureExtraction(),
