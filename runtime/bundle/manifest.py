@@ -189,7 +189,7 @@ class Benchmark:
     """Threads inside one operator."""
     sequence_length: int | None = None
     """Tokens in each text; default: the texts as they are."""
-    latency_percentile: float = 95
+    latency_percentile: float = 95.0
     """Of calls: what limits are held against, and what the metric latency_percentile gives; 99.9 is fine, too."""
     latency_limit_ms: float | None = None
     """Also measure the throughput at the largest batch whose latency_percentile stays within this."""
