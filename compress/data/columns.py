@@ -223,7 +223,11 @@ class ColumnReader:
 
     def knows_classes(self) -> bool:
         """Return whether the number of the model's classes is known."""
-        return bool(self.n_classes or self.class_names)
+        return self.count_classes() is not None
+
+    def count_classes(self) -> int | None:
+        """Return the number of the model's classes; None where it is not known."""
+        return self.n_classes or len(self.class_names) or None
 
     def read_class_ids(self, column: str, values: Array, least: int) -> Array:
         """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
@@ -231,7 +235,7 @@ class ColumnReader:
         if len(broken):
             raise self.fail(column, int(broken[0]), f"label {values[broken[0]]} is not a class number")
         labels = values.astype(np.int64)
-        n_classes = self.n_classes or len(self.class_names) or None
+        n_classes = self.count_classes()
         bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
         if len(bad):
             limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"

@@ -199,7 +199,7 @@ def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, 
 
     config = load_config(spec, source)
     kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
-    auto = TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type)
+    auto = TasksManager.get_model_class_for_task(task.model_task or spec.task, model_type=config.model_type)
     _check_task(spec.source, spec.task, config, auto)
     return auto, config, kwargs
 
@@ -330,6 +330,10 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
         )
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
+    own = find_torch_task(task)
+    if own.loss == "classes" and getattr(config, "problem_type", None) == "multi_label_classification":
+        other = next(n for n, t in TORCH_TASKS.items() if t.loss == "label sets" and t.model_task == task)
+        raise SourceError(f"{where}: config.json has problem_type multi_label_classification: use task: {other}")
     if mapping is not None and type(config) not in mapping and not remote:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 

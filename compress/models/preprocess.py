@@ -45,16 +45,19 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
 
 
 def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
-    """Return the names that the recipe gives the classes; else, where the task needs them, those of config.json.
+    """Return the names that the recipe gives the classes; else, where the task uses them, those of config.json.
 
     SourceError where the task needs them and there are none.
     """
-    if spec.class_names or not find_torch_task(spec.task).needs_class_names:
+    task = find_torch_task(spec.task)
+    if spec.class_names or not (task.needs_class_names or task.uses_class_names):
         return spec.class_names
     folder = locate(spec, root).folder
     labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
     names = tuple(str(labels[key]) for key in sorted(labels, key=int)) if isinstance(labels, dict) else ()
     if not names or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+        if not task.needs_class_names:
+            return ()
         raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [O, B-PER, ...]")
     return names
 

@@ -9,6 +9,8 @@ from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
+from compress.tasks.multi_label import MULTI_LABEL_TASKS
+from compress.tasks.regression import REGRESSIONS
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
@@ -23,6 +25,8 @@ _OWN = {
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
+        *MULTI_LABEL_TASKS,
+        *REGRESSIONS,
         GENERIC,
     )
 }

@@ -16,4 +16,5 @@ AUDIO_CLASSIFICATION = TorchTask(
     output="logits",
     axes=("batch", "classes"),
     read_labels=read_classes,
+    uses_class_names=True,
 )

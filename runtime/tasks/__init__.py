@@ -11,6 +11,8 @@ from runtime.tasks.audio_classification import AudioClassification
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.multi_label import MULTI_LABEL_TASKS
+from runtime.tasks.regression import REGRESSIONS
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
@@ -24,6 +26,8 @@ _OWN = {
         TokenClassification(),
         FeatureExtraction(),
         TextGeneration(),
+        *MULTI_LABEL_TASKS,
+        *REGRESSIONS,
         Task(),
     )
 }

@@ -14,6 +14,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import AUDIO_COLUMNS
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
@@ -127,6 +128,20 @@ class Task:
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics of this task alone."""
         return ()
+
+
+class ReadsImages(Task):
+    """A task that reads an image."""
+
+    columns = ("image",)
+    preprocess = "image"
+
+
+class ReadsAudio(Task):
+    """A task that reads a sound."""
+
+    columns = AUDIO_COLUMNS
+    preprocess = "audio"
 
 
 class ReadsTexts(Task):
