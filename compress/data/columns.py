@@ -268,10 +268,12 @@ class ColumnReader:
         """Convert texts to numbers: int where all are written so, else float."""
         if not any(isinstance(label, str) for label in raw):
             return raw
-        for i, label in enumerate(raw):
-            if not _is_number(str(label)):
-                known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
-                raise self.fail(column, i, f"label '{label}' is neither a number nor one of the class names ({known})")
+        wrong = [i for i, label in enumerate(raw) if not _is_number(str(label))]
+        if wrong:
+            names = {name.casefold() for name in self.class_names}
+            i = next((i for i in wrong if str(raw[i]).casefold() not in names), wrong[0])
+            known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
+            raise self.fail(column, i, f"label '{raw[i]}' is neither a number nor one of the class names ({known})")
         texts = [str(label).strip() for label in raw]
         return (
             [int(text) for text in texts]

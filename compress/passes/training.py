@@ -300,9 +300,9 @@ class LearningPass(TrainingPass):
         problems, terms = [], self.terms(facts.task)
         if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
-        softened = terms.logits is not None and terms.logits.model_fields_set & {"temperature", "divergence"}
+        softened = terms.logits is not None and (terms.logits.temperature, terms.logits.divergence) != (1.0, "forward")
         if find_torch_task(facts.task).loss == "numbers" and softened:
-            problems.append(f"{self.kind}: numbers have no {' and no '.join(sorted(softened))}; give logits: {{}}")
+            problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
         if self.augment.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"

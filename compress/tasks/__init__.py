@@ -9,7 +9,7 @@ from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
-from compress.tasks.multi_label import MULTI_LABEL_TASKS
+from compress.tasks.multi_label_classification import MULTI_LABEL_TASKS
 from compress.tasks.regression import REGRESSIONS
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION

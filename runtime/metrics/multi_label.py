@@ -174,8 +174,8 @@ def _shortage(place: int, columns: Columns) -> str:
     return f"label {label} tells {count} samples from the others; at least {MIN_PER_LABEL} would be needed"
 
 
-def _decisions_shortage(columns: Columns) -> str:
-    n = int(columns[0].sum())
+def _decisions_shortage(place: int, columns: Columns) -> str:
+    n = int(columns[place].sum())
     return "" if n >= MIN_PER_LABEL else f"the samples have {n} labels; at least {MIN_PER_LABEL} would be needed"
 
 
@@ -212,7 +212,7 @@ def _make_curve_metrics(name: str, curve: Curve, about: str) -> tuple[Metric, ..
 
     return (
         make("macro", macro, macro_influence, partial(_shortage, 1), "mean over labels"),
-        make("micro", micro, micro_influence, partial(_shortage, 1), "over all decisions at once"),
+        make("micro", micro, micro_influence, partial(_decisions_shortage, 1), "over all decisions at once"),
     )
 
 
@@ -244,7 +244,14 @@ def _make_f1_metrics(threshold: float, on_request: bool) -> tuple[Metric, ...]:
         return 2 * len(columns[0]) / max(_rarest(columns[0])[1], 1)
 
     return (
-        make("micro", f1_micro, f1_micro_influence, _decisions_shortage, reach_micro, "over all decisions at once"),
+        make(
+            "micro",
+            f1_micro,
+            f1_micro_influence,
+            partial(_decisions_shortage, 0),
+            reach_micro,
+            "over all decisions at once",
+        ),
         make("macro", f1_macro, f1_macro_influence, partial(_shortage, 0), reach_macro, "mean over labels"),
     )
 

@@ -11,7 +11,7 @@ from runtime.tasks.audio_classification import AudioClassification
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
-from runtime.tasks.multi_label import MULTI_LABEL_TASKS
+from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
 from runtime.tasks.regression import REGRESSIONS
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
