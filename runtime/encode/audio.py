@@ -207,6 +207,12 @@ def make_features(
     return _fill_frames([kaldi_features(waveform, spec) for waveform in cut], spec, fixed, masked)
 
 
+def split_chunks(waveform: Array, spec: AudioPreprocess) -> list[Array]:
+    """Return a waveform [T] at the spec's rate as chunks of `seconds`, the last one shorter; whole without `seconds`."""
+    n = spec.n_samples or max(1, len(waveform))
+    return [waveform[start : start + n] for start in range(0, max(1, len(waveform)), n)]
+
+
 def whisper_features(waveform: Array, rate: int, bins: int) -> Array:
     """Return Whisper's log-mel spectrogram, float32 [bins, T // 160], of a waveform [T] (Radford et al. 2022, 2.2).
 

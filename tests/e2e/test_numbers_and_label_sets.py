@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from makers import apply, plan, serve
+from makers import apply, plan, serve, text_folder
 from shortcuts import quick_export, quick_judge
 
 import runtime
@@ -120,6 +120,21 @@ def test_numbers_have_no_temperature(numbers: tuple[Path, dict[str, Any]], cache
     passes = [DISTILL | {"logits": {"temperature": 4}}]
     with pytest.raises(Exception, match="numbers have no temperature and no divergence; leave both out"):
         plan(recipe | {"passes": passes}, folder, cache)
+
+
+def test_a_folder_of_transformers_that_gives_numbers(cache: Path, tmp_path: Path) -> None:
+    text_folder(tmp_path / "model", "classifier")  # of three
+    rows = [{"text": "w1 w2", "text_pair": "w3", "label": [0.5, i, -i]} for i in range(8)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "version": 1,
+        "name": "ratings",
+        "model": {"source": "dir:model", "task": "text-regression"},
+        "data": {"evaluation": {"source": "jsonl:test.jsonl"}},
+    }
+    with quick_judge(), quick_export():
+        report = apply(recipe, tmp_path / "out", cache, tmp_path)
+    assert report.candidate.metrics["mae"] > 0
 
 
 def draw_quarters(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

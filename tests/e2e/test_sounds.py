@@ -18,6 +18,7 @@ from compress.errors import SourceError
 from compress.models.preprocess import resolve_preprocess
 from compress.specs import ModelSpec
 from runtime.encode.audio import AudioPreprocess
+from runtime.serving.protocol import ServedModel
 
 RECIPE: dict[str, Any] = {
     "version": 1,
@@ -65,6 +66,17 @@ def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Pat
     assert served["metrics"]["top1"] >= 0.9
     with runtime.open_bundle(tmp_path / "out") as bundle:
         assert [each["label"] for each in bundle.predict([path])["prediction"]] == ["low"]
+        samples = draw_tone("middle", np.random.default_rng(0)) / 32768
+        request = {
+            "inputs": [
+                {"name": "audio", "datatype": "FP32", "shape": [1, len(samples)], "data": samples.tolist()},
+                {"name": "rate", "datatype": "INT64", "shape": [1], "data": [RATE]},
+            ]
+        }
+        served_model = ServedModel(bundle, max_batch=4)
+        assert [each["name"] for each in served_model.metadata()["inputs"]] == ["audio", "rate"]
+        label = json.loads(served_model.infer(json.dumps(request).encode()).header)["outputs"][0]
+        assert (label["name"], label["data"]) == ("label", ["middle"])
 
 
 @pytest.mark.slow

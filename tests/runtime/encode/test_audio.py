@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.audio import AudioPreprocess, feature_shape, load_audio
+from runtime.encode.audio import AudioPreprocess, feature_shape, load_audio, split_chunks
 from runtime.encode.preprocess import make_preprocessor, spec_from_dict, spec_to_dict
 from runtime.errors import UsageError
 
@@ -114,6 +114,13 @@ def test_the_shape_is_known_before(spec: AudioPreprocess) -> None:
     found = encode(spec, [sound(9000)], tensor, rate=spec.rate)["x"]
     assert feature_shape(spec, 9000) == found.shape[1:]
     assert spec_from_dict(spec_to_dict(spec)) == spec
+
+
+def test_chunks_are_the_whole_again() -> None:
+    chunks = split_chunks(sound(40001), AudioPreprocess(seconds=1))
+    assert [len(chunk) for chunk in chunks] == [16000, 16000, 8001]
+    np.testing.assert_array_equal(np.concatenate(chunks), sound(40001))
+    assert [len(chunk) for chunk in split_chunks(sound(40001), AudioPreprocess())] == [40001]
 
 
 def test_a_model_with_a_channel() -> None:
