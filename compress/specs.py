@@ -10,7 +10,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from compress.tasks import TORCH_TASKS
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import AudioPreprocess, ImagePreprocess, TensorPreprocess, TextPreprocess
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    ImagePreprocess,
+    ImageTextPreprocess,
+    TensorPreprocess,
+    TextPreprocess,
+)
 from runtime.tasks import find_task
 
 
@@ -89,7 +95,7 @@ if TYPE_CHECKING:
 else:
     TaskName = Literal[tuple(TORCH_TASKS)]
 Preprocess = Annotated[
-    ImagePreprocess | AudioPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess,
+    ImagePreprocess | AudioPreprocess | ImageTextPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess,
     Field(discriminator="kind"),
 ]
 

@@ -39,13 +39,14 @@ def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
-    task_roles = find_task(task).columns
     columns = (
         _resolve_declared(spec, table, task, input_names)
         if spec.columns
         else _match_usual_names(table, task, input_names)
     )
-    required = task_roles[:1] or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    required = (
+        find_task(task).required_columns or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    )
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:

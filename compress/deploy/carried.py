@@ -17,6 +17,7 @@ SAMPLES = {
     "language": ("tokenizers", "jinja2"),
     "image": ("pillow",),
     "audio": ("soundfile", "soxr"),
+    "image-text": ("pillow", "tokenizers"),
 }
 """Kind of preprocessing -> what reads its samples."""
 

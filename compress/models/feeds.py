@@ -20,7 +20,13 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import MASKS, feature_shape
 from runtime.encode.images import compute_resized
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import AudioPreprocess, ImagePreprocess, PreprocessSpec, TextPreprocess
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    ImagePreprocess,
+    ImageTextPreprocess,
+    PreprocessSpec,
+    TextPreprocess,
+)
 from runtime.encode.texts import FEEDS
 from runtime.tasks import find_task
 
@@ -43,9 +49,11 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
     if isinstance(preprocess, ImagePreprocess):
-        size = _image_size(preprocess, samples)
-        shape = (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
+        shape = _image_shape(preprocess, samples)
         return {name: (shape, _image_dtype(spec, root)) for name in names}
+    if isinstance(preprocess, ImageTextPreprocess):
+        text, image = (preprocess.text.max_length,), _image_shape(preprocess.image, samples)
+        return {name: (text, "int64") if name in FEEDS else (image, "float32") for name in names}
     if isinstance(preprocess, AudioPreprocess):
         return _audio_shapes(spec, root, preprocess, samples, names)
     missing = [name for name in names if name not in samples]
@@ -68,8 +76,8 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
     if task.reads_texts:
         positional = [p for p in positional if p.name in FEEDS]
     else:
-        masks = MASKS if task.preprocess == "audio" else ()
-        positional = [p for p in positional if p.default is p.empty or p.name in masks]
+        optional = {"audio": MASKS, "image-text": FEEDS}.get(task.preprocess or "", ())
+        positional = [p for p in positional if p.default is p.empty or p.name in optional]
     of_images = task.preprocess == "image"
     single = [p for p in positional if p.name not in MASKS]
     if not positional or (task.preprocess in ("image", "audio") and len(single) != 1):
@@ -117,6 +125,11 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
     if task.chooses and spec.class_names and len(spec.class_names) != shape[-1]:
         raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {shape[-1]} classes")
     return (TensorSpec(task.output or next(iter(outputs)), dtype, (*task.axes[:-1], shape[-1])),)
+
+
+def _image_shape(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, ...]:
+    size = _image_size(preprocess, samples)
+    return (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
 
 
 def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
 from compress.models.packed import has_packed_zeros, quantization_of
-from compress.models.preprocess import reads_audio_mask
+from compress.models.preprocess import reads_audio_mask, reads_token_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
@@ -80,6 +80,23 @@ class AudioModel(nn.Module):
         return self.wrapped(**feeds, return_dict=True)[self.output]
 
 
+class ImageTextModel(nn.Module):
+    """pixel_values float32 [B, C, H, W], input_ids (, attention_mask) int64 [B, T] -> embeddings of both, [B, D]."""
+
+    def __init__(self, wrapped: nn.Module, output: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(
+        self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        feeds = {"pixel_values": pixel_values, "input_ids": input_ids}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        found = self.wrapped(**feeds, return_dict=True)
+        return {name: found[name] for name in ("image_embeds", "text_embeds")}
+
+
 def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
     """Return the wrapped model on the meta device, weights' names and shapes checked but not read, and notes.
 
@@ -135,6 +152,9 @@ def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | N
     if kind == "image":
         return ("pixel_values",)
     takes = inspect.signature(model.forward).parameters
+    if kind == "image-text":
+        masked = "attention_mask" in takes and (folder is None or reads_token_mask(folder))
+        return ("pixel_values", "input_ids", *(["attention_mask"] if masked else []))
     if kind == "audio":
         masked = "attention_mask" in takes and folder is not None and reads_audio_mask(folder)
         return (str(model.main_input_name), *(["attention_mask"] if masked else []))
@@ -231,7 +251,7 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     assert task.output is not None  # `_choose_class` refused it
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
-    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel}
+    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel, "image-text": ImageTextModel}
     return wrappers.get(task.task.preprocess, TextModel)(model, task.output).eval()
 
 

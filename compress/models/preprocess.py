@@ -13,7 +13,14 @@ from compress.models.source import Source, locate
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import AudioPreprocess, ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    ImagePreprocess,
+    ImageTextPreprocess,
+    PreprocessSpec,
+    TensorPreprocess,
+    TextPreprocess,
+)
 from runtime.tasks import find_task
 
 USUAL_CONTEXT = 2048
@@ -66,8 +73,11 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
-    if isinstance(preprocess, ImagePreprocess | AudioPreprocess) and task.preprocess != preprocess.kind:
+    others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess
+    if isinstance(preprocess, others) and task.preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
+    if isinstance(preprocess, ImageTextPreprocess):
+        _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
     if isinstance(preprocess, TensorPreprocess) and task.reads_texts and task.facts:
         raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
     return preprocess
@@ -76,20 +86,40 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
     if find_task(spec.task).preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
-    if source.folder is None:
-        raise SourceError(
-            f"preprocess: kind: {preprocess.kind} needs {preprocess.tokenizer} beside the weights; copy it there"
-        )
-    if not (source.folder / preprocess.tokenizer).is_file():
-        raise SourceError(
-            f"preprocess: {source.folder} has no {preprocess.tokenizer}; write one with "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
-    positions = _count_positions(_read_object(source.folder / "config.json"))
+    folder = _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
+    positions = _count_positions(_read_object(folder / "config.json"))
     if positions is not None and preprocess.max_length > positions:
         raise SourceError(
             f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
         )
+
+
+def _check_tokenizer(source: Source, kind: str, tokenizer: str) -> Path:
+    """Return the folder that holds the tokenizer. SourceError where there is none."""
+    if source.folder is None:
+        raise SourceError(f"preprocess: kind: {kind} needs {tokenizer} beside the weights; copy it there")
+    if not (source.folder / tokenizer).is_file():
+        raise SourceError(
+            f"preprocess: {source.folder} has no {tokenizer}; write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    return source.folder
+
+
+def reads_token_mask(folder: Path) -> bool:
+    """Return whether the folder's tokenizer gives its model a mask; SigLIP's does not."""
+    names = _read_object(folder / "tokenizer_config.json").get("model_input_names")
+    return names is None or "attention_mask" in names
+
+
+def _read_pair(folder: Path) -> ImageTextPreprocess:
+    """Read both halves; a text is as long as the model's text tower has positions."""
+    positions = (_read_object(folder / "config.json").get("text_config") or {}).get("max_position_embeddings")
+    stated = _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]
+    length = min(known, default=TextPreprocess.max_length)
+    text = TextPreprocess(max_length=length, padding="max_length", pooling="none")
+    return ImageTextPreprocess(image=_read_image(folder), text=text)
 
 
 def _read_language(folder: Path) -> LanguagePreprocess:
@@ -333,5 +363,6 @@ _READERS: dict[str, Callable[[Path], PreprocessSpec]] = {
     "language": _read_language,
     "image": _read_image,
     "audio": _read_audio,
+    "image-text": _read_pair,
 }
 """Kind -> what reads it from a model's folder."""

@@ -14,6 +14,7 @@ from compress.tasks.regression import REGRESSIONS
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
+from compress.tasks.zero_shot_image_classification import ZERO_SHOT_IMAGE_CLASSIFICATION
 from runtime.plugins import TORCH_TASK_GROUP, PluginTable, check_entry
 
 _OWN = {
@@ -25,6 +26,7 @@ _OWN = {
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
+        ZERO_SHOT_IMAGE_CLASSIFICATION,
         *MULTI_LABEL_TASKS,
         *REGRESSIONS,
         GENERIC,

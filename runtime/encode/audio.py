@@ -208,7 +208,7 @@ def make_features(
 
 
 def split_chunks(waveform: Array, spec: AudioPreprocess) -> list[Array]:
-    """Return a waveform [T] at the spec's rate as chunks of `seconds`, the last one shorter; whole without `seconds`."""
+    """Return a waveform [T] as chunks of `seconds`, the last one shorter; as one chunk without `seconds`."""
     n = spec.n_samples or max(1, len(waveform))
     return [waveform[start : start + n] for start in range(0, max(1, len(waveform)), n)]
 

@@ -14,6 +14,7 @@ from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
 from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.pairs import ImageTextPreprocess, make_image_text_encoder
 from runtime.encode.texts import TextPreprocess, make_text_encoder, pool
 from runtime.errors import UsageError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AudioPreprocess",
     "ImagePreprocess",
+    "ImageTextPreprocess",
     "LanguageEncoder",
     "LanguagePreprocess",
     "PreprocessSpec",
@@ -46,11 +48,14 @@ class TensorPreprocess:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
 
-PreprocessSpec = ImagePreprocess | AudioPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
+PreprocessSpec = (
+    ImagePreprocess | AudioPreprocess | ImageTextPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
+)
 
 _KINDS: dict[str, type[PreprocessSpec]] = {
     "image": ImagePreprocess,
     "audio": AudioPreprocess,
+    "image-text": ImageTextPreprocess,
     "text": TextPreprocess,
     "tensor": TensorPreprocess,
     "language": LanguagePreprocess,
@@ -100,6 +105,8 @@ def make_preprocessor(
         return make_image_encoder(spec, inputs)
     if isinstance(spec, AudioPreprocess):
         return make_audio_encoder(spec, inputs)
+    if isinstance(spec, ImageTextPreprocess):
+        return make_image_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, TextPreprocess):
         return make_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, LanguagePreprocess):

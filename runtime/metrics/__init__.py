@@ -22,6 +22,7 @@ from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
 from runtime.metrics.multi_label import MULTI_LABEL
 from runtime.metrics.regression import MAE, R2, RMSE
+from runtime.metrics.retrieval import RETRIEVAL
 from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
 
@@ -29,7 +30,7 @@ _OWN = {
     metric.name: metric
     for metric in (
         *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE, MAE, RMSE, R2),
-        *MULTI_LABEL,
+        *(*MULTI_LABEL, *RETRIEVAL),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
         *(metric for task in TASKS.own.values() for metric in task.metrics()),

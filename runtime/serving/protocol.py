@@ -16,6 +16,7 @@ from runtime import Bundle
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import AUDIO, RATE
+from runtime.encode.pairs import ImageTextPreprocess
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT, TEXT_PAIR
@@ -134,6 +135,9 @@ class ServedModel:
         manifest = self.bundle.manifest
         if manifest.preprocess["kind"] == "image":
             return [("image", "UINT8", [-1, -1, -1, 1 if manifest.preprocess.get("channels") == "L" else 3])]
+        spec = self.bundle.preprocessor.spec
+        if isinstance(spec, ImageTextPreprocess):
+            return [("image", "UINT8", [-1, -1, -1, spec.image.n_channels]), (TEXT, "BYTES", [-1, 1])]
         if manifest.preprocess["kind"] == "audio":
             return [(AUDIO, "FP32", [-1, -1]), (RATE, "INT64", [-1])]
         if manifest.generates:

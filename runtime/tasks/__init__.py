@@ -16,6 +16,7 @@ from runtime.tasks.regression import REGRESSIONS
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
+from runtime.tasks.zero_shot_image_classification import ZeroShotImageClassification
 
 _OWN = {
     task.name: task
@@ -26,6 +27,7 @@ _OWN = {
         TokenClassification(),
         FeatureExtraction(),
         TextGeneration(),
+        ZeroShotImageClassification(),
         *MULTI_LABEL_TASKS,
         *REGRESSIONS,
         Task(),

@@ -49,7 +49,7 @@ class Task:
     about: str = "whatever takes and gives arrays; judged against what it gave before"
     columns: tuple[str, ...] = ()
     """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
-    preprocess: Literal["image", "audio", "text", "language"] | None = None
+    preprocess: Literal["image", "audio", "image-text", "text", "language"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
@@ -59,6 +59,11 @@ class Task:
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     facts: tuple[str, ...] = ()
     """Which of MASK, WORDS and IMAGE_SIZE `read_outputs` needs."""
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Return those of `columns` that a sample must have."""
+        return self.columns[:1]
 
     @property
     def reads_texts(self) -> bool:

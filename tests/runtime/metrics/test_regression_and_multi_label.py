@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
@@ -30,6 +30,7 @@ def test_numbers_are_judged_as_scikit_learn_does(n: int, width: int | None, seed
     assert METRICS["r2"].compute(outputs, label) == pytest.approx(sk.r2_score(label, found))
 
 
+@settings(max_examples=15)
 @given(st.integers(4, 60), st.integers(2, 5), st.sampled_from([0, 1, 5]), SEEDS)
 def test_label_sets_are_judged_as_scikit_learn_does(n: int, n_labels: int, digits: int, seed: int) -> None:
     """With many equal scores, some, or none."""
@@ -118,3 +119,33 @@ def test_labels_that_are_no_labels() -> None:
         METRICS["auc_macro"].compute(LOGITS, np.array([[0, 1], [2, 0]] * 3))
     with pytest.raises(UsageError, match=r"row 2 has label .* not finite"):
         METRICS["mae"].compute(NUMBERS, np.where(np.arange(12).reshape(6, 2) == 5, np.inf, 0))
+
+
+def pairs(n: int, noise: float, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    images = rng.normal(size=(n, 8))
+    texts = images + noise * rng.normal(size=(n, 8))
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (images, texts)]
+    return {"image_embeds": unit[0].astype(np.float32), "text_embeds": unit[1].astype(np.float32)}
+
+
+@given(st.integers(11, 60), st.sampled_from([0.1, 1.0, 9.0]), SEEDS)
+def test_pairs_are_found_as_by_sorting_and_scikit_learn(n: int, noise: float, seed: int) -> None:
+    outputs = pairs(n, noise, seed)
+    similar = outputs["image_embeds"].astype(np.float64) @ outputs["text_embeds"].astype(np.float64).T
+    for side, scores in (("text", similar), ("image", similar.T)):
+        for depth in (1, 5, 10):
+            best = np.argsort(-scores, axis=1)[:, :depth]
+            wanted = np.mean([row in found for row, found in enumerate(best)])
+            assert METRICS[f"{side}_recall_at_{depth}"].compute(outputs, None) == pytest.approx(wanted)
+        wanted = sk.ndcg_score(np.eye(n), scores, k=10)
+        assert METRICS[f"{side}_ndcg_at_10"].compute(outputs, None) == pytest.approx(wanted)
+
+
+def test_embeddings_that_collapse_find_nothing() -> None:
+    outputs = dict.fromkeys(("image_embeds", "text_embeds"), np.ones((20, 4), np.float32) / 2)
+    for name in ("text_recall_at_10", "image_recall_at_1", "text_ndcg_at_10"):
+        assert METRICS[name].compute(outputs, None) == 0
+    few = {name: rows[:10] for name, rows in outputs.items()}
+    why = why_not(METRICS["text_recall_at_10"], "zero-shot-image-classification", few, None)
+    assert why == "is always 1 with 10 pairs to choose from"
