@@ -20,6 +20,8 @@ from compress.specs import ModelSpec
 from runtime.encode.audio import AudioPreprocess
 from runtime.serving.protocol import ServedModel
 
+pytestmark = pytest.mark.slow
+
 RECIPE: dict[str, Any] = {
     "version": 1,
     "name": "tones",
@@ -55,7 +57,6 @@ def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Path) -> None:
     train_spectrogram_model(tones / "model")
     with quick_judge(), quick_export():
@@ -79,7 +80,6 @@ def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Pat
         assert (label["name"], label["data"]) == ("label", ["middle"])
 
 
-@pytest.mark.slow
 def test_waveforms_of_several_lengths_with_a_mask(tones: Path, cache: Path, tmp_path: Path) -> None:
     """As transformers answers, batch by batch; its model has the mask's places at every length."""
     import torch

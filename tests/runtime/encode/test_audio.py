@@ -177,6 +177,8 @@ NAN = np.full(9000, np.nan, np.float32)
         ({}, [np.zeros((2, 9000), np.float32)], RATE, "channels come last"),
         ({}, [np.zeros(0, np.float32)], RATE, "a waveform is"),
         ({}, [3.5], RATE, "expected a path"),
+        ({}, [sound(9000)], np.nan, "rate nan: give samples a second"),
+        ({}, [{"array": sound(9000), "sampling_rate": "fast"}], None, "rate fast: give samples a second"),
         ({"features": "kaldi"}, [sound(100)], RATE, "shorter than a frame of 400"),
         ({"features": "whisper"}, [sound(100)], RATE, "too short for a spectrogram"),
     ],
