@@ -91,18 +91,8 @@ def write_text_files(folder: Path) -> None:
         write_texts(folder / f"{name}.jsonl", 512)
 
 
-def write_audio_files(folder: Path) -> None:
-    """Write model/, a wav2vec2 with its feature extractor, and folders of tones."""
-    from small_audio import write_tones, write_waveform_model
-
-    write_waveform_model(folder / "model", masked=False)
-    for name in ("train", "test"):
-        write_tones(folder / name, 100, seed=len(name))
-
-
 WRITERS = {
     "image-classification": write_image_files,
-    "audio-classification": write_audio_files,
     "generic": write_tensor_files,
     "text-generation": write_language_files,
     "text-classification": write_text_files,
