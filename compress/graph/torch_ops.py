@@ -8,6 +8,7 @@ https://onnx.ai/onnx/operators, opsets 17 to 23.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -408,11 +409,7 @@ def _top_k(node: ir.Node) -> Compute:
 def _flatten(node: ir.Node) -> Compute:
     axis = int_attribute(node, "axis", 1)
 
-    def compute(x: Tensor) -> Tensor:
-        rows = int(np.prod(x.shape[:axis], dtype=np.int64))
-        return x.reshape(rows, x.numel() // rows if rows else 0)
-
-    return compute
+    return lambda x: x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 def _transpose(node: ir.Node) -> Compute:

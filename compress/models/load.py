@@ -21,6 +21,7 @@ from compress.models import factory, huggingface
 from compress.models.facts import architecture, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
+from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
@@ -82,14 +83,14 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Torch
 
 
 def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
-    """Load a torch model with its weights.
+    """Load a torch model with its weights; of an ONNX file, the module that is rebuilt from its graph.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
     """
     source = locate(spec, root)
     if source.onnx is not None:
-        raise SourceError(f"{spec.source}: an ONNX file has no torch model; give the model that it was exported from")
+        return _load_rebuilt(spec, source, source.onnx, feeds_shapes)
     module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
     unstack_experts(module)
@@ -142,6 +143,22 @@ def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
         folder=source.folder,
         class_names=spec.class_names,
         task=spec.task,
+    )
+
+
+def _load_rebuilt(spec: ModelSpec, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    file = _load_onnx(spec, source, path)
+    check_feeds(spec, {name: name for name in file.input_names}, feeds_shapes)
+    rebuilt = rebuild_onnx(path, spec.task, feeds_shapes)
+    return TorchModel(
+        architecture=file.architecture,
+        inputs=rebuilt.inputs,
+        outputs=file.outputs,
+        module=rebuilt.module,
+        parameters=rebuilt.parameters,
+        folder=file.folder,
+        class_names=file.class_names,
+        task=file.task,
     )
 
 

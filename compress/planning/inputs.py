@@ -21,7 +21,7 @@ from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
-from compress.models.facts import model_facts
+from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
@@ -96,6 +96,9 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts = model_facts(spec, root, feeds, coupling, blocks)
+    rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
+    if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
+        facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())

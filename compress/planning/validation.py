@@ -79,8 +79,10 @@ def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
         rank = STAGES.index(pass_.stage_on(facts))
         if ended and rank == latest:
             problems.append(f"passes.{index}: {pass_.kind} would change what {ended} rounded, and must come before it")
-        if rank < STAGES.index("graph") and facts.source == "onnx":
+        if STAGES[rank] == "blocks" and facts.source == "onnx":
             problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and an onnx: source is none")
+        elif STAGES[rank] == "model" and (why := facts.explain_no_module()):
+            problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and {why}")
         elif rank < latest:
             what = ("the whole torch model", "the torch model's blocks")[rank]
             problems.append(f"passes.{index}: {pass_.kind} rewrites {what} and must come before {kind}")
