@@ -95,7 +95,7 @@ def run_passes(
     graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
         state, graphed = _run_graph_passes(run, state, exported, baseline, left)
-    results = (*modelled, *blocked, *graphed)
+    results = _note_rebuilt(run, (*modelled, *blocked, *graphed))
     for note in (note for result in results for note in result.notes):
         run.journal.log(note.text)
     return Passed(results, state, source, streamed)
@@ -152,14 +152,23 @@ def check_rebuilt(run: RunContext, rebuilt: Callable[[], TorchModel]) -> float:
         batches = Batches(_parity_samples(run), plan.inputs, exported.inputs)[:PARITY_BATCHES]
         return {"parity": float(f"{check_parity(rebuilt(), exported.state.model, batches):.2e}")}
 
-    cached = run.cache.get(key)
-    if cached is None:
-        cached = run.cache.put(key, write)
-        run.journal.log(
-            f"the torch module rebuilt from the ONNX file differs from it by {cached.record['parity']:.1e} of the "
-            f"largest output (allowed {TOLERANCE:.0e})"
-        )
+    cached = run.cache.get(key) or run.cache.put(key, write)
     return float(cached.record["parity"])
+
+
+def _note_rebuilt(run: RunContext, results: tuple[PassResult[object], ...]) -> tuple[PassResult[object], ...]:
+    """Say with the first pass that worked on, or learned of, a module rebuilt from an ONNX file how near that came."""
+    recipe, before = run.plan.recipe, run.plan.before
+    if not before.rebuilt:
+        return results
+    parity = check_rebuilt(run, partial(_load_torch, run))
+    text = (
+        f"the torch module rebuilt from the ONNX file differs from it by {parity:.1e} of the largest output on real "
+        f"inputs (allowed {TOLERANCE:.0e})"
+    )
+    first = next(i for i, pass_ in enumerate(recipe.passes) if pass_.stage_on(before) == "model" or pass_.needs_train)
+    noted = replace(results[first], notes=(Note("info", text), *results[first].notes))
+    return (*results[:first], noted, *results[first + 1 :])
 
 
 def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]]:

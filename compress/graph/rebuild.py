@@ -113,6 +113,8 @@ def check_known(model: ir.Model) -> None:
     for name, nodes in unknown.items():
         more = f", and {len(nodes) - MOST_NAMED} more" if len(nodes) > MOST_NAMED else ""
         problems.append(f"{len(nodes)} {name} ({', '.join(nodes[:MOST_NAMED])}{more})")
+    if problems:
+        problems = [f"operators that have no form in torch here: {', '.join(problems)}"]
     odd = Counter(
         value.dtype.name
         for value in model.graph.initializers.values()

@@ -68,7 +68,7 @@ def rebuild_onnx(path: Path, task: str, feeds: SampleShapes) -> RebuiltModel:
     try:
         made = rebuild(_read_graph(path), shapes)
     except RebuildError as error:
-        raise SourceError(f"{path}: no torch module can be made of this graph: {error}") from error
+        raise SourceError(f"no torch module can be made of its graph: {error}") from error
     batch = fixed_batch(specs)
     if batch is None:
         return RebuiltModel(made.module, made.parameters, specs)
