@@ -180,6 +180,7 @@ def _fold_constants(model: ir.Model, report: CleanUp) -> None:
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         reason = " ".join(f"{error}: {error.__cause__ or ''}".split())[:300]
         report.problems.append(f"constants are folded up to a node only: {reason}")
+    model.graph = model.clone().graph  # the branch that an If did not take would still read what it read
     for operator, count in sorted((before - _count_operators(model)).items()):
         report.add(f"{operator} folded", count)
 

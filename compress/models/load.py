@@ -135,6 +135,7 @@ def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
 
 def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
     opened = open_onnx(path)
+    ir.external_data.load_to_model(opened.model)  # a session made of bytes finds no files
     check_finite_onnx(opened.model, path)
     proto = read_onnx(path)
     inputs, outputs = onnx_io(proto, spec.task)

@@ -14,7 +14,7 @@ from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes
 from compress.graph.layers import GraphLayer, find_layers, is_constant
 from compress.graph.run import clone, weight_bytes
-from compress.models.onnx_graph import open_onnx
+from compress.models.onnx_graph import SHORT, open_onnx
 from compress.models.source import read_onnx
 from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
@@ -34,8 +34,6 @@ DTYPES = {
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Tensor name -> (shape, bytes per element)."""
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-SHORT = 64
-"""Elements of a constant up to which it may say shapes or axes."""
 
 
 def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:

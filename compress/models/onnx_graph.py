@@ -16,6 +16,8 @@ from compress.models.source import read_onnx
 
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft")
 """Of operators that ONNX Runtime has."""
+SHORT = 1024
+"""Elements of a constant up to which it may say shapes or axes."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,21 @@ def open_onnx(path: Path) -> OpenedGraph:
     read_onnx(path)  # refuses what is damaged, before anything trusts it
     try:
         model = ir.load(path)
+        _load_short_constants(model.graph)
         clean_up = clean_graph(model)
         ShapeInferencePass()(model)
     except (ir.serde.SerdeError, ir.passes.PassError, RuntimeError, ValueError, TypeError, OSError) as error:
         raise SourceError(f"{path}: cannot be read as a graph: {' '.join(str(error).split())[:500]}") from error
     _refuse_unknown_operators(model, path)
     return OpenedGraph(model, clean_up)
+
+
+def _load_short_constants(graph: ir.Graph) -> None:
+    """Take what may say shapes or axes into memory: ONNX's inference does not look into files."""
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.size <= SHORT:
+            value.const_value = ir.Tensor(tensor.numpy().copy(), name=value.name)
 
 
 def _refuse_unknown_operators(model: ir.Model, path: Path) -> None:
