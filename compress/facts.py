@@ -12,7 +12,7 @@ from compress.formats.schemes import Scheme
 from runtime.bundle.tensors import TensorSpec
 
 LOWEST_OPSET = 17
-"""Of the graphs that passes work on; an older ONNX file is brought to it."""
+"""Of the graphs that passes work on."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -154,7 +154,9 @@ class ModelFacts:
     operators: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     opset: int | None = None
-    """Of an ONNX file; a torch model gets that of its export."""
+    """Of an ONNX file, cleaned; a torch model gets that of its export."""
+    clean_up: Mapping[str, int] = field(default_factory=dict)
+    """Of an ONNX file: what was done to its graph before everything else, and how often."""
     rebuilt: bool = False
     """Of an ONNX file: a torch module that computes the same can be made of it, for passes that prune and train."""
     not_rebuilt: str = ""

@@ -20,6 +20,7 @@ from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_facts
+from compress.models.onnx_graph import open_onnx
 from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate
 from compress.prune.coupling import Coupling, find_coupling
@@ -98,7 +99,7 @@ def rebuilt_facts(
     source = locate(spec, root)
     assert source.onnx is not None
     try:
-        rebuilt = rebuild_onnx(source.onnx, spec.task, feeds_shapes)
+        rebuilt = rebuild_onnx(open_onnx(source.onnx).model, facts.inputs, feeds_shapes)
     except SourceError as error:
         return replace(facts, not_rebuilt="; ".join(error.problems))
     notes = facts.notes

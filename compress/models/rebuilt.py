@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import IdentityEliminationPass
 from torch import Tensor, nn
 
 from compress.blocks.trace import name_outputs
 from compress.errors import SourceError
-from compress.facts import LOWEST_OPSET, SampleShapes
-from compress.graph.edit import normalize
+from compress.facts import SampleShapes
 from compress.graph.rebuild import RebuildError, rebuild
-from compress.models.onnx_facts import onnx_io
-from compress.models.source import read_onnx
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 
@@ -57,16 +52,15 @@ class InBatches(nn.Module):
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
 
-def rebuild_onnx(path: Path, task: str, feeds: SampleShapes) -> RebuiltModel:
-    """Rebuild an ONNX file as a torch module. `feeds`: of one sample, by input, without the batch.
+def rebuild_onnx(model: ir.Model, specs: tuple[TensorSpec, ...], feeds: SampleShapes) -> RebuiltModel:
+    """Rebuild a cleaned graph with these inputs as a torch module. `feeds`: of one sample, by input, without the batch.
 
     A fixed batch is made free where the samples of two batches come out together as they do alone. Raises SourceError
     that names what stands in the way: operators, nodes, weights that are not float32.
     """
-    specs = onnx_io(read_onnx(path), task)[0]
     shapes = {spec.name: (_shape_of(spec, feeds), getattr(torch, spec.dtype)) for spec in specs}
     try:
-        made = rebuild(_read_graph(path), shapes)
+        made = rebuild(model, shapes)
     except RebuildError as error:
         raise SourceError(f"no torch module can be made of its graph: {error}") from error
     batch = fixed_batch(specs)
@@ -76,21 +70,6 @@ def rebuild_onnx(path: Path, task: str, feeds: SampleShapes) -> RebuiltModel:
         return RebuiltModel(InBatches(made.module, batch), made.parameters, specs, batch)
     free = tuple(TensorSpec(spec.name, spec.dtype, ("batch", *spec.shape[1:])) for spec in specs)
     return RebuiltModel(made.module, made.parameters, free)
-
-
-def _read_graph(path: Path) -> ir.Model:
-    try:
-        model = ir.load(path)
-        normalize(model)
-        if model.opset_imports.get("", LOWEST_OPSET) < LOWEST_OPSET:
-            import onnx
-
-            model = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), LOWEST_OPSET))
-            normalize(model)
-        IdentityEliminationPass()(model)
-    except (ir.serde.SerdeError, RuntimeError, ValueError, TypeError) as error:
-        raise SourceError(f"{path}: cannot be read as a graph: {' '.join(str(error).split())[:500]}") from error
-    return model
 
 
 def _shape_of(spec: TensorSpec, feeds: SampleShapes) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     data, problems = {}, []
     for name, declared in recipe.data.declared.items():
         try:
-            data[name] = inspect_data(declared, root, spec.task, names, class_names)
+            data[name] = inspect_data(declared, root, spec.task, names, class_names, preprocess.kind == "image")
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -126,7 +126,8 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, inputs.class_names
     with blame(recipe.root, SourceError):
-        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+        images = inputs.preprocess.kind == "image"
+        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, images)
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 

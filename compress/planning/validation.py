@@ -135,12 +135,15 @@ def opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """Report passes that need operators which the graph's opset lacks."""
     opset, mend = recipe.opset, "set it as export.0.opset"
     if facts.opset is not None:
-        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
+        why = next((note for note in facts.notes if "cannot be raised" in note), "")
+        opset, mend = facts.opset, f"export it anew with a later one ({why})"
     return [
         f"passes.{index}: {pass_.kind} needs a graph of opset {pass_.lowest_opset} or later; "
         f"this one has {opset}: {mend}"
         for index, pass_ in enumerate(recipe.passes)
-        if opset < pass_.lowest_opset and pass_.lowest_opset > LOWEST_OPSET and recipe.has_onnx
+        if opset < pass_.lowest_opset
+        and (facts.opset is not None or pass_.lowest_opset > LOWEST_OPSET)
+        and recipe.has_onnx
     ]
 
 
