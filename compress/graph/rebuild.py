@@ -44,6 +44,8 @@ MOST_NAMED = 3
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+VECTORS = ("weight", "bias", "running_mean", "running_var")
+"""What torch calls the parameters and statistics of a module."""
 NUMBERS = {
     "ConstantOfShape": {0},
     "CumSum": {1},
@@ -180,8 +182,12 @@ class _Builder:
 
     def _call(self, node: ir.Node, function: Compute, inputs: Sequence[ir.Value | None]) -> None:
         """Add a call of a function, with one value for each output."""
-        arguments = [None if value is None else self._use(value) for value in inputs]
-        sample = self._try(function, *(None if value is None else self.samples[value.name or ""] for value in inputs))
+        numbers = NUMBERS.get(node.op_type, set())
+        read = [
+            (None, None) if value is None else self._use_numbers(value) if place in numbers else self._read(value)
+            for place, value in enumerate(inputs)
+        ]
+        arguments, sample = [made for made, _ in read], self._try(function, *(sample for _, sample in read))
         function.__name__, function.__module__ = node.op_type.lower(), "onnx"
         made = self.graph.call_function(function, tuple(arguments))
         if not isinstance(sample, tuple):
@@ -218,6 +224,18 @@ class _Builder:
             self.root.register_buffer(key, self.samples[name])
         self.values[name] = self.graph.get_attr(key)
         return self.values[name]
+
+    def _read(self, value: ir.Value) -> tuple[fx.Node, Any]:
+        """Return the node of a value, and what it is on the sample inputs."""
+        return self._use(value), self.samples[value.name or ""]
+
+    def _use_numbers(self, value: ir.Value) -> tuple[fx.Node, Any]:
+        """Return a value that an operator takes as numbers: a constant as an array, however long."""
+        if not is_constant(value) or holds_sizes(constant(value)):
+            return self._read(value)
+        key, array = self._free_name(_make_attribute(value.name or "")), np.array(constant(value))
+        setattr(self.root, key, array)
+        return self.graph.get_attr(key), array
 
     def _sample(self, value: ir.Value | None) -> Any:
         """Return what a value is on the sample inputs."""
@@ -352,7 +370,7 @@ class _Builder:
 
     def _register(self, name: str, module: nn.Module) -> str:
         """Put a module into the tree under that name, or the nearest that is free; return it."""
-        parent, path = self.root, [part for part in name.split(".") if part] or ["layer"]
+        parent, path = self.root, [_avoid_keyword(part) for part in name.split(".") if part] or ["layer"]
         for part in path[:-1]:
             if part not in parent._modules:
                 parent.add_module(part, nn.Module())
@@ -370,9 +388,12 @@ class _Builder:
             name += "_"
         return name
 
-    def _name_module(self, node: ir.Node, weight: ir.Value) -> str:
-        path = (weight.name or "").removesuffix(".weight") if (weight.name or "").endswith(".weight") else ""
-        return path or node_scope(node) or node.name or node.op_type
+    def _name_module(self, node: ir.Node) -> str:
+        """Name a norm after its vectors, of which an exporter may have merged some with another's; else its node."""
+        names = [value.name or "" for value in node.inputs[1:] if value is not None]
+        paths = [path for path, dot, last in (name.rpartition(".") for name in names) if last in VECTORS]
+        taken = {name for name, _ in self.root.named_modules()}
+        return next((path for path in paths if path not in taken), node_scope(node) or node.name or node.op_type)
 
     def _add_batch_norm(self, node: ir.Node) -> bool:
         vectors = node.inputs[1:5]
@@ -444,9 +465,9 @@ class _Builder:
 
     def _add_own(self, node: ir.Node, module: nn.Module, after: Compute | None = None) -> bool:
         """Add a call of a module that is this node's own."""
-        x, weight = node.inputs[:2]
-        assert x is not None and weight is not None
-        name = self._register(self._name_module(node, weight), module)
+        x = node.inputs[0]
+        assert x is not None
+        name = self._register(self._name_module(node), module)
         made, sample = self._call_module(name, self._use(x), self._sample(x))
         if after is not None:
             made, sample = self._call_on(after, made, sample)
@@ -601,4 +622,9 @@ def _make_identifier(name: str, taken: Any) -> str:
 
 
 def _make_attribute(name: str) -> str:
-    return name.replace(".", "_") or "constant"
+    return _avoid_keyword(name.replace(".", "_")) or "constant"
+
+
+def _avoid_keyword(name: str) -> str:
+    """Change a name that the code which fx writes could not hold; it looks up all others."""
+    return f"{name}_" if keyword.iskeyword(name) else name
