@@ -208,6 +208,7 @@ def result_to_record(result: PassResult[object]) -> dict[str, Any]:
         "notes": [asdict(note) for note in result.notes],
         "measured": result.measured,
         "seconds": round(result.seconds, 3),
+        "choice": result.choice,
     }
 
 
@@ -219,6 +220,7 @@ def result_from_record(cached: CachedResult, model: Form) -> PassResult[Form]:
         tuple(Note(**note) for note in cached.record["notes"]),
         cached.record["measured"],
         cached.record["seconds"],
+        cached.record["choice"],
     )
 
 
