@@ -19,11 +19,11 @@ SWITCH = "COMPRESS_TIMING"
 """The environment variable that with "off" keeps the plan and the passes from timing anything."""
 
 
-def explain_untimed(recipe: Recipe) -> str | None:
-    """Return why layers and graphs are not timed for this recipe; None where they are."""
+def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
+    """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
     if os.environ.get(SWITCH) == "off":
         return f"{SWITCH} is off"
-    if recipe.model.generates:
+    if layers and recipe.model.generates:
         return "a decoder's layers meet another shape with every token"
     if not recipe.has_onnx:
         return f"{recipe.target} reads checkpoints, which nothing here runs"

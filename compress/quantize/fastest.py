@@ -110,7 +110,9 @@ def choose_fastest(
     return Choice(
         kind,
         {name: _own_times(measured.get(name)) for name in state.integer if name not in names},
-        *(round(value, 4) for value in (ms[0], ms[1], chosen_ms)),
+        round(ms[0], 4),
+        round(ms[1], 4),
+        round(chosen_ms, 4),
         machine,
     )
 

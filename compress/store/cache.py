@@ -233,7 +233,7 @@ def _read_whole_record(folder: Path) -> dict[str, Any] | None:
 
 
 def measured_file(root: Path, key: Any) -> Path:
-    """Return the file in the cache, there or not, that keeps what was measured on a machine for a key of JSON values."""
+    """Return the file in the cache, there or not, that keeps what was measured for a key of JSON values."""
     return measured_path(root, cache_key("measured", key))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from compress.context import Feeds, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, Note, matches
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, matches
 from compress.graph.convolutions import shortcuts_to_convolutions
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
@@ -24,7 +24,7 @@ from compress.quantize.int8 import (
     tensors_of,
     with_integer_layers,
 )
-from compress.quantize.latency import LayerTable
+from compress.quantize.latency import LayerTable, pretend_ranges, round_roughly
 from compress.quantize.measure import (
     COLLAPSE,
     Suspect,
@@ -48,15 +48,9 @@ MEASURE_BATCHES = 16
 
 
 def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
-    kind, dynamic = _choose_placement(knobs, state), knobs.is_dynamic
-    if kind == "all":
-        state = replace(state, model=clone(state.model))
-        shortcuts_to_convolutions(state.model)
-    taken, kept = knobs.choose(state.facts())
+    dynamic = knobs.is_dynamic
     try:
-        state = with_integer_layers(
-            state, [layer.name for layer in taken], kind, knobs.attention, dynamic, _choose_rounding(knobs)
-        )
+        state, taken, kept = place_layers(knobs, state, _choose_rounding(knobs))
         state, choice = take_fastest(knobs, state, context)
         if not state.integer:
             return _leave_in_float(knobs, state, taken, kept, choice)
@@ -76,6 +70,32 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
     decisions = [_decide(knobs, layer.name, layer.type, state, choice) for layer in taken]
     told = [*_tell_choice(knobs, choice), *notes, *more]
     return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
+
+
+def place_layers(
+    knobs: EightBit, state: GraphState, rounded: Callable[[GraphLayer], QuantizedWeight] | None
+) -> tuple[GraphState, list[LayerFacts], list[LayerDecision]]:
+    """Return the state with all layers that the pass takes in eight bits, `rounded` so, and those it takes and leaves.
+
+    Raises ValueError as `with_integer_layers` does.
+    """
+    kind = _choose_placement(knobs, state)
+    if kind == "all":
+        state = replace(state, model=clone(state.model))
+        shortcuts_to_convolutions(state.model)
+    taken, kept = knobs.choose(state.facts())
+    names = [layer.name for layer in taken]
+    return with_integer_layers(state, names, kind, knobs.attention, knobs.is_dynamic, rounded), taken, kept
+
+
+def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, context: GraphContext) -> GraphState:
+    """Return the state with the layers in eight bits that will be so if the gates allow, with ranges that are none."""
+    try:
+        state, _, _ = place_layers(knobs, state, round_roughly)
+    except ValueError as error:
+        raise PassError(f"{knobs.kind}: {error}") from error
+    state, _ = take_fastest(knobs, state, context)
+    return pretend_ranges(state)
 
 
 Chosen = tuple[Choice, str]
