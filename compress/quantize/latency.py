@@ -37,7 +37,7 @@ from runtime.errors import RuntimeFailure
 from runtime.measure.timing import time_rounds
 
 COPIES = 3
-ROUNDS, LEAST_ROUNDS = 40, 7
+ROUNDS, LEAST_ROUNDS = 40, 3
 UNDISTURBED = 0.2
 """Share of the rounds that are as quick as what is taken: other work slows the others down, and long calls more often
 than short ones, so that medians told of 11 times as fast on a busy machine where 5 is so."""
