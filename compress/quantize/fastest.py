@@ -51,7 +51,7 @@ SLOWER = 1.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """What was found fastest, where and by how much: all that decides the file, so that it can be taken up again.
 
     `in_float`: layers that stay float, each with its times (float, int8), milliseconds, as far as they were measured.
@@ -75,7 +75,7 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Choice:
+    def from_record(cls, record: Mapping[str, Any]) -> PlacementChoice:
         """Return the choice that `to_record` wrote. Raises KeyError or TypeError for anything else."""
         in_float = {name: (times[0], times[1]) if times else None for name, times in record["in_float"].items()}
         return cls(**{**record, "in_float": in_float})
@@ -88,7 +88,7 @@ def choose_fastest(
     table: LayerTable,
     machine: str,
     log: Callable[[str], None] = print,
-) -> Choice:
+) -> PlacementChoice:
     """Choose which of the state's integer layers stay so. `feeds`: batches as the result will be timed on.
 
     Raises what the backend raises on the whole graphs.
@@ -107,7 +107,7 @@ def choose_fastest(
     names, kind = proposals[best] if best is not None else (frozenset[str](), state.placement)
     chosen_ms = ms[0] if best is None else ms[1 + best]
     measured = {name: times.get(call) for name, call in calls.items()}
-    return Choice(
+    return PlacementChoice(
         kind,
         {name: _own_times(measured.get(name)) for name in state.integer if name not in names},
         round(ms[0], 4),
@@ -253,12 +253,12 @@ def fit_border_rate(times: Times) -> float:
     return max(float(np.polyfit(sizes, costs, 1)[0]), 0.0)
 
 
-def read_choice(path: Path | None, machine: str) -> Choice | None:
+def read_choice(path: Path | None, machine: str) -> PlacementChoice | None:
     """Return the choice that is kept in `path`: this machine's own, or one that was given; None without such a one."""
     stored = unseal(path.read_bytes()) if path is not None and path.is_file() else None
     if stored is None or not (stored["given"] or stored["choice"]["machine"] == machine):
         return None
-    return Choice.from_record(stored["choice"])
+    return PlacementChoice.from_record(stored["choice"])
 
 
 def keep_choice(path: Path, choice: Mapping[str, Any], given: bool = False) -> None:

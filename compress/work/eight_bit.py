@@ -15,7 +15,14 @@ from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.eight_bit import EightBit
 from compress.passes.int8 import Int8
-from compress.quantize.fastest import Choice, choose_fastest, digest_structure, keep_choice, keep_integer, read_choice
+from compress.quantize.fastest import (
+    PlacementChoice,
+    choose_fastest,
+    digest_structure,
+    keep_choice,
+    keep_integer,
+    read_choice,
+)
 from compress.quantize.int8 import (
     Setting,
     choose_ranges,
@@ -98,7 +105,7 @@ def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, con
     return pretend_ranges(state)
 
 
-Chosen = tuple[Choice, str]
+Chosen = tuple[PlacementChoice, str]
 """What was found fastest, and the name of the cache's file that keeps it."""
 
 

@@ -17,7 +17,15 @@ from compress.commands.reproduce import repeat_choices
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds
 from compress.passes import Int8
-from compress.quantize.fastest import Choice, Forecaster, fit_border_rate, keep_choice, pick, propose, read_choice
+from compress.quantize.fastest import (
+    Forecaster,
+    PlacementChoice,
+    fit_border_rate,
+    keep_choice,
+    pick,
+    propose,
+    read_choice,
+)
 from compress.quantize.int8 import with_integer_layers
 from compress.quantize.latency import (
     LayerCall,
@@ -208,13 +216,15 @@ def test_a_choice_is_taken_up_again_by_its_machine_and_from_a_lock_by_any(tmp_pa
     cache = tmp_path / "cache"
     repeat_choices({"1": first.choice}, cache)
     path = measured_path(cache, first.choice["key"])
-    assert read_choice(path, "another") == Choice.from_record({k: v for k, v in first.choice.items() if k != "key"})
+    assert read_choice(path, "another") == PlacementChoice.from_record(
+        {k: v for k, v in first.choice.items() if k != "key"}
+    )
 
 
 def test_a_kept_choice_that_was_edited_is_none(tmp_path: Path) -> None:
     path = tmp_path / "choice.json"
-    keep_choice(path, Choice("all", {"a": (1.0, 2.0), "b": None}, 1.0, 2.0, 0.5, "here").to_record())
-    assert read_choice(path, "here") == Choice("all", {"a": (1.0, 2.0), "b": None}, 1.0, 2.0, 0.5, "here")
+    keep_choice(path, PlacementChoice("all", {"a": (1.0, 2.0), "b": None}, 1.0, 2.0, 0.5, "here").to_record())
+    assert read_choice(path, "here") == PlacementChoice("all", {"a": (1.0, 2.0), "b": None}, 1.0, 2.0, 0.5, "here")
     path.write_text(path.read_text().replace("0.5", "0.1"))
     assert read_choice(path, "here") is None
 
