@@ -29,12 +29,11 @@ from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
 from compress.passes import Pass
-from compress.planning.inputs import Batches, Inputs
+from compress.planning.inputs import Batches, Inputs, example_feeds
 from compress.quantize.state import GraphState, restore_state
 from compress.store.cache import CachedResult, ResultCache
 from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext
-from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.samples import read_npz, write_npz
 from runtime.bundle.tensors import TensorSpec
@@ -202,10 +201,7 @@ def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
 
 def example_batch(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
-    feeds: dict[str, np.ndarray] = batches[0]
-    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
-        return {name: np.concatenate([values, values]) for name, values in feeds.items()}
-    return feeds
+    return example_feeds(batches[0], specs)
 
 
 def _write_result(folder: Path, result: PassResult[GraphState]) -> dict[str, Any]:
@@ -223,6 +219,7 @@ def result_to_record(result: PassResult[object]) -> dict[str, Any]:
         "notes": [asdict(note) for note in result.notes],
         "measured": result.measured,
         "seconds": round(result.seconds, 3),
+        "choice": result.choice,
     }
 
 
@@ -234,6 +231,7 @@ def result_from_record(cached: CachedResult, model: Form) -> PassResult[Form]:
         tuple(Note(**note) for note in cached.record["notes"]),
         cached.record["measured"],
         cached.record["seconds"],
+        cached.record["choice"],
     )
 
 

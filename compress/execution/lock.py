@@ -28,7 +28,10 @@ def make_lock(
     results: Sequence[PassResult[object]],
     portable: Portable,
 ) -> dict[str, Any]:
-    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine."""
+    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine.
+
+    But for `training` and `choices`: what a clock decided, which `compress reproduce` repeats.
+    """
     recipe = inputs.recipe
     return {
         "compress": {"version": __version__, "code": code_version()},
@@ -48,6 +51,7 @@ def make_lock(
         },
         "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
         "training": dict(steps_by_the_clock(recipe, results)),
+        "choices": {str(number): result.choice for number, result in enumerate(results) if result.choice},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,21 @@ from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
+from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
-from compress.store.cache import ResultCache, cache_key
+from compress.store.cache import ResultCache, measured_file
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form
-from compress.work.contexts import GraphContext, ModelContext, Timing
+from compress.work.contexts import GraphContext, GraphTiming, ModelContext, Timing
+from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
+from runtime.measure.environment import cpu_info
+from runtime.measure.workload import make_feeds
+from runtime.tasks.predict import encoding_views
 
 Context = TypeVar("Context", ModelContext, GraphContext)
 
@@ -232,12 +237,30 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
 def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     recipe = run.plan.recipe
     samples = run.sets.get("calibration", run.sets["evaluation"])
-    folder = run.cache.root / "measured"
     return Timing(
         module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
         recipe.validate_.benchmark.threads,
-        lambda key: folder / f"{cache_key('measured', to_json(key))}.json",
+        partial(_find_measured_file, run),
     )
+
+
+def _find_measured_file(run: RunContext, key: Sequence[object]) -> Path:
+    return measured_file(run.cache.root, to_json(key))
+
+
+def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> GraphTiming | None:
+    """Return how a pass that chooses by time measures it; None for any other, and where nothing is timed."""
+    plan = run.plan
+    if not config.chooses_by_time or explain_untimed(plan.recipe) is not None:
+        return None
+    inputs, recipe = plan.inputs, plan.recipe
+    speed = recipe.validate_.benchmark
+    preprocessor = make_preprocessor(inputs.preprocess, exported.inputs, inputs.tokenizer)
+    view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
+    size = fixed_batch(exported.inputs) or speed.batch_size
+    feeds = make_feeds(preprocessor, view, size, recipe.seed, speed.sequence_length)
+    file_of = partial(_find_measured_file, run)
+    return GraphTiming(make_stopwatch(recipe), feeds, cpu_info()[0], file_of, describe_call(recipe))
 
 
 def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
@@ -328,6 +351,7 @@ def _run_graph_passes(
     )
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
+        context = replace(context, timing=_make_graph_timing(run, config, exported))
         run_pass = partial(run_graph_pass, run.cache, key, config, state)
         with run.journal.time_stage(config.kind):
             results.append(

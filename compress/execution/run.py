@@ -110,7 +110,7 @@ def _run_as_worker(recipe: Recipe, cache: ResultCache) -> None:
 
 def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal) -> RunContext:
     """Make the plan and load the data."""
-    plan = make_plan(recipe, cache.root)
+    plan = make_plan(recipe, cache.root, twins=False, log=journal.log)
     for note in plan.notes:
         journal.log(note.text)
     with journal.time_stage("loading data"):

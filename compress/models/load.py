@@ -95,6 +95,21 @@ def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) ->
         return _load_rebuilt(spec, source, source.onnx, feeds_shapes)
     module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
+    return _describe_model(spec, source, module, feeds_shapes)
+
+
+def build_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    """Build a torch model with random weights; none are read. Otherwise as `load_torch_model`."""
+    source = locate(spec, root)
+    if source.kind == "huggingface":
+        module = huggingface.build_untrained(spec, source)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            module = factory.build(spec, source, root)
+    return _describe_model(spec, source, module.float().eval().requires_grad_(False), feeds_shapes)
+
+
+def _describe_model(spec: ModelSpec, source: Source, module: nn.Module, feeds_shapes: SampleShapes) -> TorchModel:
     unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)

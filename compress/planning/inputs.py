@@ -203,6 +203,13 @@ class Batches(Sequence[Feeds]):
         return (self[i] for i in range(len(self)))
 
 
+def example_feeds(feeds: Feeds, specs: Sequence[TensorSpec]) -> Feeds:
+    """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
+    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
+        return {name: np.concatenate([values, values]) for name, values in feeds.items()}
+    return feeds
+
+
 @dataclass(frozen=True)
 class Students:
     """By `Student.key`: facts and digests of those that a recipe's passes build anew; and what is wrong with others."""

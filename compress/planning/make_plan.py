@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
+from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import engine_notes, objections
@@ -48,9 +49,13 @@ Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
 
 
-def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe, cache: Path | None = None, twins: bool = True, log: Callable[[str], None] | None = None
+) -> Plan:
     """Check that the recipe can work and say how. Loads no weights, and no network but for a recipe that names the hub.
 
+    Its forecast of speed is measured, which takes seconds the first time; `twins`: also where a torch model has to be
+    built and exported for it. `log`: told what is measured; None: stderr.
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
@@ -86,7 +91,8 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
     notes = (*_collect_notes(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
-    return Plan(recipe, inputs, work, keys, before, after, notes, expected)
+    latency, told = forecast_latency(inputs, keys, store.root, twins, log)
+    return Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency)
 
 
 @dataclass(frozen=True)
