@@ -10,6 +10,7 @@ from typing import Any
 
 from compress.context import PassResult
 from compress.data.samples import Samples
+from compress.execution.cached import FloatModel
 from compress.planning.cache_keys import CacheKeys, list_plugins
 from compress.planning.inputs import Inputs
 from compress.recipe.portable import Portable
@@ -23,11 +24,14 @@ def make_lock(
     inputs: Inputs,
     keys: CacheKeys,
     sets: Mapping[str, Samples],
-    parity: float | None,
+    exported: FloatModel | None,
     results: Sequence[PassResult[object]],
     portable: Portable,
 ) -> dict[str, Any]:
-    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine."""
+    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine.
+
+    But for `training` and `choices`: what a clock decided, which `compress reproduce` repeats.
+    """
     recipe = inputs.recipe
     return {
         "compress": {"version": __version__, "code": code_version()},
@@ -38,7 +42,8 @@ def make_lock(
             "source": portable.texts["model", "source"],
             "digest": inputs.digest,
             "architecture": inputs.facts.architecture,
-            "parity_torch_onnx": parity,
+            "parity_torch_onnx": exported.parity if exported else None,
+            "clean_up": dict(exported.clean_up) if exported else {},
         },
         "data": {
             name: _describe_data(inputs, name, samples, portable.texts["data", name, "source"])
@@ -46,6 +51,7 @@ def make_lock(
         },
         "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
         "training": dict(steps_by_the_clock(recipe, results)),
+        "choices": {str(number): result.choice for number, result in enumerate(results) if result.choice},
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
+from compress.planning.timing import describe_call, explain_untimed
 from compress.recipe.schema import Recipe
 from compress.store.cache import cache_key
 from runtime.bundle.files import sha256_of
@@ -73,6 +74,8 @@ def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]
         uses.append(data.get("calibration"))
     if pass_.needs_train:
         uses.append(data.get("train"))
+    if pass_.chooses_by_time:
+        uses.append(describe_call(recipe) if explain_untimed(recipe) is None else "not timed")
     if pass_.uses_gates:
         uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation")]
     return uses

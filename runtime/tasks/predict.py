@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ def run_samples(
     if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
+
+
+def make_columns(manifest: Manifest, samples: Any) -> dict[str, Any]:
+    """Return the samples that a user has in hand as columns: images where the model's input is made of them, else by
+    the task. UsageError where they do not fit it."""
+    task = find_task(manifest.task)
+    if not task.columns and manifest.preprocess["kind"] == "image" and not isinstance(samples, Mapping):
+        return {"image": samples}
+    return task.to_columns(samples)
 
 
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
