@@ -49,18 +49,14 @@ def resolve_roles(
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
-<<<<<<< HEAD
-=======
     task_roles = sample_roles(task, images)
->>>>>>> main
     columns = (
         _resolve_declared(spec, table, task_roles, input_names)
         if spec.columns
         else _match_usual_names(table, task, task_roles, input_names)
     )
-    required = (
-        find_task(task).required_columns or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
-    )
+    required = find_task(task).required_columns or task_roles[:1] or tuple(input_names)
+    required = required or tuple(role for role in columns if role != "label")[:1]
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:

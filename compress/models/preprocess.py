@@ -73,16 +73,12 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
-<<<<<<< HEAD
     others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess
-    if isinstance(preprocess, others) and task.preprocess != preprocess.kind:
+    given = ("image", None) if isinstance(preprocess, ImagePreprocess) else (preprocess.kind,)
+    if isinstance(preprocess, others) and task.preprocess not in given:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
     if isinstance(preprocess, ImageTextPreprocess):
         _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
-=======
-    if isinstance(preprocess, ImagePreprocess) and task.preprocess not in ("image", None):
-        raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
->>>>>>> main
     if isinstance(preprocess, TensorPreprocess) and task.reads_texts and task.facts:
         raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
     return preprocess
