@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec
 from compress.tasks import TorchTask, find_torch_task
 from runtime.bundle.columns import Array
+from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -21,6 +23,8 @@ from runtime.tasks.base import TEXT_COLUMNS
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
+    "audio": ("audio", "file", "path", "speech"),
+    "rate": ("rate", "sampling_rate", "sample_rate"),
     "text": ("text", "sentence", "sentence1"),
     "text_pair": ("text_pair", "sentence2"),
     "label": ("label", "labels", "score", "target"),
@@ -45,13 +49,18 @@ def resolve_roles(
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
+<<<<<<< HEAD
+=======
     task_roles = sample_roles(task, images)
+>>>>>>> main
     columns = (
         _resolve_declared(spec, table, task_roles, input_names)
         if spec.columns
         else _match_usual_names(table, task, task_roles, input_names)
     )
-    required = task_roles[:1] or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    required = (
+        find_task(task).required_columns or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    )
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:
@@ -136,7 +145,10 @@ class ColumnReader:
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
-        columns = {role: self.values(role, column) for role, column in roles.items()}
+        sound = {AUDIO, RATE} & roles.keys() if AUDIO in self.task.task.columns and AUDIO in roles else set()
+        columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound}
+        if sound:
+            columns |= self._load_audio(roles[AUDIO], roles.get(RATE))
         if misfit := self.task.find_misfit(columns):
             raise self.fail(roles["label"], *misfit)
         return columns
@@ -167,6 +179,28 @@ class ColumnReader:
                 raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
+
+    def _load_audio(self, column: str, rates: str | None) -> dict[str, Any]:
+        """Return the columns "audio" (float32 or int16 [T] each, one channel) and "rate" int64 [N]. SourceError."""
+        raw = self.table.read(column, self.rows)
+        known = [None] * len(raw) if rates is None else self._to_numbers(rates, self.table.read(rates, self.rows))
+        loaded = []
+        for i, (item, rate) in enumerate(zip(raw, known, strict=True)):
+            try:
+                loaded.append(load_audio(self._find_file(item), rate))
+            except UsageError as error:
+                raise self.fail(column, i, str(error)) from error
+        return {
+            AUDIO: stack_waveforms([waveform for waveform, _ in loaded]),
+            RATE: np.array([rate for _, rate in loaded], np.int64),
+        }
+
+    def _find_file(self, item: Any) -> Any:
+        """Return a path that a file names, sought beside that file, too; anything else as it is."""
+        if not isinstance(item, str) or Path(item).exists() or not self.table.files:
+            return item
+        beside = self.table.files[0].parent / item
+        return beside if beside.exists() else item
 
     def _check_texts(self, column: str, raw: Any) -> list[str]:
         for i, item in enumerate(raw):
@@ -210,7 +244,11 @@ class ColumnReader:
 
     def knows_classes(self) -> bool:
         """Return whether the number of the model's classes is known."""
-        return bool(self.n_classes or self.class_names)
+        return self.count_classes() is not None
+
+    def count_classes(self) -> int | None:
+        """Return the number of the model's classes; None where it is not known."""
+        return self.n_classes or len(self.class_names) or None
 
     def read_class_ids(self, column: str, values: Array, least: int) -> Array:
         """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
@@ -218,7 +256,7 @@ class ColumnReader:
         if len(broken):
             raise self.fail(column, int(broken[0]), f"label {values[broken[0]]} is not a class number")
         labels = values.astype(np.int64)
-        n_classes = self.n_classes or len(self.class_names) or None
+        n_classes = self.count_classes()
         bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
         if len(bad):
             limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"
@@ -251,10 +289,12 @@ class ColumnReader:
         """Convert texts to numbers: int where all are written so, else float."""
         if not any(isinstance(label, str) for label in raw):
             return raw
-        for i, label in enumerate(raw):
-            if not _is_number(str(label)):
-                known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
-                raise self.fail(column, i, f"label '{label}' is neither a number nor one of the class names ({known})")
+        wrong = [i for i, label in enumerate(raw) if not _is_number(str(label))]
+        if wrong:
+            names = {name.casefold() for name in self.class_names}
+            i = next((i for i in wrong if str(raw[i]).casefold() not in names), wrong[0])
+            known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
+            raise self.fail(column, i, f"label '{raw[i]}' is neither a number nor one of the class names ({known})")
         texts = [str(label).strip() for label in raw]
         return (
             [int(text) for text in texts]

@@ -12,7 +12,13 @@ from runtime.bundle.manifest import Manifest
 
 ON_A_GPU = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 """Backends that need one."""
-SAMPLES = {"text": ("tokenizers",), "language": ("tokenizers", "jinja2"), "image": ("pillow",)}
+SAMPLES = {
+    "text": ("tokenizers",),
+    "language": ("tokenizers", "jinja2"),
+    "image": ("pillow",),
+    "audio": ("soundfile", "soxr"),
+    "image-text": ("pillow", "tokenizers"),
+}
 """Kind of preprocessing -> what reads its samples."""
 
 

@@ -25,6 +25,8 @@ from compress.errors import ExportError
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
 from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import AUDIO, RATE
+from runtime.encode.preprocess import ImageTextPreprocess, spec_from_dict
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
 from runtime.tasks.base import IMAGE_SIZE, TEXT, TEXT_PAIR
@@ -42,7 +44,7 @@ For the Python of Triton's Python backend. numpy 2 changed how an array's type l
 pybind11 before 2.12 (servers up to 2.52) reads it wrongly and hands over wrong data; numpy 1.26 is right for every one.
 """
 """Shown by benchmarks/triton_server.py."""
-ENCODED = ("image", "text")
+ENCODED = ("image", "audio", "image-text", "text")
 """Kinds of preprocessing that need an ensemble; tensors are taken as they are."""
 
 
@@ -229,6 +231,12 @@ def _sample_specs(served: _Served) -> tuple[TensorSpec, ...]:
     if manifest.preprocess["kind"] == "image":
         channels = {"L": 1, "RGB": 3}[str(manifest.preprocess.get("channels", "RGB"))]
         return (TensorSpec(IMAGE, "uint8", ("height", "width", channels)),)
+    spec = spec_from_dict(manifest.preprocess)
+    if isinstance(spec, ImageTextPreprocess):
+        image = TensorSpec(IMAGE, "uint8", ("height", "width", spec.image.n_channels))
+        return image, TensorSpec(TEXT, "object", (1,))
+    if manifest.preprocess["kind"] == "audio":
+        return (TensorSpec(AUDIO, "float32", ("samples",)), TensorSpec(RATE, "int64", (1,)))
     together = not find_task(manifest.task).facts  # two texts of one answer
     pairs = together and manifest.evaluation and TEXT_PAIR in read_samples(served.bundle, manifest)
     return tuple(TensorSpec(name, "object", (1,)) for name in ((TEXT, TEXT_PAIR) if pairs else (TEXT,)))

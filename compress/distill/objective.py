@@ -20,9 +20,12 @@ from compress.distill.losses import (
     average_masked,
     cosine_error,
     divergence,
+    each_label,
     label_loss,
+    number_error,
     pool_tokens,
     relative_error,
+    set_loss,
 )
 from compress.distill.watch import Seen
 from compress.errors import PassError
@@ -59,6 +62,18 @@ def logits_term(temperature: float, kind: Divergence) -> Term:
     )
 
 
+def set_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of each label of the first outputs [b, C], as a choice of yes or no; mean."""
+    return lambda batch, student, teacher: average_masked(
+        divergence(each_label(student.first), each_label(teacher.first), temperature, kind), None
+    )
+
+
+def numbers_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: the squared error of the first outputs, numbers; they have no distribution to be softened."""
+    return lambda batch, student, teacher: number_error(student.first, teacher.first)
+
+
 def token_logits_term(temperature: float, kind: Divergence) -> Term:
     """Return a term: KL divergence of the first outputs [b, T, C], mean over a text's tokens."""
     return lambda batch, student, teacher: average_masked(
@@ -77,14 +92,18 @@ def next_token_logits_term(temperature: float, kind: Divergence) -> Term:
     return term
 
 
-def labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-    """Return the loss [b] of the first outputs against the labels; of a blended sample against both of its."""
-    assert batch.labels is not None
-    loss = label_loss(student.first, batch.labels)
-    if batch.mixed is None or batch.mixed.labels is None:
-        return loss
-    other = label_loss(student.first, batch.mixed.labels)
-    return batch.mixed.share * loss + (1 - batch.mixed.share) * other
+def labels_term(measure: Callable[[Tensor, Tensor], Tensor]) -> Term:
+    """Return a term: `measure` of the first outputs and the labels; of a blended sample, of both of its."""
+
+    def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+        assert batch.labels is not None
+        loss = measure(student.first, batch.labels)
+        if batch.mixed is None or batch.mixed.labels is None:
+            return loss
+        other = measure(student.first, batch.mixed.labels)
+        return batch.mixed.share * loss + (1 - batch.mixed.share) * other
+
+    return term
 
 
 def next_token_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
@@ -105,7 +124,9 @@ def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
 
 
 LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
-    "classes": (logits_term, labels_term),
+    "classes": (logits_term, labels_term(label_loss)),
+    "label sets": (set_logits_term, labels_term(set_loss)),
+    "numbers": (numbers_term, labels_term(number_error)),
     "token classes": (token_logits_term, token_labels_term),
     "next tokens": (next_token_logits_term, next_token_term),
 }

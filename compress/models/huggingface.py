@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
 from compress.models.packed import has_packed_zeros, quantization_of
+from compress.models.preprocess import reads_audio_mask, reads_token_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
@@ -61,6 +63,38 @@ class ImageModel(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         return self.wrapped(pixel_values=pixel_values, return_dict=True)[self.output]
+
+
+class AudioModel(nn.Module):
+    """sound float32 [B, T], [B, bins, T] or [B, T, bins] (, attention_mask int64 [B, T]) -> logits [B, C]."""
+
+    def __init__(self, wrapped: nn.Module, output: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.output = output
+
+    def forward(self, sound: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        feeds = {str(self.wrapped.main_input_name): sound}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        return self.wrapped(**feeds, return_dict=True)[self.output]
+
+
+class ImageTextModel(nn.Module):
+    """pixel_values float32 [B, C, H, W], input_ids (, attention_mask) int64 [B, T] -> embeddings of both, [B, D]."""
+
+    def __init__(self, wrapped: nn.Module, output: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(
+        self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        feeds = {"pixel_values": pixel_values, "input_ids": input_ids}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        found = self.wrapped(**feeds, return_dict=True)
+        return {name: found[name] for name in ("image_embeds", "text_embeds")}
 
 
 def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
@@ -112,11 +146,18 @@ def load_trained(spec: ModelSpec, source: Source, alone: bool = False) -> nn.Mod
     return read_pretrained(spec, source)[0]
 
 
-def input_names(spec: ModelSpec, model: nn.Module, config: Any) -> tuple[str, ...]:
-    """Return the inputs to feed, in the order of the wrapper's forward."""
-    if find_task(spec.task).preprocess == "image":
+def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | None = None) -> tuple[str, ...]:
+    """Return the inputs to feed, in the order of the wrapper's forward. `folder`: the model's, of audio."""
+    kind = find_task(spec.task).preprocess
+    if kind == "image":
         return ("pixel_values",)
     takes = inspect.signature(model.forward).parameters
+    if kind == "image-text":
+        masked = "attention_mask" in takes and (folder is None or reads_token_mask(folder))
+        return ("pixel_values", "input_ids", *(["attention_mask"] if masked else []))
+    if kind == "audio":
+        masked = "attention_mask" in takes and folder is not None and reads_audio_mask(folder)
+        return (str(model.main_input_name), *(["attention_mask"] if masked else []))
     has_types = "token_type_ids" in takes and (getattr(config, "type_vocab_size", 0) or 0) > 1
     return ("input_ids", "attention_mask", *(["token_type_ids"] if has_types else []))
 
@@ -178,7 +219,7 @@ def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, 
 
     config = load_config(spec, source)
     kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
-    auto = TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type)
+    auto = TasksManager.get_model_class_for_task(task.model_task or spec.task, model_type=config.model_type)
     _check_task(spec.source, spec.task, config, auto)
     return auto, config, kwargs
 
@@ -210,8 +251,8 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     assert task.output is not None  # `_choose_class` refused it
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
-    wrapper = ImageModel if task.task.preprocess == "image" else TextModel
-    return wrapper(model, task.output).eval()
+    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel, "image-text": ImageTextModel}
+    return wrappers.get(task.task.preprocess, TextModel)(model, task.output).eval()
 
 
 @contextlib.contextmanager
@@ -309,6 +350,10 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
         )
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
+    own = find_torch_task(task)
+    if own.loss == "classes" and getattr(config, "problem_type", None) == "multi_label_classification":
+        other = next(n for n, t in TORCH_TASKS.items() if t.loss == "label sets" and t.model_task == task)
+        raise SourceError(f"{where}: config.json has problem_type multi_label_classification: use task: {other}")
     if mapping is not None and type(config) not in mapping and not remote:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 

@@ -13,7 +13,14 @@ from compress.models.source import Source, locate
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    ImagePreprocess,
+    ImageTextPreprocess,
+    PreprocessSpec,
+    TensorPreprocess,
+    TextPreprocess,
+)
 from runtime.tasks import find_task
 
 USUAL_CONTEXT = 2048
@@ -45,16 +52,19 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
 
 
 def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
-    """Return the names that the recipe gives the classes; else, where the task needs them, those of config.json.
+    """Return the names that the recipe gives the classes; else, where the task uses them, those of config.json.
 
     SourceError where the task needs them and there are none.
     """
-    if spec.class_names or not find_torch_task(spec.task).needs_class_names:
+    task = find_torch_task(spec.task)
+    if spec.class_names or not (task.needs_class_names or task.uses_class_names):
         return spec.class_names
     folder = locate(spec, root).folder
     labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
     names = tuple(str(labels[key]) for key in sorted(labels, key=int)) if isinstance(labels, dict) else ()
     if not names or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+        if not task.needs_class_names:
+            return ()
         raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [O, B-PER, ...]")
     return names
 
@@ -63,8 +73,16 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
+<<<<<<< HEAD
+    others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess
+    if isinstance(preprocess, others) and task.preprocess != preprocess.kind:
+        raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
+    if isinstance(preprocess, ImageTextPreprocess):
+        _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
+=======
     if isinstance(preprocess, ImagePreprocess) and task.preprocess not in ("image", None):
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
+>>>>>>> main
     if isinstance(preprocess, TensorPreprocess) and task.reads_texts and task.facts:
         raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
     return preprocess
@@ -73,20 +91,40 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
     if find_task(spec.task).preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
-    if source.folder is None:
-        raise SourceError(
-            f"preprocess: kind: {preprocess.kind} needs {preprocess.tokenizer} beside the weights; copy it there"
-        )
-    if not (source.folder / preprocess.tokenizer).is_file():
-        raise SourceError(
-            f"preprocess: {source.folder} has no {preprocess.tokenizer}; write one with "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
-    positions = _count_positions(_read_object(source.folder / "config.json"))
+    folder = _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
+    positions = _count_positions(_read_object(folder / "config.json"))
     if positions is not None and preprocess.max_length > positions:
         raise SourceError(
             f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
         )
+
+
+def _check_tokenizer(source: Source, kind: str, tokenizer: str) -> Path:
+    """Return the folder that holds the tokenizer. SourceError where there is none."""
+    if source.folder is None:
+        raise SourceError(f"preprocess: kind: {kind} needs {tokenizer} beside the weights; copy it there")
+    if not (source.folder / tokenizer).is_file():
+        raise SourceError(
+            f"preprocess: {source.folder} has no {tokenizer}; write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    return source.folder
+
+
+def reads_token_mask(folder: Path) -> bool:
+    """Return whether the folder's tokenizer gives its model a mask; SigLIP's does not."""
+    names = _read_object(folder / "tokenizer_config.json").get("model_input_names")
+    return names is None or "attention_mask" in names
+
+
+def _read_pair(folder: Path) -> ImageTextPreprocess:
+    """Read both halves; a text is as long as the model's text tower has positions."""
+    positions = (_read_object(folder / "config.json").get("text_config") or {}).get("max_position_embeddings")
+    stated = _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]
+    length = min(known, default=TextPreprocess.max_length)
+    text = TextPreprocess(max_length=length, padding="max_length", pooling="none")
+    return ImageTextPreprocess(image=_read_image(folder), text=text)
 
 
 def _read_language(folder: Path) -> LanguagePreprocess:
@@ -188,6 +226,96 @@ def _read_image(folder: Path) -> ImagePreprocess:
     )
 
 
+def reads_audio_mask(folder: Path) -> bool:
+    """Return whether the folder's feature extractor gives its model a mask."""
+    config = _read_extractor(folder)
+    usual = config.get("feature_extractor_type") == "SeamlessM4TFeatureExtractor"
+    return bool(config.get("return_attention_mask", usual))
+
+
+def _read_extractor(folder: Path) -> dict[str, Any]:
+    """Return what the folder says of its feature extractor, in a file of its own or in the processor's; {}: nothing."""
+    config = _read_object(folder / "preprocessor_config.json")
+    return config or _read_object(folder / "processor_config.json").get("feature_extractor") or {}
+
+
+def _read_audio(folder: Path) -> AudioPreprocess:
+    """Read a feature extractor of transformers: Wav2Vec2's, Whisper's, AST's or SeamlessM4T's, which most models share.
+
+    SourceError: there is none, it is another, or one of its numbers cannot be expressed here.
+    """
+    config = _read_extractor(folder)
+    path, kind = folder / "preprocessor_config.json", config.get("feature_extractor_type")
+    if kind not in _EXTRACTORS:
+        what = f"feature_extractor_type {kind} is not one of {', '.join(_EXTRACTORS)}" if config else "is missing"
+        raise SourceError(
+            f"preprocess: {path}: {what}; add `preprocess: {{kind: audio, ...}}` as in the model's training"
+        )
+    for key, value in _FIXED_NUMBERS.get(kind, {}).items():
+        if config.get(key, value) != value:
+            raise SourceError(f"preprocess: {path}: {key} is {config[key]}, and only {value} can be made here")
+    try:
+        return _EXTRACTORS[kind](config)
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"preprocess: {path}: {error}") from error
+
+
+def _read_waveform(config: dict[str, Any]) -> AudioPreprocess:
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        normalize=bool(config.get("do_normalize", True)),
+        padding_value=float(config.get("padding_value", 0.0)),
+    )
+
+
+def _read_whisper(config: dict[str, Any]) -> AudioPreprocess:
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        features="whisper",
+        bins=int(config.get("feature_size", 80)),
+        seconds=float(config.get("chunk_length", 30)),
+    )
+
+
+def _read_ast(config: dict[str, Any]) -> AudioPreprocess:
+    scaled = config.get("do_normalize", True)
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        features="kaldi",
+        window="hann",
+        bins=int(config.get("num_mel_bins", 128)),
+        frames=int(config.get("max_length", 1024)),
+        mean=float(config.get("mean", -4.2677393)) if scaled else 0.0,
+        std=2 * float(config.get("std", 4.5689974)) if scaled else 1.0,  # AST divides by twice its std
+    )
+
+
+def _read_seamless(config: dict[str, Any]) -> AudioPreprocess:
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        features="kaldi",
+        gain=2.0**15,
+        normalize=True,
+        bins=int(config.get("num_mel_bins", 80)),
+        stack=int(config.get("stride", 2)),
+        padding_value=float(config.get("padding_value", 0.0)),
+    )
+
+
+_EXTRACTORS: dict[str, Callable[[dict[str, Any]], AudioPreprocess]] = {
+    "Wav2Vec2FeatureExtractor": _read_waveform,
+    "WhisperFeatureExtractor": _read_whisper,
+    "ASTFeatureExtractor": _read_ast,
+    "SeamlessM4TFeatureExtractor": _read_seamless,
+}
+"""Transformers' feature extractor -> what reads its numbers."""
+_FIXED_NUMBERS: dict[str, dict[str, float]] = {
+    "Wav2Vec2FeatureExtractor": {"feature_size": 1},
+    "WhisperFeatureExtractor": {"n_fft": 400, "hop_length": 160, "padding_value": 0.0, "dither": 0.0},
+}
+"""Feature extractor -> numbers of its that are the same in every known model."""
+
+
 def _read_resize_and_crop(
     config: dict[str, Any], path: Path
 ) -> tuple[int | tuple[int, int] | None, tuple[int, int] | None]:
@@ -239,5 +367,7 @@ _READERS: dict[str, Callable[[Path], PreprocessSpec]] = {
     "text": _read_text,
     "language": _read_language,
     "image": _read_image,
+    "audio": _read_audio,
+    "image-text": _read_pair,
 }
 """Kind -> what reads it from a model's folder."""

@@ -250,7 +250,9 @@ class Terms:
 _USUAL: dict[Loss, Terms] = {
     "classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
+    "label sets": Terms(logits=LogitsTerm(temperature=2.0)),
     "next tokens": Terms(logits=LogitsTerm()),
+    "numbers": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
     "outputs": Terms(output=OutputTerm(loss="mse", pooling="none")),
 }
@@ -260,7 +262,8 @@ _USUAL: dict[Loss, Terms] = {
 class LearningPass(TrainingPass):
     """A pass that trains by a sum of terms.
 
-    Without any term: for classes KL at temperature 4, for text KL of every predicted token, for embeddings the cosine
+    Without any term: for classes KL at temperature 4, for sets of labels KL of each at temperature 2, for numbers their
+    squared error, for text KL of every predicted token, for embeddings the cosine
     of the pooled ones and the blocks' hidden states, else the squared error of the outputs.
     """
 
@@ -297,6 +300,9 @@ class LearningPass(TrainingPass):
         problems, terms = [], self.terms(facts.task)
         if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
+        softened = terms.logits is not None and (terms.logits.temperature, terms.logits.divergence) != (1.0, "forward")
+        if find_torch_task(facts.task).loss == "numbers" and softened:
+            problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
         if self.augment.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"
@@ -313,7 +319,9 @@ class LearningPass(TrainingPass):
         terms = self.terms(task)
         parts = []
         if terms.logits is not None:
-            parts.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
+            of_numbers = find_torch_task(task).loss == "numbers"
+            softened = f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}"
+            parts.append("squared error of the numbers" if of_numbers else softened)
         if terms.labels is not None:
             parts.append("the next tokens" if find_torch_task(task).loss == "next tokens" else "the labels")
         if terms.output is not None:

@@ -15,7 +15,7 @@ from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import TextPreprocess
+from runtime.encode.preprocess import ImageTextPreprocess, TextPreprocess
 from runtime.metrics import METRICS
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 
@@ -96,7 +96,10 @@ def quality_gates(judgement: Judgement) -> Judgement:
 def _describe_preprocess(inputs: Inputs) -> list[Any]:
     """Describe preprocessing for a key: its record, and the tokenizer's digest where it has one."""
     preprocess = inputs.preprocess
-    if not isinstance(preprocess, TextPreprocess | LanguagePreprocess) or inputs.tokenizer is None:
+    if (
+        not isinstance(preprocess, TextPreprocess | LanguagePreprocess | ImageTextPreprocess)
+        or inputs.tokenizer is None
+    ):
         return [to_json(preprocess)]
     return [to_json(preprocess), sha256_of(inputs.tokenizer / preprocess.tokenizer)]
 

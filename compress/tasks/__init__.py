@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from functools import partial
 
+from compress.tasks.audio_classification import AUDIO_CLASSIFICATION
 from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
+from compress.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from compress.tasks.regression import REGRESSIONS
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
+from compress.tasks.zero_shot_image_classification import ZERO_SHOT_IMAGE_CLASSIFICATION
 from runtime.plugins import TORCH_TASK_GROUP, PluginTable, check_entry
 
 _OWN = {
     task.name: task
     for task in (
         IMAGE_CLASSIFICATION,
+        AUDIO_CLASSIFICATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
+        ZERO_SHOT_IMAGE_CLASSIFICATION,
+        *MULTI_LABEL_TASKS,
+        *REGRESSIONS,
         GENERIC,
     )
 }

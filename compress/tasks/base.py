@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from runtime.encode.preprocess import Preprocessor
 
 Columns = Mapping[str, Any]
-Loss = Literal["classes", "token classes", "next tokens", "embeddings", "outputs"]
-"""What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
-token that is predicted; pooled embeddings and hidden states; the squared error of the outputs."""
+Loss = Literal["classes", "token classes", "label sets", "next tokens", "embeddings", "numbers", "outputs"]
+"""What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, of each
+label on its own, or of each token that is predicted; pooled embeddings and hidden states; the squared error of numbers;
+that of the outputs, over their size."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
@@ -65,6 +66,10 @@ class LabelReader(Protocol):
         """Return whether the number of the model's classes is known."""
         ...
 
+    def count_classes(self) -> int | None:
+        """Return the number of the model's classes; None where it is not known."""
+        ...
+
 
 def read_scores(reader: LabelReader, column: str, raw: Sequence[Any]) -> np.ndarray:
     """Read one number a sample, float64 [N]."""
@@ -105,6 +110,10 @@ class TorchTask:
     """Role -> further names that its column is found under where the recipe gives no `columns`."""
     needs_class_names: bool = False
     """Whether outputs and labels say nothing without the classes' names; those of the model's folder count, too."""
+    uses_class_names: bool = False
+    """Whether labels may be written as the names of the classes that the model's folder has."""
+    model_task: str = ""
+    """The task by which transformers' class is found; "": its own name."""
     make_text: Callable[[Any], Any] = lambda value: value
     """Makes a text of what a file has for one; anything else it leaves."""
     find_misfit: Callable[[Columns], tuple[int, str] | None] = lambda columns: None

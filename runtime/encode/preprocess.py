@@ -1,4 +1,4 @@
-"""The ONE implementation of image and text preprocessing: calibration, evaluation and serving all call it."""
+"""The ONE implementation of preprocessing: calibration, evaluation and serving all call it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
+from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.pairs import ImageTextPreprocess, make_image_text_encoder
 from runtime.encode.texts import TextPreprocess, make_text_encoder, pool
 from runtime.errors import UsageError
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from runtime.bundle.tensors import TensorSpec
 
 __all__ = [
+    "AudioPreprocess",
     "ImagePreprocess",
+    "ImageTextPreprocess",
     "LanguageEncoder",
     "LanguagePreprocess",
     "PreprocessSpec",
@@ -44,10 +48,14 @@ class TensorPreprocess:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
 
-PreprocessSpec = ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
+PreprocessSpec = (
+    ImagePreprocess | AudioPreprocess | ImageTextPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
+)
 
 _KINDS: dict[str, type[PreprocessSpec]] = {
     "image": ImagePreprocess,
+    "audio": AudioPreprocess,
+    "image-text": ImageTextPreprocess,
     "text": TextPreprocess,
     "tensor": TensorPreprocess,
     "language": LanguagePreprocess,
@@ -95,6 +103,10 @@ def make_preprocessor(
     """
     if isinstance(spec, ImagePreprocess):
         return make_image_encoder(spec, inputs)
+    if isinstance(spec, AudioPreprocess):
+        return make_audio_encoder(spec, inputs)
+    if isinstance(spec, ImageTextPreprocess):
+        return make_image_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, TextPreprocess):
         return make_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, LanguagePreprocess):

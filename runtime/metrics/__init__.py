@@ -20,13 +20,17 @@ from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_D
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
+from runtime.metrics.multi_label import MULTI_LABEL
+from runtime.metrics.regression import MAE, R2, RMSE
+from runtime.metrics.retrieval import RETRIEVAL
 from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
 
 _OWN = {
     metric.name: metric
     for metric in (
-        *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
+        *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE, MAE, RMSE, R2),
+        *(*MULTI_LABEL, *RETRIEVAL),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
         *(metric for task in TASKS.own.values() for metric in task.metrics()),
@@ -78,6 +82,8 @@ def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> 
         return f"does not fit task {task}"
     if metric.against == "labels" and labels is None:
         return "needs labels, and the evaluation set has none"
+    if metric.misfit is not None:
+        return metric.misfit(outputs, labels)
     return _SHAPE_CHECKS[metric.shape](metric, outputs, labels)
 
 

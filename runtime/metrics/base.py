@@ -93,6 +93,8 @@ class Metric:
     link: Link | None = None
     flaws: Flaws | None = None
     ideal: float | None = None
+    misfit: Callable[[Outputs, Any], str | None] | None = None
+    """Says why the metric cannot be computed of such outputs and labels; in the place of what `shape` checks."""
     on_request: bool = False
     """Computed only where a judgement names it, because another metric says the same."""
 

@@ -12,11 +12,12 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.format import read_manifest
+from runtime.encode.pairs import ImageTextEncoder
 from runtime.encode.preprocess import spec_from_dict
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import BatchFacts
+from runtime.tasks.base import TEXT_COLUMNS, BatchFacts
 from runtime.tasks.predict import bundle_preprocessor
 
 IMAGE = "image"
@@ -30,13 +31,15 @@ class Encoder:
         self.preprocessor = bundle_preprocessor(folder, self.manifest, self.manifest.artifact("candidate").inputs)
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
-        """Encode `columns`: image uint8 [n, H, W, C], or text (and text_pair), arrays [n] of str or UTF-8 bytes.
+        """Encode `columns`: image uint8 [n, H, W, C], or audio float32 [n, T] and rate int64 [n] or [n, 1], or text
+        (and text_pair), arrays [n] of str or UTF-8 bytes.
 
         Gives the model's inputs, and what the task must know of samples even where the model takes it not. UsageError.
         """
         samples: Columns = columns
-        if isinstance(self.preprocessor, TextEncoder):
-            samples = {name: _decode_texts(name, column) for name, column in columns.items()}
+        if isinstance(self.preprocessor, TextEncoder | ImageTextEncoder):
+            texts = {name: _decode_texts(name, columns[name]) for name in TEXT_COLUMNS if name in columns}
+            samples = {**columns, **texts}
         feeds, known = self.preprocessor.encode_with_facts(samples, None, find_task(self.manifest.task).facts)
         return known | feeds
 

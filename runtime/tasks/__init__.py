@@ -7,21 +7,29 @@ from functools import partial
 
 from runtime.errors import UsageError
 from runtime.plugins import TASK_GROUP, PluginTable, check_entry
+from runtime.tasks.audio_classification import AudioClassification
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from runtime.tasks.regression import REGRESSIONS
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
+from runtime.tasks.zero_shot_image_classification import ZeroShotImageClassification
 
 _OWN = {
     task.name: task
     for task in (
         ImageClassification(),
+        AudioClassification(),
         TextClassification(),
         TokenClassification(),
         FeatureExtraction(),
         TextGeneration(),
+        ZeroShotImageClassification(),
+        *MULTI_LABEL_TASKS,
+        *REGRESSIONS,
         Task(),
     )
 }

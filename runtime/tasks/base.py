@@ -14,6 +14,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import AUDIO_COLUMNS
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Task:
     about: str = "whatever takes and gives arrays; judged against what it gave before"
     columns: tuple[str, ...] = ()
     """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
-    preprocess: Literal["image", "text", "language"] | None = None
+    preprocess: Literal["image", "audio", "image-text", "text", "language"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
@@ -58,6 +59,11 @@ class Task:
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     facts: tuple[str, ...] = ()
     """Which of MASK, WORDS and IMAGE_SIZE `read_outputs` needs."""
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Return those of `columns` that a sample must have."""
+        return self.columns[:1]
 
     @property
     def reads_texts(self) -> bool:
@@ -127,6 +133,20 @@ class Task:
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics of this task alone."""
         return ()
+
+
+class ReadsImages(Task):
+    """A task that reads an image."""
+
+    columns = ("image",)
+    preprocess = "image"
+
+
+class ReadsAudio(Task):
+    """A task that reads a sound."""
+
+    columns = AUDIO_COLUMNS
+    preprocess = "audio"
 
 
 class ReadsTexts(Task):

@@ -154,7 +154,7 @@ def make_text_bundle(tmp_path: Path) -> Callable[..., Path]:
 
 
 def write_text_bundle(root: Path, task: str, columns: dict[str, Any], **spec: Any) -> Path:
-    kind = "logits" if task == "text-classification" else "hidden"
+    kind = "hidden" if task in ("feature-extraction", "token-classification") else "logits"
     text_model(root / "model/model.onnx", kind)
     text_model(root / "baseline/model.onnx", kind, seed=1)
     write_tokenizer(root / "model")
