@@ -32,7 +32,7 @@ from compress.planning.plan import Plan
 from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
-from compress.store.cache import ResultCache, measured_file
+from compress.store.cache import ResultCache, cache_key, measured_file
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from compress.errors import CompressError
 from compress.export.decoder import export_decoder
-from compress.export.onnx import export_float, float_graph, read_graph, write_graph
+from compress.export.onnx import export_float, float_graph, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
@@ -28,7 +28,8 @@ from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of
 from compress.models.factory import USER_ERRORS
 from compress.models.facts import short_feeds
-from compress.models.load import TorchModel, build_torch_model
+from compress.models.load import TorchModel, build_torch_model, load_torch_model
+from compress.models.onnx_graph import open_onnx
 from compress.models.source import locate
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
@@ -188,7 +189,9 @@ def make_twins(
     missing: list[str] = []
     facts, resized, loaded = inputs.facts, False, None
     if source.onnx is not None:
-        before = after = GraphState(read_graph(source.onnx))
+        before = after = GraphState(open_onnx(source.onnx).model)
+        if inputs.facts.rebuilt:
+            loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)
     else:
         loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
         before = after = GraphState(_export(loaded, recipe, feeds[0]))

@@ -66,9 +66,8 @@ class Sums:
 
     def without_targets(self) -> Sums:
         """Return the same rows, as yet without their targets, which `aim` gives again."""
-        return Sums(
-            self.n, self.shift, self.xx, self.x, *(torch.zeros_like(total) for total in (self.xy, self.y, self.yy))
-        )
+        targets = (torch.zeros_like(total) for total in (self.xy, self.y, self.yy))
+        return Sums(self.n, self.shift, self.xx, self.x, *targets)
 
     def aim(self, x: Tensor, y: Tensor) -> None:
         """Add new targets for rows that were added before."""

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx import helper
+from onnx_ir.passes.common import IdentityEliminationPass
 from torch import Tensor, nn
 
 from compress.graph.cleanup import clean_graph
@@ -74,6 +75,7 @@ def export_old(module: nn.Module, inputs: Sequence[Tensor], names: list[str], ax
         clean_graph(model)
     else:
         normalize(model)
+        IdentityEliminationPass()(model)
     return model
 
 
@@ -114,6 +116,7 @@ def test_layers_and_norms_are_torchs_own_under_the_names_of_the_graph() -> None:
     assert parts["features.1.0"].groups == 8  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_it_is_exported_with_the_same_layers() -> None:
     from compress.export.onnx import export_program
 
@@ -176,6 +179,7 @@ def tiny_bert() -> nn.Module:
     return BertForSequenceClassification(config)
 
 
+@pytest.mark.slow
 def test_an_encoder_takes_texts_of_any_length_and_loses_heads() -> None:
     """Of opset 14: norms and GELU in pieces, shapes computed, equal vectors merged."""
     names, axes = ["input_ids", "attention_mask"], {0: "batch", 1: "sequence"}
