@@ -250,6 +250,8 @@ class Terms:
 _USUAL: dict[Loss, Terms] = {
     "classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
+    "pixel classes": Terms(logits=LogitsTerm()),
+    "answer spans": Terms(logits=LogitsTerm(temperature=2.0)),
     "next tokens": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
     "outputs": Terms(output=OutputTerm(loss="mse", pooling="none")),
@@ -260,8 +262,9 @@ _USUAL: dict[Loss, Terms] = {
 class LearningPass(TrainingPass):
     """A pass that trains by a sum of terms.
 
-    Without any term: for classes KL at temperature 4, for text KL of every predicted token, for embeddings the cosine
-    of the pooled ones and the blocks' hidden states, else the squared error of the outputs.
+    Without any term: for classes KL at temperature 4, for answers in a text at 2, for pixels and for text KL of each
+    pixel and predicted token, for embeddings the cosine of the pooled ones and the blocks' hidden states, else the
+    squared error of the outputs.
     """
 
     logits: LogitsTerm | None = None
@@ -297,6 +300,10 @@ class LearningPass(TrainingPass):
         problems, terms = [], self.terms(facts.task)
         if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
+        if self.augment.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
+            problems.append(
+                f"{self.kind}: augment changes images, and labels of pixels would stay: leave one of them out"
+            )
         if self.augment.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"

@@ -43,7 +43,7 @@ def run_samples(
     views = encoding_views(task, columns)
     if found.generates:
         return score(session, preprocessor, views[0], batch_size, reference)
-    if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
+    if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
 
