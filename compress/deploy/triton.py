@@ -67,6 +67,11 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
         raise ExportError(
             "triton: a decoder with a key-value cache is served by onnxruntime-genai or vLLM; use --to genai"
         )
+    if manifest.preprocess.get("stride") is not None:
+        raise ExportError(
+            "triton: a long text is several rows of the model, and an ensemble keeps one for each sample; use "
+            "`compress-run serve`, or stride: null in the recipe's preprocess where texts are short"
+        )
     artifact = manifest.candidate_for(serving.backend or manifest.target)
     if artifact.kind not in PLATFORMS:
         raise ExportError(f"triton: the {artifact.name} is a {artifact.kind}, which no backend of Triton loads")

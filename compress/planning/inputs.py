@@ -32,10 +32,11 @@ from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
 from compress.store.durable import blame
+from runtime.bundle.columns import count
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
-from runtime.encode.preprocess import PreprocessSpec, make_preprocessor
+from runtime.encode.preprocess import PreprocessSpec, make_preprocessor, split_samples
 from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 
@@ -178,13 +179,13 @@ class Batches(Sequence[Feeds]):
     ) -> None:
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
-        self.views = encoding_views(task, samples.columns)
+        views = encoding_views(task, samples.columns)
+        self.views = [split_samples(self.preprocessor, view)[0] for view in views]
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
-        starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
-        self.rows = [
-            (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts
-        ]
+        n = count(self.views[0])
+        starts = range(0, n - n % self.size if fixed else n, self.size)
+        self.rows = [(view, np.arange(start, min(start + self.size, n))) for view in self.views for start in starts]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -10,6 +10,7 @@ from runtime.plugins import TASK_GROUP, PluginTable, check_entry
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.question_answering import QuestionAnswering
 from runtime.tasks.semantic_segmentation import SemanticSegmentation
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
@@ -22,6 +23,7 @@ _OWN = {
         SemanticSegmentation(),
         TextClassification(),
         TokenClassification(),
+        QuestionAnswering(),
         FeatureExtraction(),
         TextGeneration(),
         Task(),
