@@ -110,6 +110,7 @@ def segmenter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     }
 
 
+@pytest.mark.slow
 def test_a_model_that_segments(segmenter: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
     folder, recipe = segmenter
     with quick_judge(), quick_export():
