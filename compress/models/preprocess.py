@@ -73,7 +73,15 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
         raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
     if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
         return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
+    if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts and preprocess.stride is not None:
+        raise SourceError(f"preprocess: stride: {task.name} reads the beginning of a text alone; leave stride out")
     return preprocess
+
+
+def shifts_masks(folder: Path | None) -> bool:
+    """Return whether a model's folder says that its first class is 1 in masks, and 0 there is none."""
+    config = _read_object(folder / "preprocessor_config.json") if folder is not None else {}
+    return bool(config.get("do_reduce_labels", config.get("reduce_labels", False)))
 
 
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:

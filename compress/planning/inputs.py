@@ -25,13 +25,15 @@ from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
-from compress.models.preprocess import find_class_names, resolve_preprocess
+from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, locate, model_digest
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
 from compress.store.durable import blame
+from compress.tasks import find_torch_task
+from compress.tasks.base import MaskIds
 from runtime.bundle.columns import count
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
@@ -100,6 +102,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
+    notes = [*notes, *_note_masks(recipe, data, folder)]
     facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
     problems += students.problems
     return Inputs(
@@ -116,6 +119,18 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         students.digests,
         class_names,
     )
+
+
+def _note_masks(recipe: Recipe, data: Mapping[str, DataFacts], folder: Path | None) -> list[str]:
+    """Return a note for each set whose masks are read as they are, where the model's folder says otherwise."""
+    if find_torch_task(recipe.model.task).loss != "pixel classes" or not shifts_masks(folder):
+        return []
+    return [
+        f"data.{name}: the model's preprocessor_config.json says do_reduce_labels: 1 is the first class in its masks, "
+        "and 0 none; if these are so, add `masks: {first: 1, ignore: 0}`"
+        for name, facts in data.items()
+        if facts.has_labels and recipe.data.declared[name].masks == MaskIds()
+    ]
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:

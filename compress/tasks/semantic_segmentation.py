@@ -79,7 +79,8 @@ def _load_mask(reader: LabelReader, column: str, row: int, item: Any) -> np.ndar
             raise reader.fail(column, row, problem)
         item = np.asarray(item)
     if not isinstance(item, np.ndarray):
-        raise reader.fail(column, row, f"expected a mask: an image or an array, found {type(item).__name__}")
+        problem = f"expected a mask: an image or an array, found {type(item).__name__}"
+        raise reader.fail(column, row, f"{problem}; for images without masks say `columns: {{image: image}}`")
     ids = item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item
     if ids.ndim != 2 or ids.dtype.kind not in "biu" or 0 in ids.shape:
         raise reader.fail(column, row, f"a mask is whole numbers [height, width], found {item.dtype} {item.shape}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns
+from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
 
@@ -107,7 +107,10 @@ class Task:
         """Return the outputs of each sample, of those of the rows that it was encoded as.
 
         `samples`: the number of each row's sample, int64 [rows], rising; `columns`: the view that they were made of.
+        UsageError where a task that has one row a sample gets several.
         """
+        if len(samples) != count(columns):
+            raise UsageError(f"preprocess.stride: {self.name} reads a text in one piece, not in windows; leave it out")
         return outputs
 
     def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:

@@ -13,7 +13,9 @@ from shortcuts import quick_export, quick_judge
 
 from compress.data import load_samples
 from compress.data.training import make_encoded_set
-from compress.specs import DataSpec
+from compress.errors import SourceError
+from compress.models.preprocess import resolve_preprocess
+from compress.specs import DataSpec, ModelSpec
 from runtime import open_bundle
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TextPreprocess, make_preprocessor
@@ -167,3 +169,14 @@ def test_every_form_of_answers_and_what_is_learned_of_it(reader: tuple[Path, dic
     holds = (ids[:-2] == 54).any(axis=1)
     assert holds.sum() == 4 * 2 and (targets[:-2][~holds] == 0).all()
     assert (targets[:-2][holds] == (ids[:-2][holds] == 54).argmax(axis=1)[:, None]).all()
+
+
+def test_windows_are_for_answers_alone(reader: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = reader
+    answers, classes = (
+        ModelSpec(source=f"dir:{folder}/model", task=task) for task in ("question-answering", "text-classification")
+    )
+    found = resolve_preprocess(answers, TextPreprocess(max_length=30), folder)
+    assert isinstance(found, TextPreprocess) and found.stride == 10
+    with pytest.raises(SourceError, match="stride: text-classification reads the beginning of a text alone"):
+        resolve_preprocess(classes, TextPreprocess(max_length=30, stride=10), folder)

@@ -184,3 +184,6 @@ def test_segformer(segmenter: tuple[Path, dict[str, Any]], cache: Path, tmp_path
             outputs = model(**processor(image, return_tensors="pt"))
         (wanted,) = processor.post_process_semantic_segmentation(outputs, [image.shape[:2]])
         assert (found == wanted.numpy()).mean() > 0.99
+    SegformerImageProcessor(size={"height": 32, "width": 32}, do_reduce_labels=True).save_pretrained(tmp_path / "model")
+    notes = [note.text for note in plan(hub, tmp_path, cache).notes]
+    assert any("1 is the first class in its masks, and 0 none" in text for text in notes), notes
