@@ -92,7 +92,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         "model": {"source": "dir:model", "task": "question-answering"},
         "preprocess": {"kind": "text", "max_length": 16, "stride": 4, "no_answer": 0.0},
         "data": {name: {"source": f"jsonl:{part}.jsonl"} for name, part in sets.items()},
-        "passes": [distill, {"kind": "int8"}],
+        "passes": [{"kind": "prune_channels", "ratio": 0.25}, distill, {"kind": "int8"}],
         "validate": {
             "gates": [{"metric": "squad_f1", "min": 0.7}, {"metric": "answer_agreement", "min": 0.7}],
             "benchmark": {**QUICK, "sequence_length": 16},
