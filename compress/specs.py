@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from compress.tasks import TORCH_TASKS
+from compress.tasks.base import MaskIds
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
     AudioPreprocess,
@@ -80,6 +81,7 @@ DATA_SOURCES = (
     "parquet:<file>",
     "imagefolder:<folder>",
     "audiofolder:<folder>",
+    "maskfolder:<folder>",
     "hf:<hub id>",
 )
 
@@ -146,7 +148,9 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """Of an hf: source, or of an imagefolder: or audiofolder: that has a folder for each."""
+    """Of an hf: source, or of an imagefolder:, audiofolder: or maskfolder: that has a folder for each."""
+    masks: MaskIds = MaskIds()
+    """What the numbers in masks stand for, of semantic-segmentation."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
 

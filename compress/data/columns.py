@@ -14,12 +14,12 @@ from compress.errors import SourceError
 from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec
 from compress.tasks import TorchTask, find_torch_task
+from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT_COLUMNS
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
@@ -55,7 +55,7 @@ def resolve_roles(
         if spec.columns
         else _match_usual_names(table, task, task_roles, input_names)
     )
-    required = find_task(task).required_columns or task_roles[:1] or tuple(input_names)
+    required = task_roles[: find_task(task).required] or tuple(input_names)
     required = required or tuple(role for role in columns if role != "label")[:1]
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
@@ -127,6 +127,9 @@ def _match_usual_names(
     return columns
 
 
+USUAL_MASKS = MaskIds()
+
+
 @dataclass(frozen=True)
 class ColumnReader:
     """Reads columns of `table` at the row numbers `rows`; every error names file, column and row."""
@@ -138,6 +141,7 @@ class ColumnReader:
     class_names: tuple[str, ...] = ()
     images: bool = False
     """Inputs are made of images, whatever the task."""
+    masks: MaskIds = USUAL_MASKS
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
@@ -158,7 +162,7 @@ class ColumnReader:
         if role in sample_roles(self.task.name, self.images):
             if role == "image":
                 return self._load_images(column, raw)
-            if role in TEXT_COLUMNS:
+            if self.task.task.reads_texts:
                 return self._check_texts(column, [self.task.make_text(item) for item in raw])
         return self._check_finite(column, self._to_numbers(column, raw))
 

@@ -57,7 +57,7 @@ def load_samples(
         table = open_table(part, root)
         roles = resolve_roles(part, table, task, input_names, images)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
-        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images)
+        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images, part.masks)
         parts.append(reader.read_all(roles))
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
     return samples_of(

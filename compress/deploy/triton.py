@@ -29,11 +29,11 @@ from runtime.encode.audio import AUDIO, RATE
 from runtime.encode.preprocess import ImageTextPreprocess, spec_from_dict
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
-from runtime.tasks.base import IMAGE_SIZE, TEXT, TEXT_PAIR
+from runtime.tasks.base import IMAGE_SIZE, OFFSETS, TEXT, TEXT_PAIR
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
-    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "bool": "TYPE_BOOL",
+    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "uint16": "TYPE_UINT16", "bool": "TYPE_BOOL",
 }  # fmt: skip
 """numpy's name -> Triton's."""
 PLATFORMS = {"onnx": ("onnxruntime_onnx", "model.onnx"), "engine": ("tensorrt_plan", "model.plan")}
@@ -68,6 +68,11 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
     if manifest.generates:
         raise ExportError(
             "triton: a decoder with a key-value cache is served by onnxruntime-genai or vLLM; use --to genai"
+        )
+    if OFFSETS in find_task(manifest.task).facts:
+        raise ExportError(
+            "triton: a long text is several rows of the model, and an ensemble keeps one for each sample; use "
+            "`compress-run serve`"
         )
     artifact = manifest.candidate_for(serving.backend or manifest.target)
     if artifact.kind not in PLATFORMS:

@@ -251,6 +251,8 @@ _USUAL: dict[Loss, Terms] = {
     "classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "label sets": Terms(logits=LogitsTerm(temperature=2.0)),
+    "pixel classes": Terms(logits=LogitsTerm()),
+    "answer spans": Terms(logits=LogitsTerm(temperature=2.0)),
     "next tokens": Terms(logits=LogitsTerm()),
     "numbers": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
@@ -262,8 +264,8 @@ _USUAL: dict[Loss, Terms] = {
 class LearningPass(TrainingPass):
     """A pass that trains by a sum of terms.
 
-    Without any term: for classes KL at temperature 4, for sets of labels KL of each at temperature 2, for numbers their
-    squared error, for text KL of every predicted token, for embeddings the cosine
+    Without any term: for classes KL at temperature 4, for answers in a text and for each of a set of labels at 2, for
+    pixels and for text KL of each pixel and predicted token, for numbers their squared error, for embeddings the cosine
     of the pooled ones and the blocks' hidden states, else the squared error of the outputs.
     """
 
@@ -303,6 +305,10 @@ class LearningPass(TrainingPass):
         softened = terms.logits is not None and (terms.logits.temperature, terms.logits.divergence) != (1.0, "forward")
         if find_torch_task(facts.task).loss == "numbers" and softened:
             problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
+        if self.augment.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
+            problems.append(
+                f"{self.kind}: augment changes images, and labels of pixels would stay: leave one of them out"
+            )
         if self.augment.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"

@@ -29,7 +29,7 @@ from compress.prune.layers import features_of, layers_of, n_groups, read_weight,
 from compress.prune.obs import Elimination, ReadingLayer, compensate_weight, eliminate
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import model_output
 from compress.store.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
@@ -139,7 +139,7 @@ def _find_curves_from_inputs(
         return [rank_units(damage(own), comparison) for own in readings]
     held = batches[-MEASURED_BATCHES:]
     with torch.no_grad():
-        targets = [first_output(module(**batch)) for batch in held]
+        targets = [model_output(module(**batch), batch) for batch in held]
     curves = []
     for dimension, own, weighed in zip(dimensions, readers, readings, strict=True):
         curve = eliminate(weighed)
@@ -235,7 +235,7 @@ def measure_damage(
     """
     with _compensate_readers(readers, gone), torch.no_grad():
         squares = sum(
-            float((first_output(module(**batch)) - target).double().square().sum())
+            float((model_output(module(**batch), batch) - target).double().square().sum())
             for batch, target in zip(batches, targets, strict=True)
         )
     return squares / sum(len(target) for target in targets)

@@ -17,7 +17,7 @@ from compress.prune.layers import layers_of, weight_names
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import model_output
 from compress.store.progress import Progress, no_progress
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
@@ -139,7 +139,9 @@ def output_error(module: nn.Module, teacher: nn.Module, batches: Sequence[Batch]
     n, apart, total, squares = 0, 0.0, torch.zeros(()), 0.0
     with torch.no_grad():
         for batch in batches:
-            outputs, whole = (first_output(model(**batch)).flatten(0, -2).double() for model in (module, teacher))
+            outputs, whole = (
+                model_output(model(**batch), batch).flatten(0, -2).double() for model in (module, teacher)
+            )
             n += len(whole)
             apart += float((outputs - whole).square().sum())
             total, squares = total + whole.sum(0), squares + float(whole.square().sum())

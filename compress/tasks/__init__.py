@@ -10,7 +10,9 @@ from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from compress.tasks.question_answering import QUESTION_ANSWERING
 from compress.tasks.regression import REGRESSIONS
+from compress.tasks.semantic_segmentation import SEMANTIC_SEGMENTATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
@@ -22,8 +24,10 @@ _OWN = {
     for task in (
         IMAGE_CLASSIFICATION,
         AUDIO_CLASSIFICATION,
+        SEMANTIC_SEGMENTATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
+        QUESTION_ANSWERING,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
         ZERO_SHOT_IMAGE_CLASSIFICATION,

@@ -68,9 +68,8 @@ MULTI_LABEL_TASKS = tuple(
         name=f"{kind}-multi-label-classification".removeprefix("-"),
         starter=Starter(source, DATA.replace("KIND", data), passes, GATE),
         loss="label sets",
-        output="logits" if kind else None,
         model_task=f"{kind}-classification",
-        axes=("batch", "classes"),
+        outputs={"logits": ("batch", "classes")},
         read_labels=read_labels,
         uses_class_names=True,
     )

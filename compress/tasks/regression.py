@@ -50,7 +50,7 @@ REGRESSIONS = (
             name=f"{kind}-regression",
             starter=Starter(source, data, passes, GATE),
             loss="numbers",
-            output="logits",
+            outputs={"logits": ()},
             model_task=f"{kind}-classification",
             read_labels=read_labels,
         )

@@ -186,6 +186,35 @@ def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:
     return pixels[top : top + crop[0], left : left + crop[1]]
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where an image lies on what a model saw of it; each pair is of heights and widths.
+
+    The centre (y + 0.5) of an image's pixel lies at (y + 0.5) * scale - start on the window that the model saw.
+    """
+
+    size: tuple[int, int]
+    """Of the image, in its own pixels."""
+    scale: tuple[float, float]
+    """Pixels of the window for each of the image's."""
+    start: tuple[int, int]
+    """Pixels, after resizing, that were cut off before the window; negative where some were added."""
+    window: tuple[int, int]
+    """Pixels that the model saw."""
+
+
+def place_image(height: int, width: int, spec: ImagePreprocess) -> Placement:
+    """Return where an image of that size lies on what `image_pixels` makes of it."""
+    resized = compute_resized(height, width, spec.resize)
+    window = spec.crop or resized
+    start = [
+        round((have - want) / 2) if have >= want else -((want - have) // 2)
+        for have, want in zip(resized, window, strict=True)
+    ]
+    scale = (resized[0] / height, resized[1] / width)
+    return Placement((height, width), scale, (start[0], start[1]), (window[0], window[1]))
+
+
 def normalize_pixels(pixels: Array, spec: ImagePreprocess) -> Array:
     """Turn uint8 [n, H, W, C] into float32 (pixel * scale - mean) / std in the spec's layout."""
     source = _to_layout(pixels, spec)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, count, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
 from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.pairs import ImageTextPreprocess, make_image_text_encoder
-from runtime.encode.texts import TextPreprocess, make_text_encoder, pool
+from runtime.encode.texts import TextEncoder, TextPreprocess, make_text_encoder, pool
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "pool",
     "spec_from_dict",
     "spec_to_dict",
+    "split_samples",
 ]
 
 
@@ -112,6 +113,16 @@ def make_preprocessor(
     if isinstance(spec, LanguagePreprocess):
         return make_language_encoder(spec, inputs, model_dir, vocab_size)
     return TensorEncoder(spec, inputs)
+
+
+def split_samples(preprocessor: Preprocessor, columns: Columns) -> tuple[Columns, Array]:
+    """Return the rows that samples are encoded as, and the number of each row's sample, int64 [rows], rising.
+
+    A sample is a row, but for a long text that is read in windows. UsageError where a text leaves no room for another.
+    """
+    if isinstance(preprocessor, TextEncoder) and preprocessor.spec.stride is not None:
+        return preprocessor.split_windows(columns)
+    return columns, np.arange(count(columns))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
 from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from runtime.tasks.question_answering import QuestionAnswering
 from runtime.tasks.regression import REGRESSIONS
+from runtime.tasks.semantic_segmentation import SemanticSegmentation
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
@@ -23,8 +25,10 @@ _OWN = {
     for task in (
         ImageClassification(),
         AudioClassification(),
+        SemanticSegmentation(),
         TextClassification(),
         TokenClassification(),
+        QuestionAnswering(),
         FeatureExtraction(),
         TextGeneration(),
         ZeroShotImageClassification(),

@@ -13,8 +13,8 @@ from runtime.bundle.columns import Array, Columns, count, take_texts
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
-from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict
-from runtime.encode.texts import TextEncoder
+from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
+from runtime.encode.texts import WINDOW, TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
@@ -43,7 +43,7 @@ def run_samples(
     views = encoding_views(task, columns)
     if found.generates:
         return score(session, preprocessor, views[0], batch_size, reference)
-    if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
+    if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
 
@@ -81,12 +81,14 @@ def _run_view(
     batch_size: int,
     class_names: Sequence[str],
 ) -> dict[str, Array]:
-    order, restore = _order_rows(preprocessor, columns)
+    split, samples = split_samples(preprocessor, columns)
+    order, restore = _order_rows(preprocessor, split)
     batches = [
-        _run_batch(session, preprocessor, task, columns, rows, class_names)
+        _run_batch(session, preprocessor, task, split, rows, class_names)
         for rows in _split_batches(order, batch_size, session.inputs)
     ]
-    return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    return task.join_rows(outputs, samples, columns, preprocessor.spec)
 
 
 def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array]:
@@ -97,11 +99,12 @@ def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Ar
     if not isinstance(preprocessor, TextEncoder):
         rows = np.arange(count(columns))
         return rows, rows
-    samples = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
-    if not samples:
+    texts = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
+    if not texts:
         raise UsageError(f"column 'text' is missing; the samples have: {', '.join(columns)}")
+    samples = list(zip(texts, np.asarray(columns.get(WINDOW, np.zeros(len(texts), np.int64))).tolist(), strict=True))
     first = {sample: row for row, sample in reversed(list(enumerate(samples)))}
-    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample)), sample))
+    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample[0])), sample))
     position = {sample: i for i, sample in enumerate(ranked)}
     return np.array([first[sample] for sample in ranked]), np.array([position[sample] for sample in samples])
 

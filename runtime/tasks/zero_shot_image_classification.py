@@ -21,14 +21,10 @@ class ZeroShotImageClassification(Task):
     name = "zero-shot-image-classification"
     about = "an embedding for each image and each text, close where they belong together: search, zero-shot classes"
     columns = ("image", "text")
+    required = 2
     preprocess = "image-text"
     outputs = "embedding pairs"
     always = (IMAGES, TEXTS)
-
-    @property
-    def required_columns(self) -> tuple[str, ...]:
-        """Return both columns: a sample is a pair."""
-        return self.columns
 
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return the two outputs of those names, each row divided by its length. BundleError."""

@@ -279,6 +279,8 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
     columns["sets"] = (truth, rng.random((n, 4)) < 0.2 + 0.6 * truth)
     if name.startswith(("auc_", "average_precision_", "label_f1_")):
         return columns["sets" if name.startswith("label") else "ranks"]
+    real, chosen = rng.integers(1, 40, (2, n, 4))
+    columns["maps"] = (rng.binomial(np.minimum(real, chosen), 0.7), real, chosen)
     kinds = {
         "spearman": "correlation",
         "pearson": "correlation",
@@ -286,6 +288,7 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
         "rmse": "numbers",
         "r2": "numbers",
     }
+    kinds |= dict.fromkeys(("miou", "dice", "miou_baseline"), "maps")
     by_ending = {"_macro": "classes"} | dict.fromkeys(("span_f1", "span_precision", "span_recall"), "spans")
     return columns[kinds.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "sums")]
 
