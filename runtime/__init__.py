@@ -46,11 +46,11 @@ class Bundle:
         (text, text) pairs, or columns by name. A classifier also gives "prediction": {"label", "score"} a sample.
         """
         from runtime.tasks import find_task
-        from runtime.tasks.predict import run_samples
+        from runtime.tasks.predict import make_columns, run_samples
 
         refuse_decoder(self.manifest)
         task = find_task(self.manifest.task)
-        columns, names = task.to_columns(samples), self.manifest.class_names
+        columns, names = make_columns(self.manifest, samples), self.manifest.class_names
         outputs: dict[str, Any] = dict(
             run_samples(self.session, self.preprocessor, task.name, columns, batch_size, class_names=names)
         )

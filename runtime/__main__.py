@@ -256,7 +256,7 @@ def _read_inputs(manifest: Manifest, inputs: Sequence[str]) -> Any:
         except NpzError as error:
             raise UsageError(f"{inputs[0]}: cannot be read as arrays: {error}") from error
     task = find_task(manifest.task)
-    if not task.columns:
+    if not task.columns and manifest.preprocess["kind"] != "image":
         raise UsageError(f"a {task.name} model takes one .npz file with an array for each model input")
     if not task.reads_texts:
         return list(inputs)

@@ -28,18 +28,28 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
 """Role -> the column names it is found under when the recipe gives no `columns`."""
 
 
-def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    """Map each role to a column name.
+def sample_roles(task: str, images: bool) -> tuple[str, ...]:
+    """Return the roles that inputs are made of; (): one for each input.
+
+    `images`: inputs are made of images, whatever the task.
+    """
+    return find_task(task).columns or (("image",) if images else ())
+
+
+def resolve_roles(
+    spec: DataSpec, table: Table, task: str, input_names: Sequence[str], images: bool = False
+) -> dict[str, str]:
+    """Map each role to a column name. `images`: as for `sample_roles`.
 
     SourceError, all problems at once: an unknown role, a missing column, a missing input.
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
-    task_roles = find_task(task).columns
+    task_roles = sample_roles(task, images)
     columns = (
-        _resolve_declared(spec, table, task, input_names)
+        _resolve_declared(spec, table, task_roles, input_names)
         if spec.columns
-        else _match_usual_names(table, task, input_names)
+        else _match_usual_names(table, task, task_roles, input_names)
     )
     required = task_roles[: find_task(task).required] or tuple(input_names)
     required = required or tuple(role for role in columns if role != "label")[:1]
@@ -69,8 +79,9 @@ def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
             )
 
 
-def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    task_roles = find_task(task).columns
+def _resolve_declared(
+    spec: DataSpec, table: Table, task_roles: Sequence[str], input_names: Sequence[str]
+) -> dict[str, str]:
     allowed = (*task_roles, *input_names, "label")
     any_role = not task_roles and not input_names
     unknown = [role for role in spec.columns if role not in allowed and not any_role]
@@ -96,8 +107,10 @@ def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequ
     return columns
 
 
-def _match_usual_names(table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    task_roles, further = find_task(task).columns, find_torch_task(task).usual_names
+def _match_usual_names(
+    table: Table, task: str, task_roles: Sequence[str], input_names: Sequence[str]
+) -> dict[str, str]:
+    further = find_torch_task(task).usual_names
     columns: dict[str, str] = {}
     for role in (*task_roles, "label"):
         usual = USUAL_NAMES.get(role, (role,)) + further.get(role, ())
@@ -122,6 +135,8 @@ class ColumnReader:
     task: TorchTask
     n_classes: int | None = None
     class_names: tuple[str, ...] = ()
+    images: bool = False
+    """Inputs are made of images, whatever the task."""
     masks: MaskIds = USUAL_MASKS
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
@@ -136,7 +151,8 @@ class ColumnReader:
         raw = self.table.read(column, self.rows)
         if role == "label":
             return self.task.read_labels(self, column, raw)
-        if role in self.task.task.columns:  # of a generic model "image" is an input's name, whatever that takes
+        # without `images`, "image" may be the name of a generic model's input, whatever that takes
+        if role in sample_roles(self.task.name, self.images):
             if role == "image":
                 return self._load_images(column, raw)
             if self.task.task.reads_texts:

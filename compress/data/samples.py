@@ -42,8 +42,11 @@ def load_samples(
     seed: int,
     n_classes: int | None = None,
     class_names: Sequence[str] = (),
+    images: bool = False,
 ) -> Samples:
     """Load and check the samples of `spec`. Labels that are names are mapped through `class_names`.
+
+    `images`: the model's preprocessing makes its input of images, whatever the task.
 
     With `shuffle`, rows come in the order drawn by the spec's seed (or else `seed`); two specs on one file with one
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
@@ -52,9 +55,9 @@ def load_samples(
     parts = []
     for part in spec.parts:
         table = open_table(part, root)
-        roles = resolve_roles(part, table, task, input_names)
+        roles = resolve_roles(part, table, task, input_names, images)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
-        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), part.masks)
+        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images, part.masks)
         parts.append(reader.read_all(roles))
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
     return samples_of(

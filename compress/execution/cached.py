@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from compress.export.decoder import export_decoder
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
 from compress.export.parity import check_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
+from compress.graph.cleanup import describe_clean_up
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
@@ -54,7 +55,19 @@ class FloatModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     class_names: tuple[str, ...]
-    parity: float
+    parity: float | None
+    """Largest relative difference to the source on real inputs; None: the source, an ONNX file, does not run."""
+    clean_up: Mapping[str, int] = field(default_factory=dict)
+    """What was done to an ONNX source, and how often."""
+
+    def notes(self) -> list[Note]:
+        """Return what the report says of a graph that came as a file."""
+        if not self.clean_up:
+            return []
+        compared = "ONNX Runtime does not run the file as it is, so that the two are not compared"
+        if self.parity is not None:
+            compared = f"outputs differ from the file's by at most {self.parity:.1e} of the largest"
+        return [Note("info", f"{describe_clean_up(self.clean_up)}; {compared}")]
 
 
 def float_model(
@@ -75,7 +88,8 @@ def float_model(
             "inputs": to_json(inputs),
             "outputs": to_json(outputs),
             "class_names": list(loaded.class_names),
-            "parity": float(f"{parity:.2e}"),
+            "parity": None if parity is None else float(f"{parity:.2e}"),
+            "clean_up": list(loaded.clean_up.done.items()) if isinstance(loaded, OnnxModel) else [],  # in its order
         }
 
     cached = cache.get(key) or cache.put(key, write)
@@ -88,11 +102,12 @@ def float_model(
         tuple(from_json(TensorSpec, spec, "outputs") for spec in record["outputs"]),
         tuple(record["class_names"]),
         record["parity"],
+        dict(record["clean_up"]),
     )
 
 
-Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float]
-"""The graph, what it reads and gives, and by how much it differs from torch on real inputs."""
+Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float | None]
+"""The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
 
 
 def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:

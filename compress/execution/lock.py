@@ -10,6 +10,7 @@ from typing import Any
 
 from compress.context import PassResult
 from compress.data.samples import Samples
+from compress.execution.cached import FloatModel
 from compress.planning.cache_keys import CacheKeys, list_plugins
 from compress.planning.inputs import Inputs
 from compress.recipe.portable import Portable
@@ -23,7 +24,7 @@ def make_lock(
     inputs: Inputs,
     keys: CacheKeys,
     sets: Mapping[str, Samples],
-    parity: float | None,
+    exported: FloatModel | None,
     results: Sequence[PassResult[object]],
     portable: Portable,
 ) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def make_lock(
             "source": portable.texts["model", "source"],
             "digest": inputs.digest,
             "architecture": inputs.facts.architecture,
-            "parity_torch_onnx": parity,
+            "parity_torch_onnx": exported.parity if exported else None,
+            "clean_up": dict(exported.clean_up) if exported else {},
         },
         "data": {
             name: _describe_data(inputs, name, samples, portable.texts["data", name, "source"])

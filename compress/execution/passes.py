@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,13 +17,14 @@ from compress.data.samples import Samples
 from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
 from compress.execution.blocks import hold_shared_work, open_streamed, run_block_pass
-from compress.execution.cached import FloatModel, float_model, run_graph_pass, run_model_pass
+from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
+from compress.export.parity import TOLERANCE, check_parity
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.models.load import OnnxModel, TorchModel, load_model
+from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.inputs import Batches, make_student
@@ -93,7 +95,7 @@ def run_passes(
     graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
         state, graphed = _run_graph_passes(run, state, exported, baseline, left)
-    results = (*modelled, *blocked, *graphed)
+    results = _note_rebuilt(run, (*modelled, *blocked, *graphed))
     for note in (note for result in results for note in result.notes):
         run.journal.log(note.text)
     return Passed(results, state, source, streamed)
@@ -113,9 +115,12 @@ def block_passes_alone(run: RunContext) -> None:
 
 def export(run: RunContext, key: str, load: Callable[[], TorchModel | OnnxModel]) -> FloatModel:
     """Export the model as a float graph; check parity on calibration samples (evaluation samples without a set)."""
-    plan = run.plan
-    samples = run.sets.get("calibration", run.sets["evaluation"])
+    plan, samples = run.plan, _parity_samples(run)
     return float_model(run.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset)
+
+
+def _parity_samples(run: RunContext) -> Samples:
+    return run.sets.get("calibration", run.sets["evaluation"])
 
 
 def load(plan: Plan) -> TorchModel | OnnxModel:
@@ -124,10 +129,46 @@ def load(plan: Plan) -> TorchModel | OnnxModel:
         return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
 
 
-def _load_torch(plan: Plan) -> TorchModel:
-    loaded = load(plan)
-    assert isinstance(loaded, TorchModel)
+def _load_torch(run: RunContext) -> TorchModel:
+    """Load the recipe's model as a torch module; ExportError where one rebuilt from an ONNX file differs from it."""
+    plan = run.plan
+    with blame(plan.recipe.root, SourceError):
+        loaded = load_torch_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+    if plan.before.source == "onnx":
+        check_rebuilt(run, lambda: loaded)
     return loaded
+
+
+def check_rebuilt(run: RunContext, rebuilt: Callable[[], TorchModel]) -> float:
+    """Compare the module rebuilt from an ONNX file with the file, on the samples that exports are checked with.
+
+    Returns the largest difference, relative to the largest output. Raises ExportError beyond the exports' tolerance.
+    """
+    plan = run.plan
+    key = cache_key("rebuilt", plan.keys.float_graph)
+
+    def write(folder: Path) -> dict[str, Any]:
+        exported = export(run, plan.keys.float_graph, lambda: load(plan))
+        batches = Batches(_parity_samples(run), plan.inputs, exported.inputs)[:PARITY_BATCHES]
+        return {"parity": float(f"{check_parity(rebuilt(), exported.state.model, batches):.2e}")}
+
+    cached = run.cache.get(key) or run.cache.put(key, write)
+    return float(cached.record["parity"])
+
+
+def _note_rebuilt(run: RunContext, results: tuple[PassResult[object], ...]) -> tuple[PassResult[object], ...]:
+    """Say with the first pass that worked on, or learned of, a module rebuilt from an ONNX file how near that came."""
+    recipe, before = run.plan.recipe, run.plan.before
+    if not before.rebuilt:
+        return results
+    parity = check_rebuilt(run, partial(_load_torch, run))
+    text = (
+        f"the torch module rebuilt from the ONNX file differs from it by {parity:.1e} of the largest output on real "
+        f"inputs (allowed {TOLERANCE:.0e})"
+    )
+    first = next(i for i, pass_ in enumerate(recipe.passes) if pass_.stage_on(before) == "model" or pass_.needs_train)
+    noted = replace(results[first], notes=(Note("info", text), *results[first].notes))
+    return (*results[:first], noted, *results[first + 1 :])
 
 
 def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]]:
@@ -155,7 +196,7 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, An
 def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
     loaded, results = None, list[PassResult[TorchModel]]()
     for index, config, key in _iter_stage(run, "model"):
-        loaded = loaded or _load_torch(run.plan)
+        loaded = loaded or _load_torch(run)
         context = _make_model_context(run, loaded)
         run_pass = partial(run_model_pass, run.cache, key, config, loaded)
         with run.journal.time_stage(config.kind):
@@ -201,10 +242,10 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
 
 def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
     """Return the fields of a TrainingContext beside a PassContext's, for a model with these inputs."""
-    source_is_torch = run.plan.before.source == "torch"
+    before = run.plan.before
     return {
         "train": _train_set(run, specs),
-        "teacher": (lambda: _load_torch(run.plan)) if source_is_torch else None,
+        "teacher": (lambda: _load_torch(run)) if before.source == "torch" or before.rebuilt else None,
     }
 
 
@@ -239,7 +280,10 @@ def _run_block_passes(
 
 
 def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
-    """Export what passes over the torch module left, as a graph."""
+    """Export what passes over the torch module left, as a graph: of an ONNX file, with its inputs and outputs."""
+    before = run.plan.before
+    if before.source == "onnx":
+        loaded = replace(loaded, inputs=before.inputs, outputs=before.outputs)
     return with_rounded_layers(export(run, key, lambda: loaded).state, loaded.rounded)
 
 

@@ -149,14 +149,16 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         with journal.time_stage("scoring the model in torch"):
             baseline, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed)
-    portable, parity = make_portable(recipe), exported.parity if exported else None
+    portable = make_portable(recipe)
+    if exported is not None:
+        scoring += exported.notes()
     with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,
             Contents(
                 recipe=recipe,
                 recipe_yaml=recipe_to_yaml(recipe, portable),
-                lock=make_lock(inputs, plan.keys, run.sets, parity, passed.results, portable),
+                lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
                 host=describe_host(recipe, portable),
                 preprocess=inputs.preprocess,
                 folder=inputs.folder,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import onnx_ir as ir
 import torch
 from torch import nn
 
@@ -15,12 +14,14 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.trace import run
-from compress.errors import SourceError
 from compress.facts import SampleShapes
+from compress.graph.cleanup import CleanUp
 from compress.models import factory, huggingface
 from compress.models.facts import architecture, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
+from compress.models.onnx_graph import check_finite_onnx, open_onnx
+from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
@@ -70,9 +71,11 @@ class TorchModel(SourceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxModel(SourceModel):
-    """A model that came as an ONNX file."""
+    """A model that came as an ONNX file. `graph`: cleaned, as `clean_up` lists it."""
 
     path: Path
+    graph: ir.Model
+    clean_up: CleanUp
 
 
 def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
@@ -82,14 +85,14 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Torch
 
 
 def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
-    """Load a torch model with its weights.
+    """Load a torch model with its weights; of an ONNX file, the module that is rebuilt from its graph.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
     """
     source = locate(spec, root)
     if source.onnx is not None:
-        raise SourceError(f"{spec.source}: an ONNX file has no torch model; give the model that it was exported from")
+        return _load_rebuilt(spec, source, source.onnx, feeds_shapes)
     module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
     unstack_experts(module)
@@ -131,30 +134,35 @@ def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
 
 
 def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
+    opened = open_onnx(path)
+    ir.external_data.load_to_model(opened.model)  # a session made of bytes finds no files
+    check_finite_onnx(opened.model, path)
     proto = read_onnx(path)
-    _check_finite_onnx(proto, path)
     inputs, outputs = onnx_io(proto, spec.task)
     return OnnxModel(
         architecture=proto.graph.name or path.stem,
         inputs=inputs,
         outputs=outputs,
         path=path,
+        graph=opened.model,
+        clean_up=opened.clean_up,
         folder=source.folder,
         class_names=spec.class_names,
         task=spec.task,
     )
 
 
-def _check_finite_onnx(proto: Any, path: Path) -> None:
-    from onnx import numpy_helper
-
-    bad = []
-    for tensor in proto.graph.initializer:
-        try:
-            array = numpy_helper.to_array(tensor, base_dir=str(path.parent))
-        except (ValueError, OSError) as error:
-            raise SourceError(f"{path}: weight '{tensor.name}' cannot be read: {error}") from error
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            bad.append(tensor.name)
-    if bad:
-        raise SourceError(f"{path}: NaN or infinity in {', '.join(bad)}; the weights are not usable")
+def _load_rebuilt(spec: ModelSpec, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    file = _load_onnx(spec, source, path)
+    check_feeds(spec, {name: name for name in file.input_names}, feeds_shapes)
+    rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
+    return TorchModel(
+        architecture=file.architecture,
+        inputs=rebuilt.inputs,
+        outputs=file.outputs,
+        module=rebuilt.module,
+        parameters=rebuilt.parameters,
+        folder=file.folder,
+        class_names=file.class_names,
+        task=file.task,
+    )

@@ -66,7 +66,7 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
-    if isinstance(preprocess, ImagePreprocess) and task.preprocess != "image":
+    if isinstance(preprocess, ImagePreprocess) and task.preprocess not in ("image", None):
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
     if isinstance(preprocess, TensorPreprocess) and task.facts:
         parts = "tokens" if task.reads_texts else "the pixels of images as they came"

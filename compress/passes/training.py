@@ -145,8 +145,8 @@ class TrainingPass(Pass):
 
     def training_problems(self, facts: ModelFacts) -> list[str]:
         """Return what is wrong with the settings for such a model."""
-        if facts.source == "onnx":
-            return [f"{self.kind}: trains a torch model, and an onnx: source is none"]
+        if why := facts.explain_no_module():
+            return [f"{self.kind}: trains a torch model, and {why}"]
         if self.augment.any and find_task(facts.task).preprocess != "image":
             return [f"{self.kind}: augment is for images, and the task is {facts.task}; leave it out"]
         return [

@@ -21,7 +21,7 @@ from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
-from compress.models.facts import model_facts
+from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
@@ -86,7 +86,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     data, problems = {}, []
     for name, declared in recipe.data.declared.items():
         try:
-            data[name] = inspect_data(declared, root, spec.task, names, class_names)
+            data[name] = inspect_data(declared, root, spec.task, names, class_names, preprocess.kind == "image")
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -99,6 +99,9 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts = model_facts(spec, root, feeds, coupling, blocks)
+    rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
+    if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
+        facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
@@ -139,7 +142,8 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, inputs.class_names
     with blame(recipe.root, SourceError):
-        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+        images = inputs.preprocess.kind == "image"
+        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, images)
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 

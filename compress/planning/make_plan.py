@@ -16,6 +16,7 @@ from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_proble
 from compress.facts import ModelFacts, Note, SampleShapes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
+from compress.graph.cleanup import describe_clean_up
 from compress.models.facts import short_feeds, zeros
 from compress.models.feeds import parameters
 from compress.models.meta import module_on_meta
@@ -74,9 +75,13 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
         problems = [problem for found, _ in checkpoints for problem in found]
     if problems:
         raise PlanError(problems)
+    cleaned = (Note("info", describe_clean_up(before.clean_up)),) if before.clean_up else ()
     first = [
-        PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes)
-        for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
+        PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
+        for name, key, notes in (
+            ("export to float ONNX", keys.float_graph, cleaned),
+            ("baseline outputs", keys.baseline, ()),
+        )
     ]
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])

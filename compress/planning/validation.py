@@ -79,8 +79,10 @@ def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
         rank = STAGES.index(pass_.stage_on(facts))
         if ended and rank == latest:
             problems.append(f"passes.{index}: {pass_.kind} would change what {ended} rounded, and must come before it")
-        if rank < STAGES.index("graph") and facts.source == "onnx":
+        if STAGES[rank] == "blocks" and facts.source == "onnx":
             problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and an onnx: source is none")
+        elif STAGES[rank] == "model" and (why := facts.explain_no_module()):
+            problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and {why}")
         elif rank < latest:
             what = ("the whole torch model", "the torch model's blocks")[rank]
             problems.append(f"passes.{index}: {pass_.kind} rewrites {what} and must come before {kind}")
@@ -133,12 +135,15 @@ def opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """Report passes that need operators which the graph's opset lacks."""
     opset, mend = recipe.opset, "set it as export.0.opset"
     if facts.opset is not None:
-        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
+        why = next((note for note in facts.notes if "cannot be raised" in note), "")
+        opset, mend = facts.opset, f"export it anew with a later one ({why})"
     return [
         f"passes.{index}: {pass_.kind} needs a graph of opset {pass_.lowest_opset} or later; "
         f"this one has {opset}: {mend}"
         for index, pass_ in enumerate(recipe.passes)
-        if opset < pass_.lowest_opset and pass_.lowest_opset > LOWEST_OPSET and recipe.has_onnx
+        if opset < pass_.lowest_opset
+        and (facts.opset is not None or pass_.lowest_opset > LOWEST_OPSET)
+        and recipe.has_onnx
     ]
 
 

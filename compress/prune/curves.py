@@ -284,5 +284,5 @@ def _write_with_bias(reader: Reader, before: Tensor, after: Tensor) -> None:
     rows, columns = before.shape[0] // groups, before.shape[1] // groups
     blocks = [after[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]
     write_weight(place.layer, torch.stack(blocks))
-    mean = (reader.sums.x / max(reader.sums.n, 1)).flatten()
+    mean = reader.sums.mean.flatten()
     place.shift((before - after) @ mean * place.scale())

@@ -17,7 +17,7 @@ from runtime.bundle.manifest import Benchmark, Manifest, fixed_batch
 from runtime.encode.preprocess import Preprocessor
 from runtime.errors import UsageError
 
-OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms", "price_per_hour")
+OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms")
 """Settings of a benchmark that fit what generates text alone."""
 NOT_OF_DECODERS = {"sequence_length": "prompt_tokens", "latency_limit_ms": "ttft_limit_ms and tpot_limit_ms"}
 """Settings that do not fit it, and what to use; throughput_batch_size is passed over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,15 @@ def run_samples(
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
 
 
+def make_columns(manifest: Manifest, samples: Any) -> dict[str, Any]:
+    """Return the samples that a user has in hand as columns: images where the model's input is made of them, else by
+    the task. UsageError where they do not fit it."""
+    task = find_task(manifest.task)
+    if not task.columns and manifest.preprocess["kind"] == "image" and not isinstance(samples, Mapping):
+        return {"image": samples}
+    return task.to_columns(samples)
+
+
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
     """Return the column sets that are encoded one by one, without labels. UsageError where they do not fit."""
     count(columns)
@@ -76,7 +85,7 @@ def _run_view(
     order, restore = _order_rows(preprocessor, split)
     batches = [
         _run_batch(session, preprocessor, task, split, rows, class_names)
-        for rows in _split_batches(order, batch_size, session.inputs)
+        for rows in split_batches(order, batch_size, session.inputs)
     ]
     outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
     return task.join_rows(outputs, samples, columns, preprocessor.spec)
@@ -100,7 +109,7 @@ def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Ar
     return np.array([first[sample] for sample in ranked]), np.array([position[sample] for sample in samples])
 
 
-def _split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
+def split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
     """Yield rows, batch by batch. A model with a fixed batch gets exactly that many: the last row is repeated."""
     fixed = {spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], int)}
     size = int(max(fixed)) if fixed else batch_size
