@@ -80,8 +80,14 @@ def _inspect_part(
     roles = resolve_roles(spec, table, task, input_names, images)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))
-    names, task_of_torch = tuple(class_names), find_torch_task(task)
-    reader = ColumnReader(table, np.array([0]), task_of_torch, class_names=names, images=images, masks=spec.masks)
+    reader = ColumnReader(
+        table,
+        np.array([0]),
+        find_torch_task(task),
+        class_names=tuple(class_names),
+        images=images,
+        masks=spec.masks,
+    )
     first = reader.read_all(roles)
     shapes = {role: _shape(values) for role, values in first.items()}
     rate = int(first[RATE][0]) if AUDIO in first and RATE in first else None

@@ -16,9 +16,10 @@ import numpy as np
 from runtime.backends import Session
 from runtime.bundle.columns import Array, Columns, count, take
 from runtime.encode.images import ImagePreprocess, load_pixels
-from runtime.encode.preprocess import Preprocessor
+from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.measure.timing import MIN_ROUNDS, no_garbage_collection
 from runtime.tasks.base import BatchFacts, Task
+from runtime.tasks.predict import split_batches
 
 STAGES = ("decode", "encode", "call", "answer")
 """An image's bytes to pixels; samples to the model's inputs; the model's call; outputs to answers."""
@@ -41,14 +42,20 @@ class Answerer:
         marks = [time.perf_counter()]
         columns = {name: [_decode(item) for item in column] for name, column in sent.items()}
         marks.append(time.perf_counter())
-        feeds, known = self.preprocessor.encode_with_facts(columns, None, self.task.facts)
+        rows, samples = split_samples(self.preprocessor, columns)
+        batches = list(split_batches(np.arange(len(samples)), len(samples), self.session.inputs))
+        encoded = [self.preprocessor.encode_with_facts(rows, batch, self.task.facts) for batch in batches]
         marks.append(time.perf_counter())
-        outputs = self.session.run(feeds)
+        outputs = [self.session.run(feeds) for feeds, _ in encoded]
         marks.append(time.perf_counter())
-        read = self.task.read_batch(
-            outputs, BatchFacts(count(columns), known, self.preprocessor.spec, self.class_names)
-        )
-        self.task.answers(self.task.join_views([read]), self.class_names)
+        spec = self.preprocessor.spec
+        read = [
+            self.task.read_batch(given, BatchFacts(len(batch), known, spec, self.class_names))
+            for given, batch, (_, known) in zip(outputs, batches, encoded, strict=True)
+        ]
+        joined = {name: self.task.join_batches(name, [one[name] for one in read])[: len(samples)] for name in read[0]}
+        joined = self.task.join_rows(joined, samples, columns, spec)
+        self.task.answers(self.task.join_views([joined]), self.class_names)
         marks.append(time.perf_counter())
         return np.diff(marks).tolist()
 

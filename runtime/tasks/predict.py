@@ -85,7 +85,7 @@ def _run_view(
     order, restore = _order_rows(preprocessor, split)
     batches = [
         _run_batch(session, preprocessor, task, split, rows, class_names)
-        for rows in _split_batches(order, batch_size, session.inputs)
+        for rows in split_batches(order, batch_size, session.inputs)
     ]
     outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
     return task.join_rows(outputs, samples, columns, preprocessor.spec)
@@ -109,7 +109,7 @@ def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Ar
     return np.array([first[sample] for sample in ranked]), np.array([position[sample] for sample in samples])
 
 
-def _split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
+def split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
     """Yield rows, batch by batch. A model with a fixed batch gets exactly that many: the last row is repeated."""
     fixed = {spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], int)}
     size = int(max(fixed)) if fixed else batch_size

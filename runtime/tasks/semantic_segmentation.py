@@ -79,8 +79,8 @@ class SemanticSegmentation(Task):
         ]
 
     def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:
-        """Return classes uint8 or uint16 [n, H, W] and score float32 [n, 1]."""
-        return {"classes": np.stack(list(outputs["classes"])), "score": outputs["score"][:, None]}
+        """Return classes uint8 or uint16 [n, H, W], objects [n] for several sizes, and score float32 [n, 1]."""
+        return {"classes": stack_rows(list(outputs["classes"])), "score": outputs["score"][:, None]}
 
     def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         """Return the specs of `answers`."""
