@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.errors import UsageError
+from runtime.judge.slices import LABEL, Groups
 from runtime.judge.stats import (
     HALL,
     Estimate,
@@ -23,6 +24,7 @@ from runtime.judge.stats import (
     divide,
     exact,
     paired_difference,
+    paired_ratio,
     percentile_interval,
     proportion_interval,
     range_interval,
@@ -31,7 +33,7 @@ from runtime.judge.stats import (
     unknown,
 )
 from runtime.measure.timing import Best, RequestTimes
-from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics import METRICS, Metric, Outputs, is_own, why_not
 from runtime.metrics.base import Columns, Link
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED
 
@@ -53,6 +55,24 @@ class Evidence:
     baseline: Estimate | None = None
     difference: Estimate | None = None
     speedup: Estimate | None = None
+    retained: Estimate | None = None
+    """The share of the baseline's value, or of a value that is better lower the baseline's over it; where asked for."""
+    slices: Mapping[str, tuple[SliceEvidence, ...]] = field(default_factory=dict)
+    """Column -> what is known of each of its slices."""
+    recorded: bool = False
+    """Whether it was computed when the bundle was built, by code that is not here."""
+
+
+@dataclass(frozen=True)
+class SliceEvidence:
+    """What is known of a metric on one slice: `alone`, and `at_once`, its intervals holding for all slices together.
+
+    `at_once` has the level of Bonferroni: of k slices each interval fails k times as seldom.
+    """
+
+    value: str
+    alone: Evidence
+    at_once: Evidence
 
 
 def list_wanted_metrics(judgement: Judgement) -> tuple[str, ...] | None:
@@ -60,7 +80,7 @@ def list_wanted_metrics(judgement: Judgement) -> tuple[str, ...] | None:
     if not judgement.metrics:
         return None
     names = (*judgement.metrics, *(gate.metric for gate in judgement.gates))
-    return tuple(dict.fromkeys(name for name in names if name in METRICS))
+    return tuple(dict.fromkeys(name for name in names if name in METRICS or is_own(name)))
 
 
 def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: Judgement) -> list[Metric]:
@@ -70,7 +90,7 @@ def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: 
     that is asked for and does not fit, and for labels out of range; NonFiniteOutputs if the baseline is broken.
     """
     asked = list_wanted_metrics(judgement)
-    must = {gate.metric for gate in judgement.gates} | set(asked or ())
+    must = {name for name in (*(gate.metric for gate in judgement.gates), *(asked or ())) if not is_own(name)}
     misfits = {name: why_not(metric, task, baseline, labels) for name, metric in METRICS.items()}
     fits = [name for name, problem in misfits.items() if problem is None]
     refused = [
@@ -86,34 +106,106 @@ def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: 
 
 
 def quality_evidence(
-    metrics: Sequence[Metric], candidate: Outputs, baseline: Outputs, labels: Any | None, judgement: Judgement
+    metrics: Sequence[Metric],
+    candidate: Outputs,
+    baseline: Outputs,
+    labels: Any | None,
+    judgement: Judgement,
+    groups: Groups | None = None,
 ) -> dict[str, Evidence]:
-    """Return evidence of each metric.
+    """Return evidence of each metric, and of each slice of `groups`.
 
     Raises NonFiniteOutputs, and RuntimeFailure where the two outputs differ in shape.
     """
-    return {m.name: _make_evidence(m, candidate, baseline, labels, judgement) for m in metrics}
+    evidence = {}
+    for metric in metrics:
+        if metric.against != "baseline":
+            ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
+            evidence[metric.name] = column_evidence(metric, ours, theirs, judgement, groups)
+        else:
+            evidence[metric.name] = column_evidence(
+                metric, metric.columns(candidate, baseline), None, judgement, groups
+            )
+    return evidence
+
+
+def column_evidence(
+    metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, groups: Groups | None = None
+) -> Evidence:
+    """Return evidence of a metric from its columns for the candidate and, unless it is against it, for the baseline."""
+    whole = _make_evidence(metric, ours, theirs, judgement, judgement.confidence)
+    slices = {}
+    for column, masks in (groups or {}).items():
+        if not slices_by(metric, column):
+            continue
+        level = 1 - (1 - judgement.confidence) / len(masks)
+        slices[column] = tuple(
+            SliceEvidence(
+                value,
+                *(_make_evidence(metric, *rows, judgement, each) for each in (judgement.confidence, level)),
+            )
+            for value, mask in masks.items()
+            for rows in [(_take_rows(ours, mask), None if theirs is None else _take_rows(theirs, mask))]
+        )
+    return replace(whole, slices=slices)
+
+
+def slices_by(metric: Metric, column: str) -> bool:
+    """Return whether a metric says something of each slice of a column.
+
+    Of one class alone an average over classes says nothing, nor does a correlation: only means over samples do.
+    """
+    return metric.sliceable and (column != LABEL or metric.kind != "statistic")
+
+
+def _take_rows(columns: Columns, mask: Array) -> Columns:
+    return tuple(column[mask] for column in columns)
 
 
 def _make_evidence(
-    metric: Metric, candidate: Outputs, baseline: Outputs, labels: Any, judgement: Judgement
+    metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, level: float
 ) -> Evidence:
-    if metric.against != "baseline":
-        ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
-        before, after, difference = _METHODS[metric.kind](metric, theirs, ours, judgement.confidence)
-    else:
-        ours = metric.columns(candidate, baseline)
-        before, (_, after, difference) = None, _METHODS[metric.kind](metric, None, ours, judgement.confidence)
+    before, after, difference = _METHODS[metric.kind](metric, theirs, ours, level)
+    retained = None
+    if before is not None and any(g.metric == metric.name and g.min_retained is not None for g in judgement.gates):
+        retained = _estimate_retained(metric, ours, theirs, before, after, level)
     return Evidence(
         name=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
         n=len(ours[0]),
-        counted="samples",
+        counted=metric.counted,
         baseline=before,
         candidate=after,
         difference=difference,
+        retained=retained,
     )
+
+
+def _estimate_retained(
+    metric: Metric, ours: Columns, theirs: Columns | None, before: Estimate, after: Estimate, level: float
+) -> Estimate:
+    """Estimate the candidate's share of the baseline's value, or the baseline's of the candidate's, paired by sample."""
+    assert theirs is not None
+    part, whole = (ours, theirs) if metric.higher_is_better else (theirs, ours)
+    above, below = (after, before) if metric.higher_is_better else (before, after)
+    if metric.kind == "proportion":
+        both = int(np.count_nonzero((part[0] > 0) & (whole[0] > 0)))
+        return paired_ratio(both, int(part[0].sum()) - both, int(whole[0].sum()) - both, len(part[0]), level)
+    if above.value == below.value == 0:
+        return unknown(1.0, f"{len(ours[0])} samples", "both values are 0, and there is no share of that")
+    if below.value <= 0:
+        return unknown(math.nan, f"{len(ours[0])} samples", f"there is no share of a value of {below.value:.4g}")
+    share = above.value / below.value
+    influence = (metric.influence(part) - share * metric.influence(whole)) / below.value
+    estimate = skewed_interval(share, influence, level, _sample_weights(metric, whole))
+    if metric.flaws is not None and estimate.method == HALL:
+        changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
+        reach = metric.flaws.reach(whole) / below.value
+        estimate = bound_rare_changes(estimate, 1.0, int(changed.sum()), len(changed), reach, level)
+    if estimate.method == HALL and not below.low > 0:
+        return unknown(share, f"{len(ours[0])} samples", "the value may be 0, and there is no share of that")
+    return estimate
 
 
 Estimates = tuple[Estimate | None, Estimate, Estimate | None]
@@ -145,6 +237,9 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     before = _estimate_one_model(metric, theirs, level)
     influence = metric.influence(ours) - metric.influence(theirs)
     difference = skewed_interval(after.value - before.value, influence, level, _sample_weights(metric, ours))
+    if metric.bias is not None and metric.biased_change:  # either model's may be there alone
+        low, high = difference.low - max(metric.bias(ours), 0.0), difference.high + max(metric.bias(theirs), 0.0)
+        difference = replace(difference, low=low, high=high)
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
     if metric.flaws is not None and difference.method == HALL:

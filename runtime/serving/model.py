@@ -60,7 +60,7 @@ class Answers:
             raise UsageError(f"{missing[0]} is missing: {task.name} answers by tokens")
         spec = self.spec if isinstance(self.spec, TextPreprocess) else None
         n, names = len(next(iter(outputs.values()))), self.manifest.class_names
-        read = task.read_batch(outputs, BatchFacts(n, tokens, spec, names))
+        read = task.read_batch(outputs, BatchFacts(n, tokens, spec, names, self.manifest.postprocess))
         return task.answers(task.join_views([read]), names)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:

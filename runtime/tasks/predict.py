@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns, count, take_texts
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.manifest import Manifest, Postprocess
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict
@@ -28,10 +29,11 @@ def run_samples(
     batch_size: int = 32,
     reference: Session | None = None,
     class_names: Sequence[str] = (),
+    postprocess: Postprocess | None = None,
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `class_names`: the model's, for a task whose outputs cannot be read without.
+    `class_names`: the model's, for a task whose outputs cannot be read without. `postprocess`: how answers are chosen.
 
     Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
@@ -45,7 +47,8 @@ def run_samples(
         return score(session, preprocessor, views[0], batch_size, reference)
     if found.token_facts and not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
-    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
+    facts = BatchFacts(0, class_names=class_names, postprocess=postprocess)
+    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, facts) for view in views])
 
 
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
@@ -70,11 +73,11 @@ def _run_view(
     task: Task,
     columns: Columns,
     batch_size: int,
-    class_names: Sequence[str],
+    known: BatchFacts,
 ) -> dict[str, Array]:
     order, restore = _order_rows(preprocessor, columns)
     batches = [
-        _run_batch(session, preprocessor, task, columns, rows, class_names)
+        _run_batch(session, preprocessor, task, columns, rows, known)
         for rows in _split_batches(order, batch_size, session.inputs)
     ]
     return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
@@ -113,11 +116,12 @@ def _run_batch(
     task: Task,
     columns: Columns,
     rows: Array,
-    class_names: Sequence[str],
+    known: BatchFacts,
 ) -> dict[str, Array]:
+    """Run the rows; `known`: what is known of every batch."""
     if isinstance(preprocessor, TextEncoder):
         tokens = preprocessor.tokenize(columns, rows, words=WORDS in task.token_facts)
-        feeds, facts = preprocessor.feeds(tokens), BatchFacts(len(rows), tokens, preprocessor.spec, class_names)
+        feeds, facts = preprocessor.feeds(tokens), replace(known, n=len(rows), tokens=tokens, spec=preprocessor.spec)
     else:
-        feeds, facts = preprocessor.encode(columns, rows), BatchFacts(len(rows), class_names=class_names)
+        feeds, facts = preprocessor.encode(columns, rows), replace(known, n=len(rows))
     return task.read_batch(session.run(feeds), facts)
