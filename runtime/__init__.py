@@ -43,8 +43,8 @@ class Bundle:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of texts or of
-        (text, text) pairs, or columns by name. A classifier also gives "prediction": {"label", "score"} a sample, a list
-        of them where the bundle's `postprocess` says `top_k`; a rejected sample's label is None.
+        (text, text) pairs, or columns by name. A classifier also gives "prediction": {"label", "score"} a sample; of
+        several answers (`postprocess.top_k`) a list of them; a rejected sample's label is None.
         """
         from runtime.tasks import find_task
         from runtime.tasks.predict import run_samples
@@ -66,7 +66,8 @@ class Bundle:
     def evaluate(self) -> dict[str, float]:
         """Return the quality metrics that the bundle asks for (default: all that fit), over its frozen samples.
 
-        No intervals, no gates, and nothing that was recorded at the build: `validate` has these. UsageError without an evaluation set; BundleError if it is broken.
+        No intervals, no gates, nothing that was recorded at the build: `validate` has these. UsageError without an
+        evaluation set; BundleError if it is broken.
         """
         from runtime.bundle.format import read_outputs, read_samples
         from runtime.judge.evidence import select_metrics

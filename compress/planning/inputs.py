@@ -83,7 +83,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     data, problems = {}, []
     for name, declared in recipe.data.declared.items():
         try:
-            data[name] = inspect_data(declared, root, spec.task, names, class_names)
+            slices = recipe.validate_.slices if name == "evaluation" else ()
+            data[name] = inspect_data(declared, root, spec.task, names, class_names, slices)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -122,8 +123,9 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     recipe = inputs.recipe
     spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, inputs.class_names
+    slices, sets = (recipe.validate_.slices, recipe.data.evaluation_names) if name == "evaluation" else ((), ())
     with blame(recipe.root, SourceError):
-        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, slices, sets)
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from compress.formats.targets import TargetName
 from compress.passes import KINDS, Pass
 from compress.recipe.exports import CHECKPOINT_TARGET, AnyTarget, CheckpointExport, Export, GraphExport, OnnxExport
 from compress.specs import DataSpec, ModelSpec, Preprocess, Record
-from runtime.bundle.format import Judgement
+from runtime.bundle.format import Judgement, Postprocess
 
 if TYPE_CHECKING:
     AnyPass = Pass
@@ -40,6 +40,23 @@ class Wording:
     variables: Mapping[str, Variable] = field(default_factory=dict)
 
 
+def _tell_sets(value: object) -> str:
+    """Tell one set from several by name: these have mappings alone for values."""
+    if not isinstance(value, Mapping):
+        return "set"
+    return "sets" if value and all(isinstance(part, Mapping | DataSpec) for part in value.values()) else "set"
+
+
+if TYPE_CHECKING:
+    EvaluationSets = DataSpec | Mapping[str, DataSpec]
+else:
+    SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    EvaluationSets = Annotated[
+        Annotated[DataSpec, Tag("set")] | Annotated[dict[SetName, DataSpec], Field(min_length=1), Tag("sets")],
+        Discriminator(_tell_sets),
+    ]
+
+
 class DataSpecs(Record):
     """The named sets."""
 
@@ -47,13 +64,34 @@ class DataSpecs(Record):
     """What passes measure ranges and statistics on."""
     train: DataSpec | None = None
     """What passes that train learn from."""
-    evaluation: DataSpec | None = None
-    """What the verdict is measured on; the bundle holds a copy."""
+    evaluation: EvaluationSets | None = None
+    """What the verdict is measured on; the bundle holds a copy. One set, or several by name: {day: ..., night: ...}."""
 
     @property
     def declared(self) -> dict[str, DataSpec]:
-        """Return the sets that the recipe has, by name."""
-        return {name: spec for name in DataSpecs.model_fields if (spec := getattr(self, name)) is not None}
+        """Return the sets that the recipe has, by name; several evaluation sets as one, each behind the one before."""
+        named = {name: getattr(self, name) for name in ("calibration", "train")}
+        sets = list(self._evaluation_sets.values())
+        if sets:
+            named["evaluation"] = sets[0] if len(sets) == 1 else _join_sets(sets)
+        return {name: spec for name, spec in named.items() if spec is not None}
+
+    @property
+    def evaluation_names(self) -> tuple[str, ...]:
+        """Return of each of `declared["evaluation"].parts` the name of its evaluation set; () of a plain one."""
+        sets = self._evaluation_sets
+        return () if "" in sets else tuple(name for name, spec in sets.items() for _ in spec.parts)
+
+    @property
+    def _evaluation_sets(self) -> Mapping[str, DataSpec]:
+        if self.evaluation is None:
+            return {}
+        return {"": self.evaluation} if isinstance(self.evaluation, DataSpec) else self.evaluation
+
+
+def _join_sets(sets: Sequence[DataSpec]) -> DataSpec:
+    first, *others = sets
+    return first.model_copy(update={"also": (*first.also, *others)})
 
 
 class Limits(Record):
@@ -86,6 +124,8 @@ class Recipe(Record):
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()
     """What is done to the model, in this order."""
+    postprocess: Postprocess | None = None
+    """What is made of the outputs before they are answers; judged, and applied wherever the bundle runs."""
     export: Annotated[tuple[AnyExport, ...], Field(min_length=1)] = (OnnxExport(),)
     """The files that are written."""
     validate_: Annotated[Judgement, Field(alias="validate")] = Judgement()

@@ -332,6 +332,10 @@ def _parse_manifest(data: Any) -> Manifest:
     spec_from_dict(manifest.preprocess)
     if manifest.task not in TASKS:
         raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
+    try:
+        TASKS[manifest.task].check_postprocess(manifest.postprocess)
+    except UsageError as error:
+        raise ValueError(f"manifest.{error}") from error
     if TASKS[manifest.task].generates != manifest.generates:
         is_there = "is there" if manifest.generates else "missing"
         raise ValueError(f"manifest.generation: {is_there}, and the task is {manifest.task}")

@@ -138,7 +138,7 @@ class Gate:
     """A bound that a metric must keep to; at least one of the rules `max_drop` to `min_speedup` is given."""
 
     metric: str
-    """The name of a metric: top1, spearman, latency_p50, size, ...; or python:FILE.py:FUNCTION, a metric of one's own."""
+    """The name of a metric: top1, spearman, latency_p50, size, ...; or one's own, python:FILE.py:FUNCTION."""
     max_drop: float | None = None
     """At most this much worse than the baseline, in the metric's own unit."""
     min_retained: float | None = None

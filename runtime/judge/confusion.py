@@ -10,6 +10,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.metrics import METRICS, Outputs, why_not
+from runtime.tasks.base import name_classes
 
 MOST_PAIRS = 5000
 """Pairs of classes that a report lists; the rarest are left out."""
@@ -30,6 +31,8 @@ class Confusion:
     """A confusion matrix without its zeros, `pairs` with the commonest first, those of no confusion included."""
 
     n_classes: int
+    classes: tuple[str, ...]
+    """Those that `pairs` name, in the order of the model's outputs."""
     pairs: tuple[ConfusedPair, ...]
     n_left_out: int = 0
     turned: int = 0
@@ -47,13 +50,13 @@ def count_confusions(
     given = np.asarray(labels)
     counts = [_count_cells(given, one, n_classes) for one in chosen]
     cells = sorted(counts[0].keys() | counts[1].keys(), key=lambda cell: (-counts[1].get(cell, 0), cell))
-    names = [class_names[c] if c < len(class_names) else str(c) for c in range(n_classes)]
+    names = name_classes({c for cell in cells[:MOST_PAIRS] for c in cell}, class_names)
     pairs = [
         ConfusedPair(names[label], names[taken], *(count.get((label, taken), 0) for count in counts))
-        for label, taken in cells
+        for label, taken in cells[:MOST_PAIRS]
     ]
     turned = int(np.count_nonzero(chosen[0] != chosen[1]))
-    return Confusion(n_classes, tuple(pairs[:MOST_PAIRS]), max(len(pairs) - MOST_PAIRS, 0), turned)
+    return Confusion(n_classes, tuple(names.values()), tuple(pairs), len(cells) - len(pairs), turned)
 
 
 def _count_cells(labels: Array, chosen: Array, n_classes: int) -> dict[tuple[int, int], int]:

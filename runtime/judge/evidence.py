@@ -165,7 +165,12 @@ def _take_rows(columns: Columns, mask: Array) -> Columns:
 def _make_evidence(
     metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, level: float
 ) -> Evidence:
-    before, after, difference = _METHODS[metric.kind](metric, theirs, ours, level)
+    n = len(ours[0])
+    before, after, difference = (
+        None if estimate is None else _check_defined(estimate, n)
+        for estimate in _METHODS[metric.kind](metric, theirs, ours, level)
+    )
+    assert after is not None
     retained = None
     if before is not None and any(g.metric == metric.name and g.min_retained is not None for g in judgement.gates):
         retained = _estimate_retained(metric, ours, theirs, before, after, level)
@@ -173,7 +178,7 @@ def _make_evidence(
         name=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
-        n=len(ours[0]),
+        n=n,
         counted=metric.counted,
         baseline=before,
         candidate=after,
@@ -182,10 +187,17 @@ def _make_evidence(
     )
 
 
+def _check_defined(estimate: Estimate, n: int) -> Estimate:
+    """Return the estimate; one without any interval where the metric has no value on such samples."""
+    if math.isnan(estimate.low) or math.isnan(estimate.high):
+        return unknown(estimate.value, f"{n} samples", "the metric has no value on them")
+    return estimate
+
+
 def _estimate_retained(
     metric: Metric, ours: Columns, theirs: Columns | None, before: Estimate, after: Estimate, level: float
 ) -> Estimate:
-    """Estimate the candidate's share of the baseline's value, or the baseline's of the candidate's, paired by sample."""
+    """Estimate the candidate's share of the baseline's value, paired by sample; the inverse where lower is better."""
     assert theirs is not None
     part, whole = (ours, theirs) if metric.higher_is_better else (theirs, ours)
     above, below = (after, before) if metric.higher_is_better else (before, after)
@@ -237,6 +249,9 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     before = _estimate_one_model(metric, theirs, level)
     influence = metric.influence(ours) - metric.influence(theirs)
     difference = skewed_interval(after.value - before.value, influence, level, _sample_weights(metric, ours))
+    if metric.reach is not None and difference.method == HALL:
+        changed = int(np.count_nonzero(ours[0] != theirs[0]))
+        difference = bound_rare_changes(difference, 0.0, changed, len(ours[0]), metric.reach, level)
     if metric.bias is not None and metric.biased_change:  # either model's may be there alone
         low, high = difference.low - max(metric.bias(ours), 0.0), difference.high + max(metric.bias(theirs), 0.0)
         difference = replace(difference, low=low, high=high)
@@ -265,10 +280,22 @@ def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estim
         count, reach = int(flawed.sum()), metric.flaws.reach(columns)
         estimate = bound_rare_changes(estimate, metric.flaws.perfect, count, len(flawed), reach, level)
         estimate = replace(estimate, high=min(estimate.high, metric.flaws.perfect))
+    if metric.reach is not None and estimate.method == HALL:
+        estimate = _bound_by_commonest(estimate, columns[0], metric.reach, level)
     if metric.bias is not None:
         bias = metric.bias(columns)
         estimate = replace(estimate, low=estimate.low - max(bias, 0.0), high=estimate.high + max(-bias, 0.0))
     return estimate
+
+
+def _bound_by_commonest(estimate: Estimate, values: Array, reach: float, level: float) -> Estimate:
+    """Return the estimate of a mean, bounded by how few samples have another than the commonest value."""
+    known, counts = np.unique(values, return_counts=True)
+    common, others = float(known[counts.argmax()]), int(len(values) - counts.max())
+    bounded = bound_rare_changes(estimate, common, others, len(values), reach, level)
+    # where all others lie to one side, so does the mean
+    low = max(bounded.low, common) if common <= known[0] else bounded.low
+    return replace(bounded, low=low, high=min(bounded.high, common) if common >= known[-1] and others else bounded.high)
 
 
 def _sample_weights(metric: Metric, columns: Columns) -> np.ndarray | None:

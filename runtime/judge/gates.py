@@ -109,9 +109,8 @@ def _slice_problems(gate: Gate, judgement: Judgement, task: str, has_labels: boo
 
 def _rule_problems(gate: Gate) -> list[str]:
     if gate.metric not in MEASURED and gate.metric not in METRICS:
-        return (
-            [f"gate on '{gate.metric}': min_speedup is for times"] if gate.min_speedup and is_own(gate.metric) else []
-        )
+        own = is_own(gate.metric) and gate.min_speedup is not None  # any other is refused by name already
+        return [f"gate on '{gate.metric}': min_speedup is of times; use min_retained"] if own else []
     problems = []
     speed = [name for name, metric in MEASURED.items() if metric.speed]
     if gate.min_speedup is not None and gate.metric not in speed:
@@ -211,9 +210,8 @@ def _find_subject(gate: Gate, evidence: Evidence, rule: str) -> _Subject:
     sign = 1.0 if _is_floor(rule) else -1.0
     bounded = [find_bounded(part.alone, rule) for part in slices]
     at_once = [find_bounded(part.at_once, rule) for part in slices]
-    worst = min(
-        range(len(slices)), key=lambda i: sign * bounded[i].value if math.isfinite(bounded[i].value) else math.inf
-    )
+    values = [sign * each.value if math.isfinite(each.value) else math.inf for each in bounded]
+    worst = values.index(min(values))
     # The true worst slice is one of them, so that all are good where each is at its own level. That one is bad may be
     # chance where one of many looks bad: that end has to hold for all at once.
     good = min(sign * (each.low if sign > 0 else each.high) for each in bounded)
@@ -227,7 +225,9 @@ def _find_subject(gate: Gate, evidence: Evidence, rule: str) -> _Subject:
     weakest, unclear = limiting[0]
     estimate = replace(bounded[worst], low=low, high=high, lacking=unclear.lacking)
     found = slices[worst]
-    few = "" if weakest is found else f"; least is known of '{weakest.value}' ({weakest.alone.n} {evidence.counted})"
+    lacking = f": {unclear.lacking}" if unclear.lacking else ""
+    few = f"; least is known of '{weakest.value}' ({weakest.alone.n} {evidence.counted}{lacking})"
+    few = "" if weakest is found else few
     remark = f"the worst of {len(slices)} by {gate.worst} is '{found.value}'{few}"
     return _Subject(found.alone, estimate, f"{gate.worst}={found.value}", remark)
 

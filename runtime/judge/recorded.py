@@ -36,9 +36,22 @@ def recorded_evidence(
         metric = as_metric(record)
         if record.per_sample and np.isin((ours[0], theirs[0]), (0, 1)).all():
             metric = replace(metric, kind="proportion")
+        elif record.per_sample:
+            metric = replace(metric, reach=float(np.ptp((ours[0], theirs[0]))))
         found = column_evidence(metric, ours, theirs, manifest.judgement, groups)
-        evidence[record.name] = replace(found, recorded=True)
+        evidence[record.name] = _mark_recorded(found)
     return evidence
+
+
+def _mark_recorded(evidence: Evidence) -> Evidence:
+    slices = {
+        column: tuple(
+            replace(part, alone=replace(part.alone, recorded=True), at_once=replace(part.at_once, recorded=True))
+            for part in parts
+        )
+        for column, parts in evidence.slices.items()
+    }
+    return replace(evidence, recorded=True, slices=slices)
 
 
 def as_metric(record: RecordedMetric) -> Metric:

@@ -87,7 +87,7 @@ def confusion_table(confusion: Confusion) -> tuple[tuple[str, ...], list[tuple[s
 
 
 def _make_matrix(confusion: Confusion) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    names = list(dict.fromkeys([*(p.label for p in confusion.pairs), *(p.taken_for for p in confusion.pairs)]))
+    names = confusion.classes
     cells = {(pair.label, pair.taken_for): pair for pair in confusion.pairs}
     rows = [
         (label, *(_format_cell(cells.get((label, taken))) for taken in names))

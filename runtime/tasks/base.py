@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,9 +137,7 @@ class Task:
         given = np.asarray(labels)
         if given.ndim != 1 or given.dtype.kind not in "iu":
             return None
-        known = {c: class_names[c] if 0 <= c < len(class_names) else str(c) for c in np.unique(given).tolist()}
-        twice = len(set(known.values())) < len(known)  # two classes of one name are told apart by their numbers
-        return {f"{name} ({c})" if twice else name: given == c for c, name in known.items()}
+        return {name: given == c for c, name in name_classes(np.unique(given).tolist(), class_names).items()}
 
     def postprocess_specs(self, how: Postprocess | None, batch: int | str) -> tuple[TensorSpec, ...]:
         """Return the specs of what `read_outputs` adds where answers are chosen so."""
@@ -250,6 +248,13 @@ class Classification(Task):
             raise UsageError(
                 f"postprocess.{how.given[0]}: the model has one output, which is a score: no class is chosen"
             )
+
+
+def name_classes(classes: Iterable[int], class_names: Sequence[str]) -> dict[int, str]:
+    """Return class number -> its name, in order; its number where it has none or shares it: "cat (3)"."""
+    known = {c: class_names[c] if 0 <= c < len(class_names) else str(c) for c in sorted(classes)}
+    names = list(known.values())
+    return {c: f"{name} ({c})" if names.count(name) > 1 else name for c, name in known.items()}
 
 
 def softmax(logits: Array) -> Array:
