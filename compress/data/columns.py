@@ -39,8 +39,8 @@ def resolve_roles(
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
     task_roles = find_task(task).columns
-    roles = (*task_roles, *input_names, LABEL)
-    if any(role in roles or role not in slices for role in spec.columns):
+    known = (*task_roles, *input_names, LABEL)
+    if any(role in known or role not in slices for role in spec.columns):
         columns = _resolve_declared(spec, table, task, input_names, slices)
     else:
         columns = _match_usual_names(table, task, input_names, slices)

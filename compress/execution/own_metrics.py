@@ -85,7 +85,7 @@ def compute_values(name: str, function: Function, outputs: Outputs, labels: Any 
         raise PlanError(f"{name}: one number of one sample has no interval; give more evaluation samples")
     groups = np.random.default_rng(0).permutation(n) % min(n, MOST_GROUPS)
     without = [
-        _call(name, function, *_take_rows(outputs, labels, groups != group), np.count_nonzero(groups != group))
+        _call(name, function, *_take_rows(outputs, labels, groups != group), int(np.count_nonzero(groups != group)))
         for group in range(groups.max() + 1)
     ]
     if any(value.ndim for value in without):

@@ -66,7 +66,7 @@ def _walk_places(value: Any, position: Path) -> Iterator[tuple[Path, str]]:
             elif not isinstance(inner, str):
                 yield from _walk_places(inner, (*position, name))
     elif isinstance(value, Judgement):
-        named = [(("metrics", i), name) for i, name in enumerate(value.metrics)]
+        named: list[tuple[Path, str]] = [(("metrics", i), name) for i, name in enumerate(value.metrics)]
         named += [(("gates", i, "metric"), gate.metric) for i, gate in enumerate(value.gates)]
         yield from (((*position, *place), text) for place, text in named if is_own(text))
     elif isinstance(value, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -9,7 +10,7 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag
 
 from compress.formats.targets import TargetName
 from compress.passes import KINDS, Pass
@@ -41,18 +42,24 @@ class Wording:
 
 
 def _tell_sets(value: object) -> str:
-    """Tell one set from several by name: these have mappings alone for values."""
-    if not isinstance(value, Mapping):
-        return "set"
-    return "sets" if value and all(isinstance(part, Mapping | DataSpec) for part in value.values()) else "set"
+    """Tell one set from several by name, which have mappings for values and no source."""
+    several = isinstance(value, Mapping) and "source" not in value
+    return "sets" if several and any(isinstance(part, Mapping | DataSpec) for part in value.values()) else "set"
+
+
+def _check_set_names(sets: dict[str, DataSpec]) -> dict[str, DataSpec]:
+    """Raise ValueError for a name that a gate could not say: `slice: set=NAME`."""
+    for name in sets:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is None:
+            raise ValueError(f"'{name}' names a set: use letters, digits, dot, dash and underscore")
+    return sets
 
 
 if TYPE_CHECKING:
     EvaluationSets = DataSpec | Mapping[str, DataSpec]
 else:
-    SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     EvaluationSets = Annotated[
-        Annotated[DataSpec, Tag("set")] | Annotated[dict[SetName, DataSpec], Field(min_length=1), Tag("sets")],
+        Annotated[DataSpec, Tag("set")] | Annotated[dict[str, DataSpec], AfterValidator(_check_set_names), Tag("sets")],
         Discriminator(_tell_sets),
     ]
 

@@ -79,7 +79,7 @@ def confusion_table(confusion: Confusion) -> tuple[tuple[str, ...], list[tuple[s
     wrong = [pair for pair in confusion.pairs if pair.label != pair.taken_for]
     common = sorted(wrong, key=lambda pair: -pair.candidate)[:MOST_PAIRS]
     changed = sorted(wrong, key=lambda pair: -abs(pair.candidate - pair.baseline))[:MOST_PAIRS]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (pair.label, pair.taken_for, str(pair.baseline), str(pair.candidate), _format_change(pair))
         for pair in dict.fromkeys((*common, *(pair for pair in changed if pair.candidate != pair.baseline)))
     ]

@@ -135,7 +135,7 @@ def test_slices_that_no_sample_has_are_refused(judgement: Judgement, message: st
 
 @pytest.mark.parametrize("labels", [None, np.array([0.5, 1.5])])
 def test_labels_that_are_no_classes_slice_nothing(labels: Any) -> None:
-    with pytest.raises(UsageError, match="slices: label: (there are no labels|the labels of .* are not one class)"):
+    with pytest.raises(UsageError, match=r"slices: label: (there are no labels|the labels of .* are not one class)"):
         find_groups(Judgement(slices=("label",)), {}, labels, IMAGE)
 
 
