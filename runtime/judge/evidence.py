@@ -18,6 +18,7 @@ from runtime.errors import UsageError
 from runtime.judge.slices import LABEL, Groups
 from runtime.judge.stats import (
     HALL,
+    RARE_CHANGES,
     Estimate,
     bound_rare_changes,
     change_scale,
@@ -249,6 +250,8 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     before = _estimate_one_model(metric, theirs, level)
     influence = metric.influence(ours) - metric.influence(theirs)
     difference = skewed_interval(after.value - before.value, influence, level, _sample_weights(metric, ours))
+    if metric.turned is not None and difference.method == HALL and math.isinf(difference.high - difference.low):
+        difference = _bound_leaps(difference, influence, metric.turned(ours, theirs), level)
     if metric.reach is not None and difference.method == HALL:
         changed = int(np.count_nonzero(ours[0] != theirs[0]))
         difference = bound_rare_changes(difference, 0.0, changed, len(ours[0]), metric.reach, level)
@@ -286,6 +289,19 @@ def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estim
         bias = metric.bias(columns)
         estimate = replace(estimate, low=estimate.low - max(bias, 0.0), high=estimate.high + max(-bias, 0.0))
     return estimate
+
+
+def _bound_leaps(difference: Estimate, influence: Array, turned: Array, level: float) -> Estimate:
+    """Return the estimate of a change whose spread a few samples carry: their count bounds what they do.
+
+    The others have an interval of their own; each of the two keeps half of what may be missed.
+    """
+    half = 1 - (1 - level) / 2
+    calm = np.where(turned, 0.0, influence - influence.mean() + difference.value)
+    others = skewed_interval(float(calm.mean()), calm, half)
+    most = 2 * proportion_interval(int(turned.sum()), len(turned), half).high
+    low, high = max(difference.low, others.low - most), min(difference.high, others.high + most)
+    return replace(difference, low=low, high=high, method=RARE_CHANGES, lacking=others.lacking)
 
 
 def _bound_by_commonest(estimate: Estimate, values: Array, reach: float, level: float) -> Estimate:

@@ -97,6 +97,8 @@ class Metric:
     ideal: float | None = None
     biased_change: bool = False
     """Whether `bias` is of changes, too, so that their intervals are widened by that of either model."""
+    turned: Callable[[Columns, Columns], np.ndarray] | None = None
+    """Which samples, bool [N], changed by a leap from one model to the other, of 2 at most in `influence`."""
     reach: float | None = None
     """Of a mean whose samples mostly have one value: how far another's is from that at most."""
     needs: tuple[str, ...] = ()

@@ -54,6 +54,14 @@ def ece_bias(columns: Columns) -> float:
     return float(math.sqrt(2 / math.pi) * np.sqrt(squares).sum() / len(columns[0]))
 
 
+def change_bins(ours: Columns, theirs: Columns) -> np.ndarray:
+    """Return the samples that are right for one model alone, or that lie in another bin, or in one that turned."""
+    signs = [np.sign(_sum_gaps(columns))[columns[1]] for columns in (ours, theirs)]
+    right = [columns[0] > 0 for columns in (ours, theirs)]  # correctness minus confidence
+    turned: np.ndarray = (ours[1] != theirs[1]) | (signs[0] != signs[1]) | (right[0] != right[1])
+    return turned
+
+
 ECE = Metric(
     name="ece",
     against="labels",
@@ -68,5 +76,6 @@ ECE = Metric(
     influence=ece_influence,
     bias=ece_bias,
     biased_change=True,
+    turned=change_bins,
     on_request=True,
 )

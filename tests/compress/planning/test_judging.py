@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compress.errors import CompressError, PlanError, RecipeError
+from compress.errors import CompressError, PlanError
 from compress.execution.own_metrics import compute_values
 from compress.execution.run import apply_recipe
 from compress.planning.cache_keys import cache_keys
@@ -251,8 +251,3 @@ def test_a_bundle_with_all_of_it(folder: Path) -> None:
     ]
     assert np.mean(np.array(hits)[answered]) == report.candidate.metrics["accuracy_answered"]
     assert all(row[0]["label"] is None for row in np.array(outputs["prediction"], object)[~answered])
-
-
-def test_a_recipe_with_an_unknown_metric_still_says_what_was_meant(folder: Path) -> None:
-    with pytest.raises(RecipeError, match="unknown metric 'top2'; did you mean 'top5'|'top1'"):
-        read(folder, "validate.metrics=[top2]")

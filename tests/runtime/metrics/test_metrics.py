@@ -272,7 +272,16 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
     }
     actual, found = rng.integers(1, 9, n), rng.integers(1, 9, n)
     columns["spans"] = (rng.binomial(np.minimum(actual, found), 0.7), actual, found)
-    kinds = {"spearman": "correlation", "pearson": "correlation", "sqnr_db": "errors"}
+    right, sure = rng.random(n) < 0.8, rng.uniform(0.2, 1, n)
+    columns["gaps"] = (right - sure, np.ceil(15 * sure).astype(int) - 1)
+    columns["answers"] = (1.0 * (right & (sure > 0.5)), 1.0 * (sure > 0.5))
+    kinds = {
+        "ece": "gaps",
+        "accuracy_answered": "answers",
+        "spearman": "correlation",
+        "pearson": "correlation",
+        "sqnr_db": "errors",
+    }
     by_ending = {"_macro": "classes"} | dict.fromkeys(("span_f1", "span_precision", "span_recall"), "spans")
     return columns[kinds.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "sums")]
 
