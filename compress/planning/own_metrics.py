@@ -13,7 +13,7 @@ from compress.recipe.schema import Recipe
 from compress.store.paths import resolve_path
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Judgement
-from runtime.metrics import OWN, is_own
+from runtime.metrics import OWN
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class OwnMetric:
 
 def find_own_metrics(recipe: Recipe) -> list[OwnMetric]:
     """Return the recipe's own metrics, each once. SourceError for a file that is not there."""
-    judged = recipe.validate_
-    names = dict.fromkeys((*judged.metrics, *(gate.metric for gate in judged.gates)))
-    matches = [(name, match) for name in names if is_own(name) and (match := OWN.fullmatch(name))]
+    matches = [(name, match) for name in recipe.own_metrics if (match := OWN.fullmatch(name))]
     found = []
     for name, match in matches:
         path = resolve_path(recipe.root, match[1])

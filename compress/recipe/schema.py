@@ -17,6 +17,7 @@ from compress.passes import KINDS, Pass
 from compress.recipe.exports import CHECKPOINT_TARGET, AnyTarget, CheckpointExport, Export, GraphExport, OnnxExport
 from compress.specs import DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Judgement, Postprocess
+from runtime.metrics import is_own
 
 if TYPE_CHECKING:
     AnyPass = Pass
@@ -43,8 +44,9 @@ class Wording:
 
 def _tell_sets(value: object) -> str:
     """Tell one set from several by name, which have mappings for values and no source."""
-    several = isinstance(value, Mapping) and "source" not in value
-    return "sets" if several and any(isinstance(part, Mapping | DataSpec) for part in value.values()) else "set"
+    if not isinstance(value, Mapping) or "source" in value:
+        return "set"
+    return "sets" if any(isinstance(part, Mapping | DataSpec) for part in value.values()) else "set"
 
 
 def _check_set_names(sets: dict[str, DataSpec]) -> dict[str, DataSpec]:
@@ -176,6 +178,13 @@ class Recipe(Record):
         own = [self.model.source] if self.model.trust_remote_code else []
         named = [source for source in (self.model.source, *(student.source for student in students)) if source]
         return tuple(dict.fromkeys([*own, *(source for source in named if source.startswith("python:"))]))
+
+    @property
+    def own_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that are functions of the recipe's own, each once."""
+        judged = self.validate_
+        names = dict.fromkeys((*judged.metrics, *(gate.metric for gate in judged.gates)))
+        return tuple(name for name in names if is_own(name))
 
     def target_of(self, export: Export) -> TargetName:
         """Return the runtime that a file is for."""
