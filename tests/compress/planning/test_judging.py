@@ -251,3 +251,41 @@ def test_a_bundle_with_all_of_it(folder: Path) -> None:
     ]
     assert np.mean(np.array(hits)[answered]) == report.candidate.metrics["accuracy_answered"]
     assert all(row[0]["label"] is None for row in np.array(outputs["prediction"], object)[~answered])
+
+
+LANGUAGE = """\
+version: 1
+name: words
+model: {source: "dir:model", task: text-generation}
+data:
+  evaluation: {short: {source: "jsonl:short.jsonl"}, long: {source: "jsonl:long.jsonl"}}
+passes: [{kind: rtn, group_size: 32}]
+validate:
+  metrics: [nll, "python:metrics.py:worst_text"]
+  gates: [{metric: nll, min_retained: 0.5, worst: set}, {metric: "python:metrics.py:worst_text", max: 99}]
+  benchmark: {prompt_tokens: 4, new_tokens: 2, iterations: 12, warmup: 1}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_run")
+def test_a_language_model_on_two_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_lm import language_folder, write_texts
+
+    language_folder(tmp_path / "model")
+    write_texts(tmp_path / "short.jsonl", 60, length=10)
+    write_texts(tmp_path / "long.jsonl", 55, seed=1, length=30)
+    (tmp_path / "metrics.py").write_text(
+        "def worst_text(outputs, labels):\n    return (outputs['nll'] / outputs['n_tokens']).max()\n"
+        "worst_text.higher_is_better = False\n"
+    )
+    (tmp_path / "r.yaml").write_text(LANGUAGE)
+    report = apply_recipe(load_recipe(tmp_path / "r.yaml"), tmp_path / "out", tmp_path / "cache", quiet=True)
+    assert report is not None
+    (table,) = [table for table in report.slices if table.metric == "nll"]
+    assert {name: value.n for name, value in table.values.items()} == {"short": 60, "long": 55}
+    assert report.gates[0].rule == "min_retained 0.5, worst set"
+    assert report.confusion is None
+    (tmp_path / "r.yaml").write_text(LANGUAGE + "preprocess: {kind: language, max_length: 16, pack: 12}\n")
+    with pytest.raises(PlanError, match=r"data\.evaluation: preprocess\.pack joins all texts"):
+        make_plan(load_recipe(tmp_path / "r.yaml"), tmp_path / "cache")
