@@ -12,7 +12,7 @@ from compress.errors import PlanError
 from compress.models.factory import USER_ERRORS, load_factory
 from compress.planning.own_metrics import OwnMetric
 from runtime.bundle.columns import Array
-from runtime.bundle.format import RecordedMetric
+from runtime.bundle.format import Judgement, RecordedMetric
 from runtime.judge.recorded import as_metric, value_columns
 from runtime.metrics import Metric, NonFiniteOutputs, Outputs, check_finite
 
@@ -69,6 +69,19 @@ def load_own_metrics(metrics: Sequence[OwnMetric], baseline: Outputs, labels: An
         record = RecordedMetric(own.short_name, own.sha256, higher, unit, per_sample)
         loaded.append(LoadedMetric(own, function, record, values))
     return loaded
+
+
+def check_sliced(metrics: Sequence[LoadedMetric], judgement: Judgement) -> None:
+    """Raise PlanError for a gate on slices of a metric that is one number of all samples."""
+    whole = {metric.record.name for metric in metrics if not metric.record.per_sample}
+    problems = [
+        f"validate.gates.{index}: {gate.metric} gives one number for all samples, and none for a slice; give a number "
+        "for each sample"
+        for index, gate in enumerate(judgement.gates)
+        if gate.metric in whole and (gate.worst or gate.slice)
+    ]
+    if problems:
+        raise PlanError(problems)
 
 
 def compute_values(name: str, function: Function, outputs: Outputs, labels: Any | None) -> tuple[Array, bool]:

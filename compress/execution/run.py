@@ -20,7 +20,7 @@ from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, run_baseline
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import Chain, flavour_of
-from compress.execution.own_metrics import load_own_metrics
+from compress.execution.own_metrics import check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
 from compress.export.bundle import Contents, Graphs, assemble, note_rows
@@ -152,6 +152,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     distinct = list({metric.short_name: metric for metric in own_metrics}.values())  # one may be named in two ways
     labels = evaluation.columns.get("label")
     own = load_own_metrics(distinct, baseline, labels) if baseline is not None else []
+    judgement = shorten_names(recipe.validate_, own_metrics)
+    check_sliced(own, judgement)
     chain = None
     if exported is not None and measures_passes(recipe, plan.before):
         chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
@@ -161,6 +163,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
             baseline, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed)
         own = load_own_metrics(distinct, baseline, labels)
+        check_sliced(own, judgement)
     if own:
         with journal.time_stage("the recipe's own metrics"):
             outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
@@ -180,7 +183,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 samples=evaluation.columns,
                 slices=evaluation.slices,
                 baseline_outputs=baseline,
-                judgement=shorten_names(recipe.validate_, own_metrics),
+                judgement=judgement,
                 recorded=tuple(metric.record for metric in own),
                 recorded_values=([metric.baseline for metric in own], recorded) if own else None,
                 layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows(scoring)],

@@ -171,6 +171,13 @@ def test_a_metric_that_gives_no_numbers_ends_the_build_before_its_passes(
         apply_recipe(recipe, folder / "out", folder / "cache", quiet=True)
 
 
+def test_one_number_has_no_slices(folder: Path) -> None:
+    gate = f"validate.gates=[{{metric: '{OWN}balanced', min: 0.5, worst: label}}]"
+    recipe = read(folder, gate, "validate.slices=[label]", "passes=[]")
+    with pytest.raises(PlanError, match="balanced gives one number for all samples, and none for a slice"):
+        apply_recipe(recipe, folder / "out", folder / "cache", quiet=True)
+
+
 def test_a_key_of_what_looks_at_gates_knows_the_metrics_code(folder: Path) -> None:
     gated = [f"validate.gates=[{{metric: '{OWN}cost', max_drop: 0.5}}]", "passes=[{kind: int8}]"]
     inputs = read_inputs(read(folder, *gated), folder / "cache")
