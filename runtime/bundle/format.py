@@ -245,12 +245,13 @@ def read_recorded(path: Path, manifest: Manifest) -> list[tuple[Array, Array]]:
     columns = read_npz(file)
     sides = [columns.get(name, []) for name in ("baseline", "candidate")]
     n = _require_evaluation(path, manifest).n_samples
-    if [len(side) for side in sides] != [len(manifest.recorded)] * 2:
+    if any(not isinstance(side, list) or len(side) != len(manifest.recorded) for side in sides):
         raise BundleError(f"{file}: does not hold both sides of {len(manifest.recorded)} metrics; build it again")
     pairs = list(zip(*sides, strict=True))
     for record, pair in zip(manifest.recorded, pairs, strict=True):
         shapes = {values.shape for values in pair} | ({(n,)} if record.per_sample else set())
-        if len(shapes) > 1 or any(v.dtype != np.float64 or v.ndim != 1 or not v.size for v in pair):
+        least = 1 if record.per_sample else 3  # the number, and what it is without either of two groups
+        if len(shapes) > 1 or any(v.dtype != np.float64 or v.ndim != 1 or v.size < least for v in pair):
             raise BundleError(f"{file}: what it holds of {record.name} is not what its manifest says; build it again")
     return pairs
 

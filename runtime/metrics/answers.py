@@ -9,16 +9,16 @@ import numpy as np
 from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels
 
 
-def answered(outputs: Outputs, _: Any = None) -> Columns:
+def mark_answered(outputs: Outputs, _: Any = None) -> Columns:
     """Return 1.0 where there is an answer, float64 [N]."""
     if "answered" not in outputs:
         return (np.ones(len(outputs["logits"])),)
     return (outputs["answered"].astype(np.float64),)
 
 
-def answered_rightly(outputs: Outputs, labels: Any) -> Columns:
+def mark_right_answers(outputs: Outputs, labels: Any) -> Columns:
     """Return 1.0 where the label is among a sample's answers, and where there are any, float64 [N] each."""
-    logits, (given,) = outputs["logits"], answered(outputs)
+    logits, (given,) = outputs["logits"], mark_answered(outputs)
     checked = class_labels(labels, logits.shape[1], len(logits))
     chosen = outputs["top"] if "top" in outputs else logits.argmax(axis=1)[:, None]  # [N, k]
     return (chosen == checked[:, None]).any(axis=1) * given, given
@@ -43,7 +43,7 @@ COVERAGE = Metric(
     fits=("classes",),
     unit="fraction",
     about="fraction of samples that are answered at all: those that postprocess.reject_below does not reject",
-    reduce=answered,
+    reduce=mark_answered,
     shape="answers",
     kind="proportion",
     needs=("reject_below",),
@@ -55,7 +55,7 @@ ACCURACY_ANSWERED = Metric(
     fits=("classes",),
     unit="fraction",
     about="fraction of the answered samples whose label is among the answers (postprocess.top_k of them, or one)",
-    reduce=answered_rightly,
+    reduce=mark_right_answers,
     shape="answers",
     kind="statistic",
     statistic=share_right,
