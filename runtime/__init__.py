@@ -43,8 +43,9 @@ class Bundle:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of audio (paths,
-        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A
-        classifier also gives "prediction": {"label", "score"} a sample.
+        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A classifier also
+        gives "prediction": {"label", "score"} a sample; of several answers (`postprocess.top_k`) a list of them; a
+        rejected sample's label is None.
         """
         from runtime.tasks import find_task
         from runtime.tasks.predict import make_columns, run_samples
@@ -52,8 +53,11 @@ class Bundle:
         refuse_decoder(self.manifest)
         task = find_task(self.manifest.task)
         columns, names = make_columns(self.manifest, samples), self.manifest.class_names
+        how = self.manifest.postprocess
         outputs: dict[str, Any] = dict(
-            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, class_names=names)
+            run_samples(
+                self.session, self.preprocessor, task.name, columns, batch_size, class_names=names, postprocess=how
+            )
         )
         prediction = task.predict(outputs, names)
         if prediction is not None:
@@ -63,7 +67,8 @@ class Bundle:
     def evaluate(self) -> dict[str, float]:
         """Return the quality metrics that the bundle asks for (default: all that fit), over its frozen samples.
 
-        No intervals, no gates: `validate` decides. UsageError without an evaluation set; BundleError if it is broken.
+        No intervals, no gates, nothing that was recorded at the build: `validate` has these. UsageError without an
+        evaluation set; BundleError if it is broken.
         """
         from runtime.bundle.format import read_outputs, read_samples
         from runtime.judge.evidence import select_metrics
@@ -82,8 +87,10 @@ class Bundle:
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if not self.manifest.generates:
-            names = self.manifest.class_names
-            return run_samples(self.session, self.preprocessor, task, columns, batch_size, class_names=names)
+            names, how = self.manifest.class_names, self.manifest.postprocess
+            return run_samples(
+                self.session, self.preprocessor, task, columns, batch_size, class_names=names, postprocess=how
+            )
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)
         try:

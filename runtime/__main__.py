@@ -175,6 +175,10 @@ def _print_report(report: Report, as_json: bool) -> None:
         print(render_text(report), end="")
 
 
+NO_ANSWER = "-"
+"""In place of the label of a sample that `postprocess` rejects."""
+
+
 def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     refuse_decoder(manifest)
@@ -193,7 +197,7 @@ def _predict(options: argparse.Namespace) -> int:
     elif predictions:
         for prediction in predictions:
             words = prediction if isinstance(prediction, list) else [prediction]
-            print("  ".join(f"{word['label']}\t{word['score']:.4f}" for word in words))
+            print("  ".join(f"{NO_ANSWER if w['label'] is None else w['label']}\t{w['score']:.4f}" for w in words))
     else:
         print("\n".join(f"{name}: {values.dtype} {list(values.shape)}" for name, values in outputs.items()))
     return 0

@@ -149,6 +149,9 @@ def _find_reasons(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
     for name, record in now["plugins"].items():
         if then.get("plugins", {}).get(name) != record:
             yield f"{name}: {record['distribution']} {record['version']} now, another one or other code then"
+    for name, digest in now["metrics"].items():
+        if then.get("metrics", {}).get(name) != digest:
+            yield f"{name}: its file is another one"
     for name, record in now["data"].items():
         if then["data"].get(name, {}).get("digest") != record["digest"]:
             yield f"data.{name}: other samples"

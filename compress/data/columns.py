@@ -21,6 +21,7 @@ from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 
+LABEL = "label"
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
     "audio": ("audio", "file", "path", "speech"),
@@ -41,22 +42,27 @@ def sample_roles(task: str, images: bool) -> tuple[str, ...]:
 
 
 def resolve_roles(
-    spec: DataSpec, table: Table, task: str, input_names: Sequence[str], images: bool = False
+    spec: DataSpec,
+    table: Table,
+    task: str,
+    input_names: Sequence[str],
+    images: bool = False,
+    slices: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Map each role to a column name. `images`: as for `sample_roles`.
+    """Map each role to a column name. `images`: as for `sample_roles`; `slices`, which no model reads, are passed over.
 
     SourceError, all problems at once: an unknown role, a missing column, a missing input.
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
     task_roles = sample_roles(task, images)
-    columns = (
-        _resolve_declared(spec, table, task_roles, input_names)
-        if spec.columns
-        else _match_usual_names(table, task, task_roles, input_names)
-    )
+    known = (*task_roles, *input_names, LABEL)
+    if any(role in known or role not in slices for role in spec.columns):
+        columns = _resolve_declared(spec, table, task_roles, input_names, slices)
+    else:
+        columns = _match_usual_names(table, task, task_roles, input_names, slices)
     required = task_roles[: find_task(task).required] or tuple(input_names)
-    required = required or tuple(role for role in columns if role != "label")[:1]
+    required = required or tuple(role for role in columns if role != LABEL)[:1]
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:
@@ -83,18 +89,37 @@ def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
             )
 
 
+def resolve_slices(spec: DataSpec, table: Table, slices: Sequence[str]) -> dict[str, str]:
+    """Map each slice but `label` to the column of its name, or the one that the spec gives. SourceError."""
+    columns, problems = {}, []
+    for name in slices:
+        column = spec.columns.get(name, name)
+        if isinstance(column, int) and 0 <= column < len(table.names):
+            column = table.names[column]
+        if name == LABEL:
+            continue
+        if column not in table.lengths:
+            shown = did_you_mean(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
+            problems.append(f"{table.where}: validate.slices: there is no column '{column}'{shown}{table.hint}")
+        columns[name] = str(column)
+    if problems:
+        raise SourceError(problems)
+    return columns
+
+
 def _resolve_declared(
-    spec: DataSpec, table: Table, task_roles: Sequence[str], input_names: Sequence[str]
+    spec: DataSpec, table: Table, task_roles: Sequence[str], input_names: Sequence[str], slices: Sequence[str]
 ) -> dict[str, str]:
-    allowed = (*task_roles, *input_names, "label")
+    allowed = (*task_roles, *input_names, LABEL)
     any_role = not task_roles and not input_names
-    unknown = [role for role in spec.columns if role not in allowed and not any_role]
+    given = {role: column for role, column in spec.columns.items() if role in allowed or role not in slices}
+    unknown = [role for role in given if role not in allowed and not any_role]
     problems = [
         f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{did_you_mean(role, allowed)}"
         for role in unknown
     ]
     columns = {}
-    for role, column in spec.columns.items():
+    for role, column in given.items():
         if isinstance(column, int):
             if not 0 <= column < len(table.names):
                 problems.append(
@@ -112,7 +137,7 @@ def _resolve_declared(
 
 
 def _match_usual_names(
-    table: Table, task: str, task_roles: Sequence[str], input_names: Sequence[str]
+    table: Table, task: str, task_roles: Sequence[str], input_names: Sequence[str], slices: Sequence[str]
 ) -> dict[str, str]:
     further = find_torch_task(task).usual_names
     columns: dict[str, str] = {}
@@ -122,7 +147,7 @@ def _match_usual_names(
         if names:
             columns[role] = names[0]
     if not task_roles:
-        wanted = input_names or [name for name in table.names if name not in USUAL_NAMES["label"]]
+        wanted = input_names or [name for name in table.names if name not in (*USUAL_NAMES[LABEL], *slices)]
         columns |= {name: name for name in wanted if name in table.lengths}
     return columns
 
@@ -152,6 +177,21 @@ class ColumnReader:
         if misfit := self.task.find_misfit(columns):
             raise self.fail(roles["label"], *misfit)
         return columns
+
+    def read_slice(self, name: str, column: str) -> list[str]:
+        """Read a column as texts, one a row, by which samples are told apart. SourceError for lists."""
+        raw = self.table.read(column, self.rows)
+        names = self.table.label_names.get(column)
+        texts = []
+        for i, value in enumerate(raw):
+            value = value.item() if isinstance(value, np.generic | np.ndarray) and np.size(value) == 1 else value
+            if not isinstance(value, str | int | float) and value is not None:
+                problem = f"slice '{name}' is {type(value).__name__}: give a text or a number for each sample"
+                raise self.fail(column, i, problem)
+            if names is not None and isinstance(value, int) and 0 <= value < len(names):
+                value = names[value]
+            texts.append(f"{value:g}" if isinstance(value, float) else str(value))
+        return texts
 
     def values(self, role: str, column: str) -> Any:
         """Read a column, as `Samples` has it. SourceError for the first value that the role cannot have."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.columns import ColumnReader, resolve_roles, same_roles
+from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles
 from compress.data.samples import draw_rows, n_rows
 from compress.data.table import open_table
 from compress.facts import SampleShapes
@@ -50,13 +50,14 @@ def inspect_data(
     input_names: Sequence[str],
     class_names: Sequence[str] = (),
     images: bool = False,
+    slices: Sequence[str] = (),
 ) -> DataFacts:
     """Return the facts of a data set without loading it. Arguments as for `load_samples`.
 
     Checked are that the file is there and readable, that its columns fit the task and that it has the samples asked
     for; of the values only the first row's. Raises SourceError naming file, column, rule and way out.
     """
-    parts = [_inspect_part(part, root, task, input_names, class_names, images) for part in spec.parts]
+    parts = [_inspect_part(part, root, task, input_names, class_names, images, slices) for part in spec.parts]
     same_roles([(part.source, part.columns) for part in parts])
     return parts[0] if len(parts) == 1 else _merge_facts(parts)
 
@@ -74,10 +75,16 @@ def _merge_facts(parts: Sequence[DataFacts]) -> DataFacts:
 
 
 def _inspect_part(
-    spec: DataSpec, root: Path, task: str, input_names: Sequence[str], class_names: Sequence[str], images: bool
+    spec: DataSpec,
+    root: Path,
+    task: str,
+    input_names: Sequence[str],
+    class_names: Sequence[str],
+    images: bool,
+    slices: Sequence[str],
 ) -> DataFacts:
     table = open_table(spec, root)
-    roles = resolve_roles(spec, table, task, input_names, images)
+    roles = resolve_roles(spec, table, task, input_names, images, slices)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))
     reader = ColumnReader(
@@ -89,6 +96,8 @@ def _inspect_part(
         masks=spec.masks,
     )
     first = reader.read_all(roles)
+    for name, column in resolve_slices(spec, table, slices).items():
+        reader.read_slice(name, column)
     shapes = {role: _shape(values) for role, values in first.items()}
     rate = int(first[RATE][0]) if AUDIO in first and RATE in first else None
     return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest, rate)

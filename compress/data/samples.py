@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from compress.data.columns import ColumnReader, resolve_roles, same_roles
+from compress.data.columns import LABEL, ColumnReader, resolve_roles, resolve_slices, same_roles
 from compress.data.table import Table, open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Array
 from runtime.bundle.samples import digest_columns
+from runtime.judge.slices import SET
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Samples:
 
     "image": uint8 [N, H, W(, C)], or a list of such images where sizes differ; "text", "text_pair": list[str]; model
     inputs: [N, ...]; "label": int64 [N] classes or float64 [N] scores. `digest`: sha256 over all columns in order, as
-    the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only.
+    the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only. `slices`: column -> a
+    text for each sample, by which samples are told apart and which no model reads; "set": its evaluation set's name.
     """
 
     columns: dict[str, Any]
     n: int
     digest: str
     row_digests: tuple[str, ...]
+    slices: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_samples(
@@ -43,26 +46,35 @@ def load_samples(
     n_classes: int | None = None,
     class_names: Sequence[str] = (),
     images: bool = False,
+    slices: Sequence[str] = (),
+    set_names: Sequence[str] = (),
 ) -> Samples:
     """Load and check the samples of `spec`. Labels that are names are mapped through `class_names`.
 
-    `images`: the model's preprocessing makes its input of images, whatever the task.
+    `images`: the model's preprocessing makes its input of images, whatever the task. `slices`: columns to read beside.
+    `set_names`: of each of the spec's parts, the evaluation set that it is of.
 
     With `shuffle`, rows come in the order drawn by the spec's seed (or else `seed`); two specs on one file with one
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
     Raises SourceError naming file, column, row and rule.
     """
     parts = []
-    for part in spec.parts:
+    sliced: dict[str, list[str]] = {name: [] for name in slices if name != LABEL}
+    for number, part in enumerate(spec.parts):
         table = open_table(part, root)
-        roles = resolve_roles(part, table, task, input_names, images)
+        roles = resolve_roles(part, table, task, input_names, images, slices)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
         reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images, part.masks)
         parts.append(reader.read_all(roles))
+        for name, column in resolve_slices(part, table, slices).items():
+            sliced[name] += reader.read_slice(name, column)
+        if set_names:
+            sliced[SET] = [*sliced.get(SET, []), *[set_names[number]] * len(rows)]
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
-    return samples_of(
+    samples = samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
     )
+    return replace(samples, slices=sliced)
 
 
 def _concat_columns(pieces: Sequence[Any]) -> Any:

@@ -271,7 +271,9 @@ def _answer_input_specs(served: _Served) -> tuple[TensorSpec, ...]:
 
 
 def _answer_output_specs(served: _Served) -> tuple[TensorSpec, ...]:
-    specs = find_task(served.manifest.task).answer_specs(served.artifact.outputs)
+    task, outputs = find_task(served.manifest.task), served.artifact.outputs
+    added = task.postprocess_specs(served.manifest.postprocess, outputs[0].shape[0])
+    specs = task.answer_specs((*outputs, *added))
     return tuple(replace(spec, shape=spec.shape[1:]) for spec in specs)
 
 

@@ -345,7 +345,8 @@ def _run_graph_passes(
     run: RunContext, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray], left: Left
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
-    finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, run.journal.log)
+    log, slices = run.journal.log, evaluation.slices
+    finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, log, slices)
     context = GraphContext(
         **_list_fields(run, exported.inputs), **_list_training_fields(run, exported.inputs), shortfalls=finder
     )

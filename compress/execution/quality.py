@@ -18,8 +18,10 @@ from compress.blocks.stream import Stream
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
+from compress.execution.own_metrics import load_own_metrics
 from compress.planning.cache_keys import quality_gates
 from compress.planning.inputs import Inputs
+from compress.planning.own_metrics import find_own_metrics
 from compress.store.durable import temporary_folder
 from runtime.backends import find_backend
 from runtime.bundle.tensors import TensorSpec
@@ -27,6 +29,7 @@ from runtime.decode.scoring import reduce_sample, score
 from runtime.encode.preprocess import make_preprocessor
 from runtime.judge.evidence import quality_evidence, select_metrics
 from runtime.judge.gates import GateResult, judge
+from runtime.judge.slices import find_groups
 from runtime.measure.benchmark import graph_backend
 from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
 from runtime.tasks.predict import run_samples
@@ -54,8 +57,9 @@ def run_graph(
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         if recipe.model.generates:
             return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
-        size, names = recipe.validate_.batch_size, inputs.class_names
-        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, class_names=names)
+        size, names, how = recipe.validate_.batch_size, inputs.class_names, recipe.postprocess
+        task = recipe.model.task
+        return run_samples(sessions[0], preprocessor, task, columns, size, class_names=names, postprocess=how)
 
 
 def shortfall_finder(
@@ -65,10 +69,11 @@ def shortfall_finder(
     baseline: Outputs,
     save: Callable[[ir.Model, Path], None],
     log: Callable[[str], None],
+    slices: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[ir.Model], list[str]] | None:
     """Return a function: graph -> the quality gates that it holds less well than the float model ([]: none).
 
-    Gates come as sentences.
+    Gates come as sentences. `slices`: the samples' own, for gates on the worst of them.
 
     A gate that the float model itself does not hold (too few samples, a bound out of reach) asks for no better than
     what the float model reaches. None when the recipe has no quality gate, and for language models.
@@ -77,10 +82,15 @@ def shortfall_finder(
     if not judgement.gates or inputs.recipe.model.generates:
         return None
     labels = columns.get("label")
-    metrics = select_metrics(inputs.recipe.model.task, baseline, labels, judgement)
+    task = inputs.recipe.model.task
+    metrics = select_metrics(task, baseline, labels, judgement)
+    gated = {gate.metric for gate in judgement.gates}
+    own = [metric for metric in find_own_metrics(inputs.recipe) if metric.name in gated]
+    metrics += [loaded.as_live() for loaded in load_own_metrics(own, baseline, labels)]
+    groups = find_groups(judgement, slices or {}, labels, task, inputs.class_names)
 
     def judge_gates(outputs: Outputs) -> tuple[GateResult, ...]:
-        return judge(judgement, quality_evidence(metrics, outputs, baseline, labels, judgement))
+        return judge(judgement, quality_evidence(metrics, outputs, baseline, labels, judgement, groups))
 
     @cache
     def reachable_verdicts() -> dict[tuple[str, str], int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
+from compress.planning.own_metrics import digest_own_metrics
 from compress.planning.timing import describe_call, explain_untimed
 from compress.recipe.schema import Recipe
 from compress.store.cache import cache_key
@@ -16,7 +17,7 @@ from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImageTextPreprocess, TextPreprocess
-from runtime.metrics import METRICS
+from runtime.metrics import METRICS, is_own
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 
 
@@ -59,7 +60,7 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
         previous = cache_key("pass", previous, _list_dependencies(pass_, recipe, data))
         keys.append(previous)
     judged = recipe.validate_
-    how = [recipe.target, judged.batch_size, judged.benchmark.threads]
+    how = [recipe.target, judged.batch_size, judged.benchmark.threads, to_json(recipe.postprocess)]
     baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
     left = [*exports, *keys[len(exports) :]]
@@ -77,7 +78,8 @@ def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]
     if pass_.chooses_by_time:
         uses.append(describe_call(recipe) if explain_untimed(recipe) is None else "not timed")
     if pass_.uses_gates:
-        uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation")]
+        uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation"), digest_own_metrics(recipe)]
+        uses += [list(recipe.data.evaluation_names), to_json(recipe.postprocess)]
     return uses
 
 
@@ -89,7 +91,7 @@ def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
 
 def quality_gates(judgement: Judgement) -> Judgement:
     """Return the judgement with only the gates that speak of outputs, without speed, size and what passes left."""
-    gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS)
+    gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS or is_own(gate.metric))
     return replace(judgement, gates=gates, benchmark=Benchmark(), steps="auto")
 
 

@@ -86,7 +86,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     data, problems = {}, []
     for name, declared in recipe.data.declared.items():
         try:
-            data[name] = inspect_data(declared, root, spec.task, names, class_names, preprocess.kind == "image")
+            slices, images = recipe.validate_.slices if name == "evaluation" else (), preprocess.kind == "image"
+            data[name] = inspect_data(declared, root, spec.task, names, class_names, images, slices)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -154,9 +155,12 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     recipe = inputs.recipe
     spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, inputs.class_names
+    slices, sets = (recipe.validate_.slices, recipe.data.evaluation_names) if name == "evaluation" else ((), ())
     with blame(recipe.root, SourceError):
         images = inputs.preprocess.kind == "image"
-        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, images)
+        samples = load_samples(
+            spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, images, slices, sets
+        )
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 

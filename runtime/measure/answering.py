@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
@@ -35,7 +35,8 @@ class Answerer:
     session: Session
     preprocessor: Preprocessor
     task: Task
-    class_names: Sequence[str]
+    facts: BatchFacts
+    """What is known of every batch."""
 
     def answer(self, sent: Columns) -> list[float]:
         """Answer one batch as a client sends it; return the seconds of each of STAGES."""
@@ -50,12 +51,12 @@ class Answerer:
         marks.append(time.perf_counter())
         spec = self.preprocessor.spec
         read = [
-            self.task.read_batch(given, BatchFacts(len(batch), known, spec, self.class_names))
+            self.task.read_batch(given, replace(self.facts, n=len(batch), known=known, spec=spec))
             for given, batch, (_, known) in zip(outputs, batches, encoded, strict=True)
         ]
         joined = {name: self.task.join_batches(name, [one[name] for one in read])[: len(samples)] for name in read[0]}
         joined = self.task.join_rows(joined, samples, columns, spec)
-        self.task.answers(self.task.join_views([joined]), self.class_names)
+        self.task.answers(self.task.join_views([joined]), self.facts.class_names)
         marks.append(time.perf_counter())
         return np.diff(marks).tolist()
 

@@ -89,9 +89,11 @@ class Flaws:
 class Metric:
     """One quality metric.
 
-    `against` says what the reference is: the labels [N], the texts themselves, or the baseline's outputs. `shape` says
+    `against` says what the reference is: the labels [N], nothing beside the outputs (the texts themselves), or the
+    baseline's outputs. `shape` says
     what it needs to see: "classes" (logits of at least two classes), "score" (one number per sample, or two
-    embeddings), "tokens" (sums over each sample's tokens), "outputs" (anything floating) or "any". `kind` says how its
+    embeddings), "tokens" (sums over each sample's tokens), "answers" (what `postprocess` adds), "outputs" (anything
+    floating) or "any". `kind` says how its
     interval is made: a proportion is a mean of zeros and ones, a mean is a mean over samples, a statistic is neither.
     `influence` gives what each sample adds to the statistic, its derivative by the sample's weight up to a constant,
     float64 [N]. `ideal` is the value of a model compared with itself (metrics against the baseline).
@@ -105,7 +107,7 @@ class Metric:
     reduce: Callable[[Outputs, Any], Columns]
     fits: tuple[str, ...] | None = None
     """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept."""
-    shape: Literal["classes", "score", "tokens", "outputs", "any"] = "outputs"
+    shape: Literal["classes", "score", "tokens", "answers", "outputs", "any"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first
     influence: Callable[[Columns], np.ndarray] = first_column
@@ -120,8 +122,20 @@ class Metric:
     ideal: float | None = None
     misfit: Callable[[Outputs, Any], str | None] | None = None
     """Says why the metric cannot be computed of such outputs and labels; in the place of what `shape` checks."""
+    biased_change: bool = False
+    """Whether `bias` is of changes, too, so that their intervals are widened by that of either model."""
+    turned: Callable[[Columns, Columns], np.ndarray] | None = None
+    """Which samples, bool [N], changed by a leap from one model to the other, of 2 at most in `influence`."""
+    reach: float | None = None
+    """Of a mean whose samples mostly have one value: how far another's is from that at most."""
+    needs: tuple[str, ...] = ()
+    """Fields of `postprocess`, any of which it is about."""
+    counted: str = "samples"
+    """What its columns have a row for."""
+    sliceable: bool = True
+    """Whether its columns have a row for each sample, so that it can be taken of some of them."""
     on_request: bool = False
-    """Computed only where a judgement names it, because another metric says the same."""
+    """Computed only where a judgement names it: another metric says the same, or few ask for it."""
 
     def suits(self, outputs: str) -> bool:
         """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""

@@ -153,7 +153,9 @@ class ServedModel:
         manifest, outputs = self.bundle.manifest, self.bundle.session.outputs
         if manifest.generates:
             return [("text_output", "BYTES", [1])]
-        return [_describe_tensor(spec, spec.shape) for spec in find_task(manifest.task).answer_specs(outputs)]
+        task = find_task(manifest.task)
+        added = task.postprocess_specs(manifest.postprocess, outputs[0].shape[0])
+        return [_describe_tensor(spec, spec.shape) for spec in task.answer_specs((*outputs, *added))]
 
 
 class BinaryTail:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns, count, take_texts
-from runtime.bundle.manifest import Manifest
+from runtime.bundle.manifest import Manifest, Postprocess
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
@@ -28,10 +29,11 @@ def run_samples(
     batch_size: int = 32,
     reference: Session | None = None,
     class_names: Sequence[str] = (),
+    postprocess: Postprocess | None = None,
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `class_names`: the model's, for a task whose outputs cannot be read without.
+    `class_names`: the model's, for a task whose outputs cannot be read without. `postprocess`: how answers are chosen.
 
     Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
@@ -45,7 +47,8 @@ def run_samples(
         return score(session, preprocessor, views[0], batch_size, reference)
     if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
-    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
+    facts = BatchFacts(0, class_names=class_names, postprocess=postprocess)
+    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, facts) for view in views])
 
 
 def make_columns(manifest: Manifest, samples: Any) -> dict[str, Any]:
@@ -79,12 +82,12 @@ def _run_view(
     task: Task,
     columns: Columns,
     batch_size: int,
-    class_names: Sequence[str],
+    known: BatchFacts,
 ) -> dict[str, Array]:
     split, samples = split_samples(preprocessor, columns)
     order, restore = _order_rows(preprocessor, split)
     batches = [
-        _run_batch(session, preprocessor, task, split, rows, class_names)
+        _run_batch(session, preprocessor, task, split, rows, known)
         for rows in split_batches(order, batch_size, session.inputs)
     ]
     outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
@@ -125,7 +128,8 @@ def _run_batch(
     task: Task,
     columns: Columns,
     rows: Array,
-    class_names: Sequence[str],
+    known: BatchFacts,
 ) -> dict[str, Array]:
-    feeds, known = preprocessor.encode_with_facts(columns, rows, task.facts)
-    return task.read_batch(session.run(feeds), BatchFacts(len(rows), known, preprocessor.spec, class_names))
+    """Run the rows; `known`: what is known of every batch."""
+    feeds, facts = preprocessor.encode_with_facts(columns, rows, task.facts)
+    return task.read_batch(session.run(feeds), replace(known, n=len(rows), known=facts, spec=preprocessor.spec))
