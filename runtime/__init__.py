@@ -52,7 +52,15 @@ class Bundle:
         task = find_task(self.manifest.task)
         columns, names = task.to_columns(samples), self.manifest.class_names
         outputs: dict[str, Any] = dict(
-            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, class_names=names)
+            run_samples(
+                self.session,
+                self.preprocessor,
+                task.name,
+                columns,
+                batch_size,
+                class_names=names,
+                detections=self.manifest.detections,
+            )
         )
         prediction = task.predict(outputs, names)
         if prediction is not None:
@@ -81,8 +89,10 @@ class Bundle:
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if not self.manifest.generates:
-            names = self.manifest.class_names
-            return run_samples(self.session, self.preprocessor, task, columns, batch_size, class_names=names)
+            names, how = self.manifest.class_names, self.manifest.detections
+            return run_samples(
+                self.session, self.preprocessor, task, columns, batch_size, class_names=names, detections=how
+            )
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)
         try:

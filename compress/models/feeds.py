@@ -115,12 +115,14 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
 
 
 def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:
+    if preprocess.letterbox is not None:
+        return preprocess.letterbox
     if preprocess.crop is not None:
         return preprocess.crop
     if isinstance(preprocess.resize, tuple):
         return preprocess.resize
     if "image" not in samples:
-        raise SourceError("preprocess: the size of the images is not known; set resize [h, w] or crop, or give data")
+        raise SourceError("preprocess: the size of the images is not known; set resize [h, w], crop or letterbox, or give data")
     height, width = samples["image"][0][:2]
     return compute_resized(height, width, preprocess.resize)
 

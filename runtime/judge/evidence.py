@@ -148,7 +148,8 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
     if metric.flaws is not None and difference.method == HALL:
-        changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
+        apart = [(a != b).reshape(len(a), -1).any(axis=1) for a, b in zip(ours, theirs, strict=True)]
+        changed = np.any(apart, axis=0)
         count, reach = int(changed.sum()), metric.flaws.reach(ours)
         difference = bound_rare_changes(difference, 0.0, count, len(changed), reach, level)
     return before, after, difference

@@ -79,7 +79,7 @@ class Metric:
     about: str
     reduce: Callable[[Outputs, Any], Columns]
     fits: tuple[str, ...] | None = None
-    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept."""
+    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept as they are."""
     shape: Literal["classes", "score", "tokens", "outputs"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first
@@ -98,7 +98,7 @@ class Metric:
 
     def suits(self, outputs: str) -> bool:
         """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""
-        return outputs != "tokens" if self.fits is None else outputs in self.fits
+        return outputs not in ("tokens", "boxes") if self.fits is None else outputs in self.fits
 
     def columns(self, outputs: Outputs, reference: Any) -> Columns:
         """Return what the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""

@@ -59,7 +59,7 @@ class Answers:
         if encoded and (missing := [name for name in task.facts if name not in known]):
             raise UsageError(f"{missing[0]} is missing: {task.name} answers by what encoding knows")
         n, names = len(next(iter(outputs.values()))), self.manifest.class_names
-        read = task.read_batch(outputs, BatchFacts(n, known, self.spec, names))
+        read = task.read_batch(outputs, BatchFacts(n, known, self.spec, names, self.manifest.detections))
         return task.answers(task.join_views([read]), names)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from runtime.plugins import TASK_GROUP, PluginTable, check_entry
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.object_detection import ObjectDetection
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
@@ -18,6 +19,7 @@ _OWN = {
     task.name: task
     for task in (
         ImageClassification(),
+        ObjectDetection(),
         TextClassification(),
         TokenClassification(),
         FeatureExtraction(),

@@ -17,6 +17,7 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
+    from runtime.boxes.spec import Detections
     from runtime.encode.preprocess import PreprocessSpec
     from runtime.metrics.base import Metric
 
@@ -39,6 +40,8 @@ class BatchFacts:
     spec: PreprocessSpec | None = None
     """How the samples were encoded."""
     class_names: Sequence[str] = ()
+    detections: Detections | None = None
+    """What a detector's outputs mean."""
 
 
 class Task:

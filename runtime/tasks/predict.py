@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime.backends.base import Session
+from runtime.boxes.spec import Detections
 from runtime.bundle.columns import Array, Columns, count, take_texts
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
@@ -28,10 +30,12 @@ def run_samples(
     batch_size: int = 32,
     reference: Session | None = None,
     class_names: Sequence[str] = (),
+    detections: Detections | None = None,
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `class_names`: the model's, for a task whose outputs cannot be read without.
+    `class_names`: the model's, and `detections`: what a detector's outputs mean, for a task whose outputs cannot be read
+    without.
 
     Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
@@ -45,7 +49,8 @@ def run_samples(
         return score(session, preprocessor, views[0], batch_size, reference)
     if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
-    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
+    facts = BatchFacts(0, spec=preprocessor.spec, class_names=class_names, detections=detections)
+    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, facts) for view in views])
 
 
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
@@ -70,11 +75,11 @@ def _run_view(
     task: Task,
     columns: Columns,
     batch_size: int,
-    class_names: Sequence[str],
+    facts: BatchFacts,
 ) -> dict[str, Array]:
     order, restore = _order_rows(preprocessor, columns)
     batches = [
-        _run_batch(session, preprocessor, task, columns, rows, class_names)
+        _run_batch(session, preprocessor, task, columns, rows, facts)
         for rows in _split_batches(order, batch_size, session.inputs)
     ]
     return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
@@ -113,7 +118,7 @@ def _run_batch(
     task: Task,
     columns: Columns,
     rows: Array,
-    class_names: Sequence[str],
+    facts: BatchFacts,
 ) -> dict[str, Array]:
     feeds, known = preprocessor.encode_with_facts(columns, rows, task.facts)
-    return task.read_batch(session.run(feeds), BatchFacts(len(rows), known, preprocessor.spec, class_names))
+    return task.read_batch(session.run(feeds), replace(facts, n=len(rows), known=known))
