@@ -232,9 +232,7 @@ def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[N
 
 def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap."""
-    task, outputs = plan.recipe.model.task, plan.before.outputs
-    width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
-    n_classes = width if find_torch_task(task).chooses and isinstance(width, int) else None
+    n_classes = find_torch_task(plan.recipe.model.task).count_classes(plan.before.outputs)
     sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
     shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
     if shared:

@@ -16,6 +16,7 @@ from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, read_onnx
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
+from compress.tasks.base import FREE_AXES
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import compute_resized
 from runtime.encode.language import LanguagePreprocess
@@ -98,20 +99,25 @@ def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) 
 def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ...]:
     """Return the outputs under their final names: "logits", "last_hidden_state", or forward's own for a generic task.
 
-    The shapes in `outputs` are [1, ...]: batch dimension included. SourceError where the task needs another output.
+    Of several outputs a forward gives a dict with the task's names, or a tuple in the task's order. The shapes in
+    `outputs` are [1, ...]: batch dimension included. SourceError where the task needs other outputs.
     """
     task = find_torch_task(spec.task)
-    if not task.axes:
+    if not task.outputs:
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
-    shape, dtype = next(iter(outputs.values()))
-    if len(outputs) != 1 or len(shape) != len(task.axes):
+    names = tuple(outputs if outputs.keys() == task.outputs.keys() else task.outputs)  # or in the task's order
+    ranks = [len(shape) for shape, _ in outputs.values()]
+    if len(outputs) != len(names) or ranks != [len(task.outputs[name]) for name in names]:
         shown = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
-        raise SourceError(
-            f"{spec.source}: task {spec.task} needs one output [{', '.join(task.axes)}], but forward gives {shown}"
-        )
-    if task.chooses and spec.class_names and len(spec.class_names) != shape[-1]:
-        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {shape[-1]} classes")
-    return (TensorSpec(task.output or next(iter(outputs)), dtype, (*task.axes[:-1], shape[-1])),)
+        raise SourceError(f"{spec.source}: task {spec.task} needs {task.describe_outputs()}, but forward gives {shown}")
+    specs = []
+    for name, (shape, dtype) in zip(names, outputs.values(), strict=True):
+        dims = (axis if axis in FREE_AXES else size for axis, size in zip(task.outputs[name], shape, strict=True))
+        specs.append(TensorSpec(name, dtype, tuple(dims)))
+    n_classes = task.count_classes(specs)
+    if n_classes is not None and spec.class_names and len(spec.class_names) != n_classes:
+        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {n_classes} classes")
+    return tuple(specs)
 
 
 def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:

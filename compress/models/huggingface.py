@@ -1,4 +1,4 @@
-"""Hugging Face folders: the class for the task, wrapped to take encoded inputs by name and give one tensor.
+"""Hugging Face folders: the class for the task, wrapped to take encoded inputs by name and give the task's outputs.
 
 What a config.json says is looked at before anything is built of it: its numbers, and the task that its model has.
 """
@@ -36,31 +36,40 @@ SPARE_PARAMETERS = 1000
 REASON_CHARACTERS = 400
 
 
-class TextModel(nn.Module):
-    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> logits [B, C] or [B, T, C], or states [B, T, D]."""
+Given = Tensor | dict[str, Tensor]
+"""The output of a task that has one, or several by name."""
 
-    def __init__(self, wrapped: nn.Module, output: str) -> None:
+
+class TextModel(nn.Module):
+    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> the task's outputs: logits, states, spans."""
+
+    def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
         super().__init__()
         self.wrapped = wrapped
-        self.output = output
+        self.outputs = outputs
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Given:
         feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             feeds["token_type_ids"] = token_type_ids
-        return self.wrapped(**feeds, return_dict=True)[self.output]
+        return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
 class ImageModel(nn.Module):
-    """pixel_values float32 [B, C, H, W] -> logits [B, C]."""
+    """pixel_values float32 [B, C, H, W] -> the task's outputs: logits [B, C] and the like."""
 
-    def __init__(self, wrapped: nn.Module, output: str) -> None:
+    def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
         super().__init__()
         self.wrapped = wrapped
-        self.output = output
+        self.outputs = outputs
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.wrapped(pixel_values=pixel_values, return_dict=True)[self.output]
+    def forward(self, pixel_values: Tensor) -> Given:
+        return select_outputs(self.wrapped(pixel_values=pixel_values, return_dict=True), self.outputs)
+
+
+def select_outputs(given: Mapping[str, Tensor], names: tuple[str, ...]) -> Given:
+    """Return the field of transformers' outputs of that name; of several a dict of them, in their order."""
+    return given[names[0]] if len(names) == 1 else {name: given[name] for name in names}
 
 
 def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
@@ -169,8 +178,8 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
 
 def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
     task = find_torch_task(spec.task)
-    if task.output is None:
-        known = [name for name, other in TORCH_TASKS.items() if other.output is not None]
+    if not task.outputs:
+        known = [name for name, other in TORCH_TASKS.items() if other.outputs]
         raise SourceError(
             f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(known)}"
         )
@@ -207,11 +216,10 @@ def load_config(spec: ModelSpec, source: Source) -> Any:
 
 def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     task = find_torch_task(spec.task)
-    assert task.output is not None  # `_choose_class` refused it
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
     wrapper = ImageModel if task.task.preprocess == "image" else TextModel
-    return wrapper(model, task.output).eval()
+    return wrapper(model, *task.outputs).eval()
 
 
 @contextlib.contextmanager

@@ -122,19 +122,24 @@ def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes
 
 
 def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
-    """Raise SourceError unless a task of classes has one output of them: that by its name, else the only one."""
+    """Raise SourceError unless the outputs of a task that needs certain ones are there.
+
+    Of classes there is one output: that by its name, else the only one. Several are told by their names alone.
+    """
     wanted = find_torch_task(task)
-    if not wanted.chooses:
+    if not wanted.chooses and len(wanted.outputs) < 2:
         return
-    rank = len(wanted.axes)
-    named = [out for out in outputs if out.name == wanted.output]
-    candidates = named or [out for out in outputs if len(out.shape) == rank]
-    if len(candidates) != 1 or len(candidates[0].shape) != rank:
-        shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
-        raise SourceError(
-            f"{path}: task {task} needs one output [{', '.join(wanted.axes)}], but the graph gives {shown}; call that "
-            f"output '{wanted.output}', or use task: generic"
-        )
+    for name, axes in wanted.outputs.items():
+        rank = len(axes)
+        named = [out for out in outputs if out.name == name]
+        candidates = named or [out for out in outputs if len(out.shape) == rank and len(wanted.outputs) == 1]
+        if len(candidates) != 1 or len(candidates[0].shape) != rank:
+            shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
+            called = f"that output '{name}'" if len(wanted.outputs) == 1 else "them so"
+            raise SourceError(
+                f"{path}: task {task} needs {wanted.describe_outputs()}, but the graph gives {shown}; call {called}, "
+                "or use task: generic"
+            )
 
 
 def _describe_layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:

@@ -12,9 +12,12 @@ from runtime.tasks import find_task
 from runtime.tasks.base import Task
 
 if TYPE_CHECKING:
+    from runtime.bundle.tensors import TensorSpec
     from runtime.encode.preprocess import Preprocessor
 
 Columns = Mapping[str, Any]
+FREE_AXES = ("batch", "sequence")
+"""Dimensions of outputs that a model takes in any size."""
 Loss = Literal["classes", "token classes", "next tokens", "embeddings", "outputs"]
 """What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
 token that is predicted; pooled embeddings and hidden states; the squared error of the outputs."""
@@ -95,10 +98,9 @@ class TorchTask:
     """Of the runtime's task."""
     starter: Starter
     loss: Loss
-    output: str | None = None
-    """Field of transformers' outputs, and name of the ONNX output; None: not for Hugging Face folders."""
-    axes: tuple[str, ...] = ()
-    """Dimensions of the output, of which there is one, each by name; (): any outputs."""
+    outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Every output, by its field of transformers' outputs, which is its name in ONNX, with its dimensions by name:
+    "batch" and "sequence" are free, "classes" is where classes are. {}: any outputs, and no Hugging Face folders."""
     read_labels: Callable[[LabelReader, str, Sequence[Any]], np.ndarray] = read_classes_or_scores
     """Reads a column of labels [N, ...]."""
     usual_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -121,5 +123,21 @@ class TorchTask:
 
     @property
     def chooses(self) -> bool:
-        """Return whether the last dimension of the output is classes."""
-        return "classes" in self.axes
+        """Return whether a dimension of an output is classes."""
+        return any("classes" in axes for axes in self.outputs.values())
+
+    def count_classes(self, outputs: Sequence[TensorSpec]) -> int | None:
+        """Return how many classes a model with these outputs has; None: it does not say, or the task has none."""
+        for name, axes in self.outputs.items():
+            fitting = [out for out in outputs if out.name == name] or [o for o in outputs if len(o.shape) == len(axes)]
+            if "classes" in axes and fitting:
+                size = fitting[0].shape[axes.index("classes")]
+                return size if isinstance(size, int) else None
+        return None
+
+    def describe_outputs(self) -> str:
+        """Return the outputs that a model must have, in words for an error."""
+        named = [f"[{', '.join(axes)}]" for axes in self.outputs.values()]
+        if len(named) == 1:
+            return f"one output {named[0]}"
+        return "the outputs " + " and ".join(f"{name} {axes}" for name, axes in zip(self.outputs, named, strict=True))
