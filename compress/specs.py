@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from compress.tasks import TORCH_TASKS
+from runtime.boxes.spec import Detections
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
 from runtime.tasks import find_task
@@ -73,6 +74,8 @@ DATA_SOURCES = (
     "text:<file>",
     "parquet:<file>",
     "imagefolder:<folder>",
+    "coco:<file.json>",
+    "voc:<folder>",
     "hf:<hub id>",
 )
 
@@ -109,6 +112,8 @@ class ModelSpec(Record):
     """Run Python that comes with an hf: or dir: model."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, in the order of the model's outputs."""
+    detections: Detections | None = None
+    """object-detection: what the outputs mean, where their names and shapes do not say."""
 
     @property
     def generates(self) -> bool:
@@ -138,7 +143,12 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """Of an hf: source, or of an imagefolder: that has a folder for each."""
+    """Of an hf: source, of an imagefolder: that has a folder for each, or of a voc: folder (ImageSets/Main)."""
+    boxes: Literal["xyxy", "xywh", "cxcywh"] | None = None
+    """Form of labelled boxes, in pixels: corners, corner and size, centre and size. Default: what the format has; of
+    columns xywh (COCO's) where they are called bbox, else xyxy."""
+    images: Annotated[str | None, NAMES_PLACE] = None
+    """Folder of a coco: file's images; default: the file's own, which those of a jsonl: file are relative to, too."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
 

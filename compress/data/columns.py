@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,11 +147,18 @@ class ColumnReader:
         images = []
         for i, item in enumerate(raw):
             try:
-                images.append(load_pixels(item))
+                images.append(load_pixels(self._find_file(item)))
             except UsageError as error:
                 raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
+
+    def _find_file(self, item: Any) -> Any:
+        """Return a path that is relative to the table's own file in full, where it is not there as it stands."""
+        if not isinstance(item, str) or len(self.table.files) != 1 or Path(item).exists():
+            return item
+        beside = self.table.files[0].parent / item
+        return beside if beside.is_file() else item
 
     def _check_texts(self, column: str, raw: Any) -> list[str]:
         for i, item in enumerate(raw):

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.data.columns import ColumnReader, resolve_roles, same_roles
-from compress.data.samples import draw_rows, n_rows
-from compress.data.table import open_table
+from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task
@@ -68,7 +67,7 @@ def _merge_facts(parts: Sequence[DataFacts]) -> DataFacts:
 def _inspect_part(
     spec: DataSpec, root: Path, task: str, input_names: Sequence[str], class_names: Sequence[str]
 ) -> DataFacts:
-    table = open_table(spec, root)
+    table = open_source(spec, root, task)
     roles = resolve_roles(spec, table, task, input_names)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from compress.data.boxes import arrange_objects, open_coco, open_voc
 from compress.data.columns import ColumnReader, resolve_roles, same_roles
-from compress.data.table import Table, open_table
+from compress.data.table import Table, check_path, open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
+from compress.store.paths import resolve_path
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Array
 from runtime.bundle.samples import digest_columns
+from runtime.tasks import find_task
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def load_samples(
     """
     parts = []
     for part in spec.parts:
-        table = open_table(part, root)
+        table = open_source(part, root, task)
         roles = resolve_roles(part, table, task, input_names)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
         reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names))
@@ -60,6 +63,18 @@ def load_samples(
     return samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
     )
+
+
+def open_source(spec: DataSpec, root: Path, task: str) -> Table:
+    """Open a source as a table, as `open_table` does; of a task that finds boxes with these in one form. SourceError."""
+    kind, _, rest = spec.source.partition(":")
+    if kind in ("coco", "voc"):
+        path = check_path(spec.source, resolve_path(root, rest), folder=kind == "voc")
+        images = path.parent if spec.images is None else resolve_path(root, spec.images)
+        table = open_voc(path, spec.split) if kind == "voc" else open_coco(path, images)
+    else:
+        table = open_table(spec, root)
+    return arrange_objects(table, spec) if find_task(task).outputs == "boxes" else table
 
 
 def _concat_columns(pieces: Sequence[Any]) -> Any:

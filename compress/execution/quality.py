@@ -55,7 +55,15 @@ def run_graph(
         if recipe.model.generates:
             return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
         size, names = recipe.validate_.batch_size, inputs.class_names
-        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, class_names=names)
+        return run_samples(
+            sessions[0],
+            preprocessor,
+            recipe.model.task,
+            columns,
+            size,
+            class_names=names,
+            detections=inputs.detections,
+        )
 
 
 def shortfall_finder(

@@ -103,7 +103,7 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
     `outputs` are [1, ...]: batch dimension included. SourceError where the task needs other outputs.
     """
     task = find_torch_task(spec.task)
-    if not task.outputs:
+    if not task.outputs or (task.any_outputs and not spec.source.startswith(("hf:", "dir:"))):
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
     names = tuple(outputs if outputs.keys() == task.outputs.keys() else task.outputs)  # or in the task's order
     ranks = [len(shape) for shape, _ in outputs.values()]

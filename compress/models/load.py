@@ -18,6 +18,7 @@ from compress.blocks.trace import run
 from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models import factory, huggingface
+from compress.models.detections import read_detections
 from compress.models.facts import architecture, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
@@ -25,6 +26,7 @@ from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
+from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import TensorSpec
 from runtime.tasks.base import Task
 
@@ -43,6 +45,8 @@ class SourceModel:
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
     task: str = Task.name
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -101,15 +105,17 @@ def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) ->
     except factory.USER_ERRORS as error:
         raise forward_failure(spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
+    specs = output_specs(spec, shapes)
     return TorchModel(
         architecture=architecture(module),
         inputs=input_specs(spec, names, feeds_shapes),
-        outputs=output_specs(spec, shapes),
+        outputs=specs,
         module=module,
         parameters=names,
         folder=source.folder,
         class_names=spec.class_names or _read_class_names(spec, source),
         task=spec.task,
+        detections=read_detections(spec, root, specs),
         shapes=read_shapes_record(source.shapes),
     )
 
@@ -125,7 +131,8 @@ def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    if source.kind != "huggingface" or not find_torch_task(spec.task).chooses:
+    task = find_torch_task(spec.task)
+    if source.kind != "huggingface" or not (task.chooses or task.needs_class_names):
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))
 

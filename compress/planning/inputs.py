@@ -21,6 +21,7 @@ from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
+from compress.models.detections import read_detections
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
@@ -32,6 +33,7 @@ from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
 from compress.store.durable import blame
+from runtime.boxes.spec import Detections
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
@@ -69,6 +71,8 @@ class Inputs:
     students: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     """Of the classes: the recipe's, or the folder's where the task says nothing without."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -114,6 +118,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(problems),
         students.digests,
         class_names,
+        read_detections(spec, root, facts.outputs),
     )
 
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 Columns = Mapping[str, Any]
 FREE_AXES = ("batch", "sequence")
 """Dimensions of outputs that a model takes in any size."""
-Loss = Literal["classes", "token classes", "next tokens", "embeddings", "outputs"]
+Loss = Literal["classes", "token classes", "next tokens", "embeddings", "detections", "outputs"]
 """What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
-token that is predicted; pooled embeddings and hidden states; the squared error of the outputs."""
+token that is predicted; pooled embeddings and hidden states; classes and boxes of a head; the squared error of the
+outputs."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
@@ -43,6 +44,8 @@ class Starter:
     gates: str
     speed: str = "latency_p50"
     """The metric whose speed-up is a gate."""
+    model: str = ""
+    """What the model's own section says beyond its source, and what follows that."""
 
 
 class LabelReader(Protocol):
@@ -58,6 +61,11 @@ class LabelReader(Protocol):
 
     def read_class_ids(self, column: str, values: np.ndarray, least: int) -> np.ndarray:
         """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
+        ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Return the names of the model's classes."""
         ...
 
     def at(self, rows: np.ndarray) -> LabelReader:
@@ -101,6 +109,8 @@ class TorchTask:
     outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Every output, by its field of transformers' outputs, which is its name in ONNX, with its dimensions by name:
     "batch" and "sequence" are free, "classes" is where classes are. {}: any outputs, and no Hugging Face folders."""
+    any_outputs: bool = False
+    """Whether a model that is no Hugging Face folder may have any others than `outputs`."""
     read_labels: Callable[[LabelReader, str, Sequence[Any]], np.ndarray] = read_classes_or_scores
     """Reads a column of labels [N, ...]."""
     usual_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -161,7 +161,8 @@ def complete_detections(
             f"detections: the outputs {_describe(outputs)} do not say what their numbers mean: give "
             + "; ".join(problems)
         )
-    known = replace(known, suppress=known.suppress or ("none" if known.outputs.final else "class"))
+    final = known.outputs is not None and known.outputs.final
+    known = replace(known, suppress=known.suppress or ("none" if final else "class"))
     _check_classes(known, shapes, class_names)
     return known
 

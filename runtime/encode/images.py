@@ -84,20 +84,6 @@ class ImagePreprocess:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where an image lies in the model's input: pixel (x, y) at (x * scale_x + left, y * scale_y + top).
-
-    `size`: (height, width) of the input; what is outside it was cut off.
-    """
-
-    size: tuple[int, int]
-    scale_x: float
-    scale_y: float
-    left: int
-    top: int
-
-
-@dataclass(frozen=True)
 class ImageEncoder:
     """Samples with the column "image" -> the model's one input."""
 
@@ -217,27 +203,11 @@ def fit_letterbox(height: int, width: int, spec: ImagePreprocess) -> tuple[tuple
 
 def _pad_to_letterbox(pixels: Array, spec: ImagePreprocess) -> Array:
     assert spec.letterbox is not None
-    size, top, left = fit_letterbox(*pixels.shape[:2], spec)
+    size, top, left = fit_letterbox(pixels.shape[0], pixels.shape[1], spec)
     canvas = np.full((*spec.letterbox, pixels.shape[2]), spec.padding, np.uint8)
     inside = pixels if size == pixels.shape[:2] else _resize(pixels, size, spec.resample)
     canvas[top : top + size[0], left : left + size[1]] = inside
     return canvas
-
-
-def place_image(height: int, width: int, spec: ImagePreprocess) -> Placement:
-    """Return where preprocessing puts an image of that size."""
-    if spec.letterbox is not None:
-        size, top, left = fit_letterbox(height, width, spec)
-        return Placement(spec.letterbox, size[1] / width, size[0] / height, left, top)
-    size = compute_resized(height, width, spec.resize)
-    top, left = 0, 0
-    whole = size if spec.crop is None else spec.crop
-    if spec.crop is not None:  # as `centre_crop` rounds
-        top, left = (
-            (want - have) // 2 if want > have else -round((have - want) / 2)
-            for have, want in zip(size, spec.crop, strict=True)
-        )
-    return Placement(whole, size[1] / width, size[0] / height, left, top)
 
 
 def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:
@@ -250,6 +220,39 @@ def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:
             pixels = np.pad(pixels, widths)
     top, left = (round((have - want) / 2) for have, want in zip(pixels.shape[:2], crop, strict=True))
     return pixels[top : top + crop[0], left : left + crop[1]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an image lies on what a model saw of it; each pair is of heights and widths.
+
+    The centre (y + 0.5) of an image's pixel lies at (y + 0.5) * scale - start on the window that the model saw.
+    """
+
+    size: tuple[int, int]
+    """Of the image, in its own pixels."""
+    scale: tuple[float, float]
+    """Pixels of the window for each of the image's."""
+    start: tuple[int, int]
+    """Pixels, after resizing, that were cut off before the window; negative where some were added."""
+    window: tuple[int, int]
+    """Pixels that the model saw."""
+
+
+def place_image(height: int, width: int, spec: ImagePreprocess) -> Placement:
+    """Return where an image of that size lies on what `image_pixels` makes of it."""
+    if spec.letterbox is not None:
+        inside, top, left = fit_letterbox(height, width, spec)
+        scale = (inside[0] / height, inside[1] / width)
+        return Placement((height, width), scale, (-top, -left), spec.letterbox)
+    resized = compute_resized(height, width, spec.resize)
+    window = spec.crop or resized
+    start = [
+        round((have - want) / 2) if have >= want else -((want - have) // 2)
+        for have, want in zip(resized, window, strict=True)
+    ]
+    scale = (resized[0] / height, resized[1] / width)
+    return Placement((height, width), scale, (start[0], start[1]), (window[0], window[1]))
 
 
 def normalize_pixels(pixels: Array, spec: ImagePreprocess) -> Array:

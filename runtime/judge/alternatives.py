@@ -111,8 +111,8 @@ def _measure_fidelity(
     """Measure how close the outputs on the first samples are to the baseline's frozen ones."""
     n = min(FIDELITY_SAMPLES, count(columns))
     few = {name: take(columns, name, slice(0, n)) for name in columns}
-    size, names = manifest.judgement.batch_size, manifest.class_names
-    outputs = run_samples(session, preprocessor, manifest.task, few, size, class_names=names)
+    size, names, how = manifest.judgement.batch_size, manifest.class_names, manifest.detections
+    outputs = run_samples(session, preprocessor, manifest.task, few, size, class_names=names, detections=how)
     reference = {name: values[:n] for name, values in baseline.items()}
     fits = [m for m in (METRICS["agreement"], METRICS["cosine"]) if why_not(m, manifest.task, outputs, None) is None]
     return {"n_samples": n, **{metric.name: metric.compute(outputs, reference) for metric in fits}}

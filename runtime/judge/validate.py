@@ -184,8 +184,10 @@ def run_candidate(case: Case) -> Outputs:
         session = open_variant(stack, case.root, after, threads)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
         reference = open_variant(stack, case.root, before, threads) if manifest.generates else None
-        size, names = manifest.judgement.batch_size, manifest.class_names
-        outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, names)
+        size, names, how = manifest.judgement.batch_size, manifest.class_names, manifest.detections
+        outputs = run_samples(
+            session, preprocessor, manifest.task, case.columns, size, reference, names, detections=how
+        )
     if reference is not None:
         check_baseline(case.root, outputs.pop("reference_nll"), outputs["n_tokens"], case.baseline)
     return outputs

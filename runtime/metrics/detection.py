@@ -79,7 +79,7 @@ def _sort_by_class(columns: Columns) -> list[tuple[np.ndarray, ...]]:
     precision, recall, right, wrong [T, M]; image int64 [M] of each; labelled boxes int64 [N] of each image.
     """
     scores, classes, results, counted = columns
-    curves = []
+    curves: list[tuple[np.ndarray, ...]] = []
     for number in np.flatnonzero(counted.sum(axis=0)):
         image, place = np.nonzero(classes == number)
         order = np.argsort(-scores[image, place].astype(np.float64), kind="stable")
@@ -210,8 +210,8 @@ def _find_flawed(columns: Columns) -> np.ndarray:
     judged = (classes >= 0) & (classes < counted.shape[1])
     wrong = ((results == WRONG) & judged[..., None]).any(axis=(1, 2))
     n_right = ((results == RIGHT) & judged[..., None]).sum(axis=1)  # [N, T]
-    flawed: np.ndarray = wrong | (n_right < counted.sum(axis=1)[:, None]).any(axis=1)
-    return flawed
+    missed = n_right < counted.sum(axis=1)[:, None]).any(axis=1)
+    return np.asarray(wrong | missed)
 
 
 def _largest_share(columns: Columns) -> float:

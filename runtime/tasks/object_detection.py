@@ -40,12 +40,12 @@ class ObjectDetection(Task):
         if how is None or how.outputs is None:
             raise BundleError("nothing says what the detector's outputs mean: build the bundle again")
         placed = [place_image(int(height), int(width), spec) for height, width in sizes]
-        found = find_objects(outputs, how, placed[0].size, len(batch.class_names))
+        found = find_objects(outputs, how, placed[0].window, len(batch.class_names))
         boxes = np.zeros((batch.n, how.most, 4), np.float32)
         scores = np.zeros((batch.n, how.most), np.float32)
         classes = np.full((batch.n, how.most), -1, np.int64)
-        for row, (image, place, size) in enumerate(zip(found, placed, sizes, strict=True)):
-            corners = _return_to_image(image.boxes, place, size)
+        for row, (image, place) in enumerate(zip(found, placed, strict=True)):
+            corners = _return_to_image(image.boxes, place)
             there = (corners[:, 2] > corners[:, 0]) & (corners[:, 3] > corners[:, 1])
             n = min(int(there.sum()), how.most)
             boxes[row, :n], scores[row, :n] = corners[there][:n], image.scores[there][:n]
@@ -82,13 +82,12 @@ class ObjectDetection(Task):
         )
 
 
-def _return_to_image(boxes: Array, place: Placement, size: Array) -> Array:
-    """Return boxes [k, 4] in pixels of the input as pixels of the image of `size` (height, width), cut at its edges."""
-    shift = np.array([place.left, place.top] * 2, np.float64)
-    scale = np.array([place.scale_x, place.scale_y] * 2)
-    edges = np.array([size[1], size[0]] * 2)
-    corners: Array = np.clip((boxes - shift) / scale, 0, edges).astype(np.float32)
-    return corners
+def _return_to_image(boxes: Array, place: Placement) -> Array:
+    """Return boxes [k, 4] in pixels of what the model saw as pixels of the image, cut at its edges."""
+    (height, width), (scale_y, scale_x), (top, left) = place.size, place.scale, place.start
+    corners = (boxes + np.array([left, top] * 2, np.float64)) / np.array([scale_x, scale_y] * 2)
+    cut: Array = np.clip(corners, 0, np.array([width, height] * 2)).astype(np.float32)
+    return cut
 
 
 def _name_class(number: int, class_names: Sequence[str]) -> str | int:
