@@ -209,7 +209,9 @@ def _find_image(folder: Path, stem: str) -> Path:
 def _check_files(where: Path, files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.is_file()]
     if missing:
-        raise SourceError(f"{where}: there is no {missing[0]} ({len(missing)} such files); `images:` names their folder")
+        raise SourceError(
+            f"{where}: there is no {missing[0]} ({len(missing)} such files); `images:` names their folder"
+        )
 
 
 def _make_table(where: str, files: Sequence[Path], cell: Callable[[int], Any], notes: Sequence[Path]) -> Table:
@@ -249,7 +251,9 @@ def _parse_xml(path: Path) -> Element:
     builder, parser = TreeBuilder(), expat.ParserCreate()
 
     def refuse(*declared: Any) -> None:
-        raise SourceError(f"{path}: declares a document type, which may name other files or grow without end; remove it")
+        raise SourceError(
+            f"{path}: declares a document type, which may name other files or grow without end; remove it"
+        )
 
     parser.StartElementHandler = builder.start
     parser.EndElementHandler = builder.end

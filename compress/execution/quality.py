@@ -62,7 +62,7 @@ def run_graph(
             columns,
             size,
             class_names=names,
-            detections=inputs.detections,
+            detections=inputs.facts.detections,
         )
 
 

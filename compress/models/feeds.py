@@ -128,7 +128,9 @@ def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int
     if isinstance(preprocess.resize, tuple):
         return preprocess.resize
     if "image" not in samples:
-        raise SourceError("preprocess: the size of the images is not known; set resize [h, w], crop or letterbox, or give data")
+        raise SourceError(
+            "preprocess: the size of the images is not known; set resize [h, w], crop or letterbox, or give data"
+        )
     height, width = samples["image"][0][:2]
     return compute_resized(height, width, preprocess.resize)
 

@@ -82,7 +82,7 @@ def _list_dependencies(pass_: Pass, inputs: Inputs, data: Mapping[str, list[Any]
 
 def _describe_detections(inputs: Inputs, of_head: bool = False) -> list[Any]:
     """Describe what a detector's outputs mean, in a list; `of_head`: without the bounds of what is kept."""
-    known = inputs.detections
+    known = inputs.facts.detections
     if known is None:
         return []
     if of_head:

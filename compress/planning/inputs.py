@@ -33,7 +33,6 @@ from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
 from compress.store.durable import blame
-from runtime.boxes.spec import Detections
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
@@ -71,8 +70,6 @@ class Inputs:
     students: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     """Of the classes: the recipe's, or the folder's where the task says nothing without."""
-    detections: Detections | None = None
-    """Of a detector: what its outputs mean."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -103,7 +100,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
-    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
+    detections = read_detections(spec, root, facts.outputs)
+    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections)
     problems += students.problems
     return Inputs(
         recipe,
@@ -118,7 +116,6 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(problems),
         students.digests,
         class_names,
-        read_detections(spec, root, facts.outputs),
     )
 
 

@@ -42,9 +42,7 @@ def find_objects(outputs: Mapping[str, Array], spec: Detections, size: tuple[int
     return [_select(b, s, spec) for b, s in zip(boxes, scores, strict=True)]
 
 
-def _read_final(
-    outputs: Mapping[str, Array], spec: Detections, size: tuple[int, int], n_classes: int
-) -> list[Found]:
+def _read_final(outputs: Mapping[str, Array], spec: Detections, size: tuple[int, int], n_classes: int) -> list[Found]:
     """Read the outputs of a model that ends in boxes."""
     head = spec.outputs
     assert head is not None
@@ -111,7 +109,9 @@ def _to_rows(name: str, output: Array, width: int) -> Array:
         return values
     if values.ndim == 3 and values.shape[1] == width:
         return values.transpose(0, 2, 1)
-    raise BundleError(f"output '{name}' has shape {output.shape}, of which no dimension is the {width} numbers of a box")
+    raise BundleError(
+        f"output '{name}' has shape {output.shape}, of which no dimension is the {width} numbers of a box"
+    )
 
 
 def _sigmoid(numbers: Array) -> Array:

@@ -62,9 +62,7 @@ def check_labels(labels: object, n: int) -> Array:
     return given.astype(np.float64)
 
 
-def match_detections(
-    outputs: Mapping[str, Array], labels: Array, areas: tuple[float, float] = ALL_AREAS
-) -> Matches:
+def match_detections(outputs: Mapping[str, Array], labels: Array, areas: tuple[float, float] = ALL_AREAS) -> Matches:
     """Return which detections are right. `outputs`: boxes [N, D, 4], scores and classes [N, D], -1 for none.
 
     Boxes of another area than from `areas[0]` to `areas[1]` are ignored.

@@ -30,9 +30,7 @@ def compute_iou(a: Array, b: Array) -> Array:
     return ratio
 
 
-def suppress_overlaps(
-    boxes: Array, scores: Array, classes: Array | None, iou_threshold: float, most: int
-) -> Array:
+def suppress_overlaps(boxes: Array, scores: Array, classes: Array | None, iou_threshold: float, most: int) -> Array:
     """Return which boxes stay, best first, at most `most`: int64 [k]. Greedy non-maximum suppression.
 
     `boxes` [n, 4], `scores` [n]. A box goes where more than `iou_threshold` of it and a better one of its class

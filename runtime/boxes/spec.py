@@ -135,16 +135,16 @@ class Detections:
         if self.boxes in RELATIVE and self.priors is None:
             raise ValueError(f"boxes: {self.boxes} is relative to priors: give them, such as priors: {{strides: [8]}}")
         if self.boxes in WHOLE and self.priors is not None:
-            raise ValueError(f"boxes: {self.boxes} is whole, and needs no priors: leave them out, or say ltrb or deltas")
+            raise ValueError(
+                f"boxes: {self.boxes} is whole, and needs no priors: leave them out, or say ltrb or deltas"
+            )
         if self.boxes in RELATIVE and self.normalized:
             raise ValueError(f"boxes: {self.boxes} is relative to priors, which are in pixels: leave normalized out")
         if self.scores == "softmax" and self.objectness:
             raise ValueError("scores: softmax has no objectness beside it: use sigmoid, or none")
 
 
-def complete_detections(
-    stated: Detections, outputs: Sequence[TensorSpec], class_names: Sequence[str]
-) -> Detections:
+def complete_detections(stated: Detections, outputs: Sequence[TensorSpec], class_names: Sequence[str]) -> Detections:
     """Return what is stated with what names and shapes of a model's outputs tell where they leave no choice.
 
     UsageError that names what has to be stated, and what it could be.
