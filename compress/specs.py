@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from compress.tasks import TORCH_TASKS
+from compress.tasks.base import MaskIds
 from runtime.boxes.spec import Detections
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
@@ -76,6 +77,7 @@ DATA_SOURCES = (
     "imagefolder:<folder>",
     "coco:<file.json>",
     "voc:<folder>",
+    "maskfolder:<folder>",
     "hf:<hub id>",
 )
 
@@ -143,7 +145,10 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """Of an hf: source, of an imagefolder: that has a folder for each, or of a voc: folder (ImageSets/Main)."""
+    """Of an hf: source, of an imagefolder: or maskfolder: that has a folder for each, or of a voc: folder
+    (ImageSets/Main)."""
+    masks: MaskIds = MaskIds()
+    """What the numbers in masks stand for, of semantic-segmentation."""
     boxes: Literal["xyxy", "xywh", "cxcywh"] | None = None
     """Form of labelled boxes, in pixels: corners, corner and size, centre and size. Default: what the format has; of
     columns xywh (COCO's) where they are called bbox, else xyxy."""

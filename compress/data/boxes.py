@@ -17,6 +17,7 @@ from xml.parsers import expat
 
 import numpy as np
 
+from compress.data.columns import USUAL_NAMES
 from compress.data.table import Table
 from compress.errors import SourceError
 from compress.specs import DataSpec
@@ -33,53 +34,42 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".JPG", ".JPEG", ".PNG")
 
 
 def arrange_objects(table: Table, spec: DataSpec) -> Table:
-    """Return the table with a column OBJECTS, of the one that holds a sample's boxes and classes, or of one for each.
+    """Return the table with its boxes in one form: a column OBJECTS, or that which the recipe names for the label.
 
-    As it is where it has no boxes. Reading raises SourceError that names file, column, row and box.
+    They stand in one column, or in one of boxes beside one of classes. A table without boxes stays as it is. Reading
+    raises SourceError that names file, column, row and box.
     """
-    named = spec.columns.get("label")
-    if named is not None and named not in BOXES + XYWH_BOXES:
-        whole = named if isinstance(named, str) else table.names[named] if named < len(table.names) else ""
-    else:
-        whole = next((name for name in (OBJECTS, "annotations", "label", "labels") if name in table.lengths), "")
-    boxes = next((name for name in BOXES + XYWH_BOXES if name in table.lengths), "")
-    if boxes and whole != OBJECTS and named in (None, boxes):
-        return _join_columns(table, spec, boxes)
-    if whole not in table.lengths:
+    label = spec.columns.get("label")
+    named = label if isinstance(label, str) else None  # a number is of files without a header, which hold no boxes
+    usual = (OBJECTS, "annotations", *USUAL_NAMES["label"])
+    boxes = next((name for name in BOXES + XYWH_BOXES if name in table.lengths and named in (None, name)), None)
+    source = named if named is not None else next((name for name in usual if name in table.lengths), None)
+    beside = None if source == OBJECTS else boxes
+    source = beside or source
+    if source is None or source not in table.lengths:
         return table
+    name = named or OBJECTS
 
     def read(column: str, rows: Array) -> Any:
-        cells = table.read(whole if column == OBJECTS else column, rows)
-        if column != OBJECTS:
-            return cells
-        return [
-            _read_cell(cell, spec, _fail_at(table, whole, int(row)), table.label_names.get(whole))
-            for cell, row in zip(cells, rows, strict=True)
-        ]
-
-    return replace(table, lengths={**table.lengths, OBJECTS: table.lengths[whole]}, read=read)
-
-
-def _join_columns(table: Table, spec: DataSpec, boxes: str) -> Table:
-    """Make OBJECTS of a column of boxes, one of classes and those beside them."""
-    beside = {name: name for names in (CLASSES, CROWDS, DIFFICULTS, AREAS) for name in names if name in table.lengths}
-
-    def read(column: str, rows: Array) -> Any:
-        if column != OBJECTS:
+        if column != name:
             return table.read(column, rows)
-        parts = {name: table.read(name, rows) for name in (boxes, *beside)}
-        classes = next((name for name in CLASSES if name in parts), boxes)
-        return [
-            _read_cell(
-                {name: values[i] for name, values in parts.items()},
-                spec,
-                _fail_at(table, boxes, int(row)),
-                table.label_names.get(classes),
-            )
-            for i, row in enumerate(rows)
-        ]
+        return _read_objects(table, spec, source, beside is not None, rows)
 
-    return replace(table, lengths={**table.lengths, OBJECTS: table.lengths[boxes]}, read=read)
+    lengths = {column: n for column, n in table.lengths.items() if column not in usual}
+    return replace(table, lengths=lengths | {name: table.lengths[source]}, read=read)
+
+
+def _read_objects(table: Table, spec: DataSpec, source: str, beside: bool, rows: Array) -> list[dict[str, Any]]:
+    """Read cells of objects: of the column `source`, or of it and those `beside` it."""
+    cells, names = table.read(source, rows), table.label_names.get(source)
+    if beside:
+        others = [name for names in (CLASSES, CROWDS, DIFFICULTS, AREAS) for name in names if name in table.lengths]
+        parts = {name: table.read(name, rows) for name in (source, *others)}
+        cells = [{name: values[i] for name, values in parts.items()} for i in range(len(rows))]
+        names = next((table.label_names[name] for name in others if name in table.label_names), None)
+    return [
+        _read_cell(cell, spec, _fail_at(table, source, int(row)), names) for cell, row in zip(cells, rows, strict=True)
+    ]
 
 
 def _fail_at(table: Table, column: str, row: int) -> Callable[[str], SourceError]:
@@ -247,7 +237,7 @@ def _read_voc(sheet: Path) -> dict[str, Any]:
 
 
 def _parse_xml(path: Path) -> Element:
-    """Parse a file of plain elements. SourceError for another, and for one that declares a document type or entities."""
+    """Parse a file of plain elements. SourceError for another, and for one that declares a document type."""
     builder, parser = TreeBuilder(), expat.ParserCreate()
 
     def refuse(*declared: Any) -> None:

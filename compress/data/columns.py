@@ -14,6 +14,7 @@ from compress.errors import SourceError
 from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec
 from compress.tasks import TorchTask, find_torch_task
+from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
@@ -110,6 +111,9 @@ def _match_usual_names(table: Table, task: str, input_names: Sequence[str]) -> d
     return columns
 
 
+USUAL_MASKS = MaskIds()
+
+
 @dataclass(frozen=True)
 class ColumnReader:
     """Reads columns of `table` at the row numbers `rows`; every error names file, column and row."""
@@ -119,6 +123,7 @@ class ColumnReader:
     task: TorchTask
     n_classes: int | None = None
     class_names: tuple[str, ...] = ()
+    masks: MaskIds = USUAL_MASKS
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""

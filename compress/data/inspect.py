@@ -71,7 +71,7 @@ def _inspect_part(
     roles = resolve_roles(spec, table, task, input_names)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))
-    reader = ColumnReader(table, np.array([0]), find_torch_task(task), class_names=tuple(class_names))
+    reader = ColumnReader(table, np.array([0]), find_torch_task(task), class_names=tuple(class_names), masks=spec.masks)
     first = reader.read_all(roles)
     shapes = {role: _shape(values) for role, values in first.items()}
     return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest)

@@ -57,7 +57,7 @@ def load_samples(
         table = open_source(part, root, task)
         roles = resolve_roles(part, table, task, input_names)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
-        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names))
+        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), part.masks)
         parts.append(reader.read_all(roles))
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
     return samples_of(
@@ -66,7 +66,7 @@ def load_samples(
 
 
 def open_source(spec: DataSpec, root: Path, task: str) -> Table:
-    """Open a source as a table, as `open_table` does; of a task that finds boxes with these in one form. SourceError."""
+    """Open a source as a table, boxes in one form where the task finds them. SourceError."""
     kind, _, rest = spec.source.partition(":")
     if kind in ("coco", "voc"):
         path = check_path(spec.source, resolve_path(root, rest), folder=kind == "voc")

@@ -58,11 +58,13 @@ def open_table(spec: DataSpec, root: Path) -> Table:
     kind, _, rest = spec.source.partition(":")
     if kind == "hf":
         return open_hub(rest, spec.split)
-    path = check_path(spec.source, resolve_path(root, rest), folder=kind == "imagefolder")
+    path = check_path(spec.source, resolve_path(root, rest), folder=kind in ("imagefolder", "maskfolder"))
     if kind in ("csv", "tsv"):
         return open_csv(path, spec, "\t" if kind == "tsv" else ",")
     if kind == "imagefolder":
         return open_imagefolder(path, spec.split)
+    if kind == "maskfolder":
+        return open_maskfolder(path, spec.split)
     readers = {"npz": open_npz, "jsonl": open_jsonl, "text": open_text, "parquet": open_parquet}
     return readers[kind](path)
 
@@ -235,6 +237,61 @@ def open_imagefolder(folder: Path, split: str | None) -> Table:
     lengths = dict.fromkeys(data.column_names, data.num_rows)
     digest = hashlib.sha256(digests.encode()).hexdigest()
     return Table(str(folder), lengths, read, files, digest, _label_names(data))
+
+
+IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image"), ("masks", "mask", "annotations", "labels")
+
+
+def open_maskfolder(folder: Path, split: str | None) -> Table:
+    """Open images and their masks as a table: columns image and label, paths of files of one name but for its ending.
+
+    They lie in images/ and masks/ (or annotations/, labels/); those of a split in SPLIT/images or in images/SPLIT.
+    """
+    images, masks = (_find_half(folder, split, names) for names in (IMAGE_FOLDERS, MASK_FOLDERS))
+    halves = [_list_by_stem(half) for half in (images, masks)]
+    alone = sorted(set(halves[0]) ^ set(halves[1]))
+    if alone:
+        where, other = (images, masks) if alone[0] in halves[0] else (masks, images)
+        raise SourceError(
+            f"{folder}: {where.name}/{alone[0]} has no file of its name in {other} ({len(alone)} such files); give "
+            "each image its mask, or use imagefolder: for images without"
+        )
+    stems = sorted(halves[0])
+    columns = {name: [half[stem] for stem in stems] for name, half in zip(("image", "label"), halves, strict=True)}
+    files = tuple(sorted(file for column in columns.values() for file in column))
+    digests = "".join(f"{sha256_of(file)} {file.relative_to(folder).as_posix()}\n" for file in files)
+
+    def read(column: str, rows: Array) -> list[str]:
+        return [str(columns[column][row]) for row in rows]
+
+    def place(row: int) -> str:
+        return columns["label"][row].relative_to(folder).as_posix()
+
+    digest = hashlib.sha256(digests.encode()).hexdigest()
+    return Table(str(folder), dict.fromkeys(columns, len(stems)), read, files, digest, place=place)
+
+
+def _find_half(folder: Path, split: str | None, names: tuple[str, ...]) -> Path:
+    """Find the one folder of these names that there is."""
+    places = [Path(name) for name in names]
+    if split is not None:
+        places = [place for name in names for place in (Path(split, name), Path(name, split))]
+    found = [folder / place for place in places if (folder / place).is_dir()]
+    if len(found) != 1:
+        has = " and ".join(str(place.relative_to(folder)) for place in found) or "none of them"
+        raise SourceError(f"{folder}: one of {', '.join(f'{p.as_posix()}/' for p in places)} is needed; it has {has}")
+    return found[0]
+
+
+def _list_by_stem(folder: Path) -> dict[str, Path]:
+    """List the files, those in folders inside too, by their path without the ending."""
+    files: dict[str, Path] = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")):
+        stem = file.relative_to(folder).with_suffix("").as_posix()
+        if stem in files:
+            raise SourceError(f"{file}: {files[stem].name} has the same name but for its ending; keep one of them")
+        files[stem] = file
+    return files
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from runtime.tasks.base import IMAGE_SIZE, TEXT, TEXT_PAIR
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
-    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "bool": "TYPE_BOOL",
+    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "uint16": "TYPE_UINT16", "bool": "TYPE_BOOL",
 }  # fmt: skip
 """numpy's name -> Triton's."""
 PLATFORMS = {"onnx": ("onnxruntime_onnx", "model.onnx"), "engine": ("tensorrt_plan", "model.plan")}

@@ -25,7 +25,7 @@ EDGE = 1e-6
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """What a head says of its A places: boxes [b, A, 4], classes [b, A, C] and objectness [b, A, 1], as it gives them."""
+    """What a head says of its A places, as it is: boxes [b, A, 4], classes [b, A, C] and objectness [b, A, 1]."""
 
     boxes: Tensor
     classes: Tensor
@@ -76,7 +76,7 @@ def measure_confidence(head: HeadNumbers, spec: Detections) -> Tensor:
 def class_error(
     student: HeadNumbers, teacher: HeadNumbers, spec: Detections, temperature: float = 1.0, kind: Divergence = "forward"
 ) -> Tensor:
-    """Return the divergence of the classes, and of objectness, summed over places, for each object the teacher sees: [b].
+    """Return the divergence of classes and objectness, summed over places, for each object the teacher sees: [b].
 
     Of softmax as `divergence`; of sigmoids that of each as a choice of two, KL(teacher || student) alone. 0 for equal.
     """

@@ -36,6 +36,10 @@ Pairs = tuple[tuple[str, str], ...]
 LayerMap = str | Pairs
 """Pairs, "uniform", or `re:` and a regular expression."""
 UNIFORM, REGEX = "uniform", "re:"
+IMPOSSIBLE = -1e4
+"""A logit of what cannot be."""
+UNLABELLED = -100
+"""Of labels [b, 2]: nothing is learned of it."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,64 @@ def head_boxes_term(spec: Detections, n_classes: int) -> Term:
     )
 
 
+def pixel_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, C, h, w], mean over an image's pixels."""
+    return lambda batch, student, teacher: average_masked(
+        divergence(_read_pixels(student), _read_pixels(teacher), temperature, kind), None
+    )
+
+
+def pixel_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+    """Return the cross-entropy of each pixel's class, mean over an image's that have one: labels [b, H, W], else -1.
+
+    Logits are resized to the labels.
+    """
+    assert batch.labels is not None
+    logits = _read_pixels(student).movedim(-1, 1)
+    resized = F.interpolate(logits, batch.labels.shape[1:], mode="bilinear", align_corners=False)
+    chosen = batch.labels >= 0
+    gaps = F.cross_entropy(resized, batch.labels.clamp_min(0), reduction="none")
+    return (gaps * chosen).flatten(1).sum(1) / chosen.flatten(1).sum(1).clamp_min(1)
+
+
+def _read_pixels(seen: Seen) -> Tensor:
+    """Return the first output's logits [b, C, h, w] as [b, h, w, C]; one channel's as those of two classes."""
+    logits = features_last(seen.first).float()
+    return F.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
+
+
+def span_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of where an answer begins and ends, mean of the outputs [b, T] without padding."""
+
+    def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+        gaps = [
+            divergence(_hide_padding(own, batch), _hide_padding(teacher.outputs[name], batch), temperature, kind)
+            for name, own in student.outputs.items()
+        ]
+        return torch.stack(gaps).mean(0)
+
+    return term
+
+
+def span_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+    """Return the cross-entropy of an answer's first and last token, mean over both: labels [b, 2], 0 of no label."""
+    assert batch.labels is not None
+    gaps = [
+        F.cross_entropy(_hide_padding(logits, batch), batch.labels[:, k], ignore_index=UNLABELLED, reduction="none")
+        for k, logits in enumerate(student.outputs.values())
+    ]
+    return torch.stack(gaps).mean(0)
+
+
+def _hide_padding(logits: Tensor, batch: Batch) -> Tensor:
+    return logits.float() if batch.mask is None else logits.float().masked_fill(batch.mask == 0, IMPOSSIBLE)
+
+
 LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
     "classes": (logits_term, labels_term),
     "token classes": (token_logits_term, token_labels_term),
+    "pixel classes": (pixel_logits_term, pixel_labels_term),
+    "answer spans": (span_logits_term, span_labels_term),
     "next tokens": (next_token_logits_term, next_token_term),
 }
 """What is learned -> the terms for logits and for labels; of anything else those of classes."""

@@ -35,7 +35,7 @@ from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import from_json, to_json
-from runtime.bundle.samples import read_npz, write_npz
+from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.bundle.tensors import TensorSpec
 from runtime.metrics import NonFiniteOutputs, check_finite
 from runtime.tasks import find_task
@@ -174,7 +174,7 @@ def run_baseline(
         return {}
 
     cached = cache.get(key) or cache.put(key, write)
-    return {name: np.asarray(values) for name, values in read_npz(cached.folder / "outputs.npz").items()}
+    return read_outputs_npz(cached.folder / "outputs.npz")
 
 
 def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:

@@ -34,7 +34,7 @@ from compress.store.run_log import Journal
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import model_size
-from runtime.bundle.samples import read_npz, write_npz
+from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend, graph_backend
 from runtime.measure.timing import time_rounds
@@ -134,7 +134,7 @@ class Chain:
             return {}
 
         cached = self.cache.get(key) or self.cache.put(key, write)
-        return {name: np.asarray(values) for name, values in read_npz(cached.folder / "outputs.npz").items()}
+        return read_outputs_npz(cached.folder / "outputs.npz")
 
 
 def flavour_of(recipe: Recipe) -> Target:

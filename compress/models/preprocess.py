@@ -65,9 +65,9 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     task = find_task(spec.task)
     if isinstance(preprocess, ImagePreprocess) and task.preprocess != "image":
         raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
-    if isinstance(preprocess, TensorPreprocess) and task.facts and task.preprocess is not None:
-        by = "tokens" if task.reads_texts else "pixels of the images as they came"
-        raise SourceError(f"preprocess: {task.name} answers by {by}, so it needs kind: {task.preprocess}")
+    if isinstance(preprocess, TensorPreprocess) and task.facts:
+        parts = "tokens" if task.reads_texts else "the pixels of images as they came"
+        raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
     return preprocess
 
 

@@ -252,6 +252,8 @@ class Terms:
 _USUAL: dict[Loss, Terms] = {
     "classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
+    "pixel classes": Terms(logits=LogitsTerm()),
+    "answer spans": Terms(logits=LogitsTerm(temperature=2.0)),
     "next tokens": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
     "detections": Terms(logits=LogitsTerm(), output=OutputTerm(loss="mse", pooling="none")),
@@ -263,9 +265,9 @@ _USUAL: dict[Loss, Terms] = {
 class LearningPass(TrainingPass):
     """A pass that trains by a sum of terms.
 
-    Without any term: for classes KL at temperature 4, for text KL of every predicted token, for embeddings the cosine
-    of the pooled ones and the blocks' hidden states, for a detector's head the divergence of its classes and smooth L1
-    of its boxes, else the squared error of the outputs.
+    Without any term: for classes KL at temperature 4, for answers in a text at 2, for pixels and for text KL of each
+    pixel and predicted token, for embeddings the cosine of the pooled ones and the blocks' hidden states, for a
+    detector's head the divergence of its classes and smooth L1 of its boxes, else the squared error of the outputs.
     """
 
     logits: LogitsTerm | None = None
@@ -303,6 +305,10 @@ class LearningPass(TrainingPass):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
         if facts.detections is not None:
             problems += _head_problems(self.kind, terms, facts.detections)
+        if self.augment.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
+            problems.append(
+                f"{self.kind}: augment changes images, and labels of pixels would stay: leave one of them out"
+            )
         if self.augment.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"
@@ -367,7 +373,7 @@ def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:
     problems = []
     if terms.labels is not None:
         problems.append(
-            f"{kind}: labels: which place of a head learns which box is its own training's matter; use logits and output"
+            f"{kind}: labels: which place of a head learns which box is for its own training; use logits and output"
         )
     if spec.outputs is not None and spec.outputs.final and (terms.logits or terms.output):
         problems.append(

@@ -146,13 +146,16 @@ def n_in(batch: Batch) -> int:
 def draw_label_loss(seed: int = 0) -> Loss:
     """Return the cross entropy with labels drawn from the model itself, as a loss.
 
-    For logits [batch, classes] or [batch, tokens, classes]. Its squared gradients are the Fisher information: the
-    curvature of the KL divergence from the model as it is.
+    For logits [batch, classes], [batch, tokens, classes] or [batch, classes, height, width]. Its squared gradients are
+    the Fisher information: the curvature of the KL divergence from the model as it is.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         logits = first_output(module(**batch)).float()
+        if logits.dim() == 4:
+            logits = logits.movedim(1, -1)
+            logits = nn.functional.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits  # one channel: two classes
         drawn = torch.multinomial(logits.detach().softmax(-1).flatten(0, -2), 1, generator=generator)[:, 0]
         per_row = nn.functional.cross_entropy(logits.flatten(0, -2), drawn, reduction="none").reshape(logits.shape[:-1])
         mask = batch.get("attention_mask")

@@ -9,6 +9,7 @@ from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.object_detection import OBJECT_DETECTION
+from compress.tasks.semantic_segmentation import SEMANTIC_SEGMENTATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
@@ -19,6 +20,7 @@ _OWN = {
     for task in (
         IMAGE_CLASSIFICATION,
         OBJECT_DETECTION,
+        SEMANTIC_SEGMENTATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.tasks import find_task
 from runtime.tasks.base import Task
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 Columns = Mapping[str, Any]
 FREE_AXES = ("batch", "sequence")
 """Dimensions of outputs that a model takes in any size."""
-Loss = Literal["classes", "token classes", "next tokens", "embeddings", "detections", "outputs"]
-"""What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
-token that is predicted; pooled embeddings and hidden states; classes and boxes of a head; the squared error of the
-outputs."""
+Loss = Literal[
+    "classes", "token classes", "pixel classes", "answer spans", "next tokens", "embeddings", "detections", "outputs"
+]
+"""What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, of each
+pixel, of where an answer begins and ends, or of each token that is predicted; pooled embeddings and hidden states;
+classes and boxes of a head; the squared error of the outputs."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
@@ -48,8 +51,31 @@ class Starter:
     """What the model's own section says beyond its source, and what follows that."""
 
 
+@dataclass(frozen=True)
+class MaskIds:
+    """What the numbers in masks stand for."""
+
+    ignore: int | None = 255
+    """Pixels of this number have no class, and are neither scored nor learned; null: all have one."""
+    first: int = 0
+    """The number of the model's first class; those of the others follow."""
+    ids: tuple[int, ...] = ()
+    """The number of each class, in the model's order, where they do not follow one another."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if len(set(self.ids)) < len(self.ids) or self.ignore in self.ids or (self.ids and self.first):
+            raise ValueError(f"ids {list(self.ids)} must differ from one another and from ignore, and go without first")
+
+
 class LabelReader(Protocol):
     """What reads a file's column of labels; every error names file, column and row."""
+
+    @property
+    def masks(self) -> MaskIds:
+        """Return what the numbers in masks stand for."""
+        ...
 
     def fail(self, column: str, row: int, problem: str) -> Exception:
         """Return the error of a row."""
@@ -137,12 +163,16 @@ class TorchTask:
         return any("classes" in axes for axes in self.outputs.values())
 
     def count_classes(self, outputs: Sequence[TensorSpec]) -> int | None:
-        """Return how many classes a model with these outputs has; None: it does not say, or the task has none."""
+        """Return how many classes a model with these outputs has; None: it does not say, or the task has none.
+
+        One channel of pixels tells two classes apart.
+        """
         for name, axes in self.outputs.items():
             fitting = [out for out in outputs if out.name == name] or [o for o in outputs if len(o.shape) == len(axes)]
             if "classes" in axes and fitting:
                 size = fitting[0].shape[axes.index("classes")]
-                return size if isinstance(size, int) else None
+                lone = size == 1 and self.loss == "pixel classes"
+                return (2 if lone else size) if isinstance(size, int) else None
         return None
 
     def describe_outputs(self) -> str:

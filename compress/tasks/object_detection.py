@@ -70,7 +70,7 @@ OBJECT_DETECTION = TorchTask(
     name="object-detection",
     starter=Starter(
         "python:model.py:build",
-        """  # voc: a folder with JPEGImages, Annotations, ImageSets; coco: a JSON (`images: folder`); jsonl, parquet, hf:
+        """  # voc: a folder with JPEGImages, Annotations, ImageSets; coco: a JSON (`images: folder`); jsonl:, parquet:
   # {image: file, objects: {bbox: [[x, y, width, height], ...], category: [...]}}
   calibration: {source: "voc:data", split: train, samples: 128}
   evaluation: {source: "voc:data", split: test}

@@ -88,7 +88,7 @@ def assign_cells(centres: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compute_overlaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return intersection over union of pairs of boxes [n, 4], and its generalised form (arXiv:1902.09630): [n] each."""
+    """Return the overlap of pairs of boxes [n, 4], and its generalised form (arXiv:1902.09630): [n] each."""
     shared = (torch.minimum(a[:, 2:], b[:, 2:]) - torch.maximum(a[:, :2], b[:, :2])).clamp_min(0).prod(-1)
     union = (a[:, 2:] - a[:, :2]).prod(-1) + (b[:, 2:] - b[:, :2]).prod(-1) - shared
     hull = (torch.maximum(a[:, 2:], b[:, 2:]) - torch.minimum(a[:, :2], b[:, :2])).prod(-1)

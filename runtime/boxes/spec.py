@@ -1,4 +1,4 @@
-"""What a detector's outputs mean, as a recipe states it and a bundle's manifest keeps it; and what shapes tell of it."""
+"""What a detector's outputs mean, as a recipe states it and a manifest keeps it; and what shapes tell of it."""
 
 from __future__ import annotations
 

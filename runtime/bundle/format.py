@@ -54,7 +54,15 @@ from runtime.bundle.manifest import (
     Manifest,
 )
 from runtime.bundle.records import Mismatch, from_json, to_json
-from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, split_columns, write_jsonl, write_npz
+from runtime.bundle.samples import (
+    digest_columns,
+    read_jsonl,
+    read_npz,
+    read_outputs_npz,
+    split_columns,
+    write_jsonl,
+    write_npz,
+)
 from runtime.encode.preprocess import spec_from_dict
 from runtime.errors import BundleError, UsageError
 from runtime.tasks import TASKS
@@ -230,7 +238,7 @@ def write_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
 def read_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     """Read what `write_outputs` kept; errors as in `read_samples`."""
     evaluation = _require_evaluation(path, manifest)
-    outputs: dict[str, Any] = dict(read_npz(inside(path, evaluation.baseline_outputs)))
+    outputs = read_outputs_npz(inside(path, evaluation.baseline_outputs))
     _check_count(path, outputs, evaluation.n_samples)
     return outputs
 
@@ -249,7 +257,7 @@ def read_candidate_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     evaluation = _require_evaluation(path, manifest)
     if CANDIDATE_OUTPUTS not in manifest.files:
         raise BundleError(f"{path}: the candidate is a checkpoint, and {CANDIDATE_OUTPUTS} is missing; build it again")
-    outputs: dict[str, Any] = dict(read_npz(inside(path, CANDIDATE_OUTPUTS)))
+    outputs = read_outputs_npz(inside(path, CANDIDATE_OUTPUTS))
     _check_count(path, outputs, evaluation.n_samples)
     return outputs
 

@@ -117,4 +117,14 @@ def _check_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str |
     return None if outputs["n_tokens"].min() > 0 else "needs samples of at least two tokens"
 
 
-_SHAPE_CHECKS = {"classes": _check_classes, "score": _check_score, "tokens": _check_tokens, "outputs": _check_outputs}
+def _check_nothing(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    return None
+
+
+_SHAPE_CHECKS = {
+    "classes": _check_classes,
+    "score": _check_score,
+    "tokens": _check_tokens,
+    "outputs": _check_outputs,
+    "any": _check_nothing,
+}

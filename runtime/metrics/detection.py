@@ -231,6 +231,11 @@ def _find_flawed(columns: Columns) -> np.ndarray:
     return np.asarray(wrong | missed)
 
 
+def _find_moved(ours: Columns, theirs: Columns) -> np.ndarray:
+    """Return which images add something else to the average precision of each: scores alone move nothing, bool [N]."""
+    return ~np.isclose(precision_influence(ours), precision_influence(theirs), rtol=0, atol=1e-12)
+
+
 def _largest_share(columns: Columns) -> float:
     """Return by how much precision or recall may move if a share of the images turns, over that share.
 
@@ -263,7 +268,7 @@ def _make_precision(
         influence=precision_influence,
         bias=precision_bias,
         shortage=_find_shortage,
-        flaws=Flaws(_find_flawed, _largest_share),
+        flaws=Flaws(_find_flawed, _largest_share, changed=_find_moved),
         on_request=on_request,
     )
 

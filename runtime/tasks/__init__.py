@@ -11,6 +11,7 @@ from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
 from runtime.tasks.object_detection import ObjectDetection
+from runtime.tasks.semantic_segmentation import SemanticSegmentation
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
@@ -20,6 +21,7 @@ _OWN = {
     for task in (
         ImageClassification(),
         ObjectDetection(),
+        SemanticSegmentation(),
         TextClassification(),
         TokenClassification(),
         FeatureExtraction(),

@@ -34,8 +34,7 @@ def run_samples(
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `class_names`: the model's, and `detections`: what a detector's outputs mean, for a task whose outputs cannot be read
-    without.
+    `class_names`: the model's, and `detections`: what a detector's outputs mean, for tasks that cannot do without.
 
     Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
@@ -47,7 +46,7 @@ def run_samples(
     views = encoding_views(task, columns)
     if found.generates:
         return score(session, preprocessor, views[0], batch_size, reference)
-    if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
+    if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     facts = BatchFacts(0, spec=preprocessor.spec, class_names=class_names, detections=detections)
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, facts) for view in views])
