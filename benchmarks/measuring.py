@@ -90,15 +90,20 @@ def write_calibration(judged: Judged, recipe: Path, bench: Path, path: Path) -> 
     write_batches(path, batches)
 
 
-def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, float]:
-    """The metrics `names` of a model over the frozen samples, by the arithmetic that wrote report.json."""
+def run_model(judged: Judged, entry: Entry) -> dict[str, np.ndarray]:
+    """The outputs of a model over the frozen samples, as its task reads them."""
     session = find_backend(entry.backend).open(entry.path, os.cpu_count() or 1, {})
     try:
         preprocessor = bundle_preprocessor(judged.root, judged.manifest, session.inputs)
-        task, classes = judged.manifest.task, judged.manifest.class_names
-        outputs = run_samples(session, preprocessor, task, judged.columns, class_names=classes)
+        task, classes, how = judged.manifest.task, judged.manifest.class_names, judged.manifest.detections
+        return run_samples(session, preprocessor, task, judged.columns, class_names=classes, detections=how)
     finally:
         session.close()
+
+
+def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, float]:
+    """The metrics `names` of a model over the frozen samples, by the arithmetic that wrote report.json."""
+    outputs = run_model(judged, entry)
     against = {"labels": judged.columns.get("label"), "baseline": judged.baseline}
     return {name: METRICS[name].compute(outputs, against[METRICS[name].against]) for name in names}
 

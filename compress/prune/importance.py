@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import name_outputs, remove_hooks_on_exit
+from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.coupling import Dimension
 from compress.prune.obs import Elimination, ReadingLayer
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import first_output, list_outputs, measure_units
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 """What a module's outputs on a batch are worth, summed over the batch's samples; a scalar with a gradient."""
@@ -167,17 +167,15 @@ def draw_label_loss(seed: int = 0) -> Loss:
 def random_projection_loss(seed: int = 0) -> Loss:
     """Return the product of the outputs with random signs, as a loss for any model.
 
-    Its squared gradients are the curvature of |outputs|^2 / 2; of several outputs each is taken in units of its root
-    mean square, so that boxes in pixels do not hide what scores need.
+    Its squared gradients are the curvature of |outputs|^2 / 2; several outputs are each taken in their own unit.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
-        outputs = [out.float() for out in name_outputs(module(**batch)).values() if out.is_floating_point()]
+        outputs = [out.float() for out in list_outputs(module(**batch))]
         total = outputs[0].new_zeros(())
-        for out in outputs:
+        for out, unit in zip(outputs, measure_units(outputs), strict=True):
             signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
-            unit = out.detach().square().mean().sqrt().clamp_min(1e-12) if len(outputs) > 1 else 1.0
             total = total + (out * signs).sum() / unit
         return total
 

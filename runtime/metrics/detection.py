@@ -232,8 +232,13 @@ def _find_flawed(columns: Columns) -> np.ndarray:
 
 
 def _find_moved(ours: Columns, theirs: Columns) -> np.ndarray:
-    """Return which images add something else to the average precision of each: scores alone move nothing, bool [N]."""
-    return ~np.isclose(precision_influence(ours), precision_influence(theirs), rtol=0, atol=1e-12)
+    """Return which images add something else to the average precision of each, or have others right: bool [N].
+
+    What scores alone move, or boxes that were and stay too many, changes nothing.
+    """
+    moved = ~np.isclose(precision_influence(ours), precision_influence(theirs), rtol=0, atol=1e-12)
+    ours_right, theirs_right = ((results == RIGHT).sum(axis=1) for _, _, results, _ in (ours, theirs))  # [N, T]
+    return np.asarray(moved | (ours_right != theirs_right).any(axis=1))
 
 
 def _largest_share(columns: Columns) -> float:

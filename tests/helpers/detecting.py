@@ -14,7 +14,7 @@ import numpy as np
 WEIGHTS = Path(__file__).parent / "trained" / "detector.safetensors"
 CLASSES = ("square", "bar")
 SIDE = 64
-SIZE = {"n_classes": 2, "width": 2, "depth": 1}
+SIZE = {"n_classes": 2, "width": 4, "depth": 1}
 Drawn = tuple[np.ndarray, list[list[list[float]]]]
 """An image uint8 [H, W, 3], and [class, x1, y1, x2, y2] of each object."""
 
@@ -95,7 +95,7 @@ def train() -> None:
         images = torch.from_numpy(np.stack([image for image, _ in drawn])).permute(0, 3, 1, 2).float() / 255
         return images, torch.from_numpy(make_labels(drawn)).float()
 
-    losses = list(train_detector(model, draw_batch, 1500, 6e-3))
+    losses = list(train_detector(model, draw_batch, 1200, 5e-3))
     print(f"loss {np.mean(losses[:20]):.3f} -> {np.mean(losses[-20:]):.3f}")
     weights = {key: value.half() if value.is_floating_point() else value for key, value in model.state_dict().items()}
     save_file(weights, WEIGHTS)
