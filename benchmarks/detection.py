@@ -27,7 +27,7 @@ RECIPE = HERE / "detection.yaml"
 TRAINED = HERE / ".trained"
 NEEDS = ("data/bccd/Annotations", "data/bccd/JPEGImages", "data/bccd/ImageSets/Main/trainval.txt")
 CLASSES = ("RBC", "WBC", "Platelets")
-SIZE, WIDTH = (256, 320), 16
+SIZE, WIDTH = (192, 256), 16
 STEPS, BATCH, LEARNING_RATE, MOST_SECONDS = 2400, 16, 3e-3, 900
 TIMINGS = {"latency_p50_ratio_batch1": Timing(1, 300), "latency_p50_ratio_batch8": Timing(8, 60)}
 QUICK = ("passes.1.epochs=2", "passes.1.max_seconds=60", "validate.benchmark.iterations=20")
@@ -79,7 +79,7 @@ def make_weights(call: Call) -> float:
 
     import compress.zoo.grid_detector as zoo
 
-    steps = 60 if call.quick else STEPS
+    steps = 40 if call.quick else STEPS
     settings = (SIZE, WIDTH, steps, BATCH, LEARNING_RATE)
     code = Path(zoo.__file__).read_bytes() + Path(__file__).read_bytes()
     kept = TRAINED / f"detection-{hashlib.sha256(repr(settings).encode() + code).hexdigest()[:16]}.safetensors"

@@ -67,12 +67,13 @@ def average_precision(columns: Columns) -> float:
 
 def precision_influence(columns: Columns) -> np.ndarray:
     """Return what each image adds to the average precision, float64 [N]."""
-    n = len(columns[0])
-    added, n_classes = np.zeros(n), 0
-    for precision, recall, right, wrong, image, of_image in _sort_by_class(columns):
-        added += _differentiate_area(precision, recall, right, wrong, image, of_image)
-        n_classes += 1
-    return added * n / max(n_classes, 1)
+    return _sum_over_classes(columns, _differentiate_area)
+
+
+def _sum_over_classes(columns: Columns, part: Callable[..., np.ndarray]) -> np.ndarray:
+    """Return `part` of each class's curve, mean over classes and times the number of images: float64 [N]."""
+    n, curves = len(columns[0]), _sort_by_class(columns)
+    return sum((part(*curve) for curve in curves), np.zeros(n)) * n / max(len(curves), 1)
 
 
 def precision_bias(columns: Columns) -> float:
@@ -134,8 +135,23 @@ def _differentiate_area(
     """Return the derivative of the area under the curve by each image's weight, mean over thresholds: float64 [N].
 
     The area is the sum over right detections of the falling precision, over all labelled boxes. An image of more weight
-    adds its right ones, makes the labelled boxes more, and moves the precision of every place from its own on.
+    adds its right ones, moves the precision of every place from its own on, and makes the labelled boxes more.
     """
+    n_real = of_image.sum()
+    area = (right * _make_falling(precision)).sum(axis=1).mean() / n_real if precision.shape[1] else 0.0
+    found = _differentiate_found(precision, recall, right, wrong, image, of_image)
+    return np.asarray(found - area * of_image / n_real)
+
+
+def _differentiate_found(
+    precision: np.ndarray,
+    recall: np.ndarray,
+    right: np.ndarray,
+    wrong: np.ndarray,
+    image: np.ndarray,
+    of_image: np.ndarray,
+) -> np.ndarray:
+    """Return the part of that derivative that comes of the image's own detections: float64 [N]."""
     n, n_real, levels = len(of_image), of_image.sum(), len(precision)
     if not precision.shape[1]:
         return np.zeros(n)
@@ -143,16 +159,13 @@ def _differentiate_area(
     n_right, n_found = right.cumsum(axis=1), np.maximum((right | wrong).cumsum(axis=1), 1)
     by_detection = np.zeros(precision.shape)
     for level in range(levels):
-        # where each right detection's precision is read: the last place that has it
-        reads = np.flatnonzero(right[level])
-        peaks = _find_peaks(precision[level], falling[level])[reads]
+        # where each right detection's precision is read: the next place that has it itself
+        peaks = _find_peaks(precision[level], falling[level])[np.flatnonzero(right[level])]
         times = np.bincount(peaks, minlength=len(image)) / n_found[level].astype(np.float64) ** 2
         gain = (times * (n_found[level] - n_right[level]))[::-1].cumsum()[::-1]
         loss = (times * n_right[level])[::-1].cumsum()[::-1]
         by_detection[level] = right[level] * (falling[level] + gain) - wrong[level] * loss
-    area = (right * falling).sum(axis=1).mean() / n_real
-    added: np.ndarray = np.bincount(image, by_detection.mean(axis=0), n) / n_real - area * of_image / n_real
-    return added
+    return np.bincount(image, by_detection.mean(axis=0), n) / n_real
 
 
 def _find_peaks(precision: np.ndarray, falling: np.ndarray) -> np.ndarray:
@@ -232,11 +245,12 @@ def _find_flawed(columns: Columns) -> np.ndarray:
 
 
 def _find_moved(ours: Columns, theirs: Columns) -> np.ndarray:
-    """Return which images add something else to the average precision of each, or have others right: bool [N].
+    """Return which images have others right, or whose detections add something else to the average precision: bool [N].
 
-    What scores alone move, or boxes that were and stay too many, changes nothing.
+    What differs by less than the precision's own grain is left to them all together.
     """
-    moved = ~np.isclose(precision_influence(ours), precision_influence(theirs), rtol=0, atol=1e-12)
+    parts = [_sum_over_classes(columns, _differentiate_found) for columns in (ours, theirs)]
+    moved = np.abs(parts[0] - parts[1]) > 2 * parts[1].std() / len(parts[1])
     ours_right, theirs_right = ((results == RIGHT).sum(axis=1) for _, _, results, _ in (ours, theirs))  # [N, T]
     return np.asarray(moved | (ours_right != theirs_right).any(axis=1))
 

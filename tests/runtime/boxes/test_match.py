@@ -168,7 +168,6 @@ def test_what_an_image_adds_is_what_is_lost_without_it(name: str, alike: float) 
 
 def test_agreement_is_1_with_itself_and_falls_with_what_one_alone_finds() -> None:
     metric, (outputs, _) = METRICS["box_agreement"], draw(1)
-    both = {name: values for name, values in outputs.items()}
     clean = make_outputs([[(0, 0.9, BOX)], [(1, 0.6, BOX)]])
     assert metric.compute(clean, clean) == pytest.approx(1.0)
     fewer = make_outputs([[(0, 0.9, BOX)], []])
@@ -176,7 +175,7 @@ def test_agreement_is_1_with_itself_and_falls_with_what_one_alone_finds() -> Non
     assert metric.compute(clean, fewer) == pytest.approx(1.8 / 2.4)
     other_class = make_outputs([[(1, 0.9, BOX)], [(1, 0.6, BOX)]])
     assert metric.compute(other_class, clean) == pytest.approx(1.2 / 3.0)
-    assert 0 < metric.compute(both, both) <= 1
+    assert 0 < metric.compute(outputs, outputs) <= 1
 
 
 def test_labels_of_another_shape_are_refused() -> None:
