@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import MaskIds
@@ -116,6 +116,12 @@ class ModelSpec(Record):
     """Names of the classes, in the order of the model's outputs."""
     detections: Detections | None = None
     """object-detection: what the outputs mean, where their names and shapes do not say."""
+
+    @model_validator(mode="after")
+    def _refuse_detections_of_others(self) -> ModelSpec:
+        if self.detections is not None and find_task(self.task).outputs != "boxes":
+            raise ValueError(f"detections: is for models that find boxes, and the task is {self.task}; leave it out")
+        return self
 
     @property
     def generates(self) -> bool:

@@ -60,6 +60,10 @@ def load_samples(
         reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), part.masks)
         parts.append(reader.read_all(roles))
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
+    filler = find_torch_task(task).filler
+    if filler is not None and "label" in parts[0]:
+        labels = _fill_up([part["label"] for part in parts], filler)
+        parts = [{**part, "label": label} for part, label in zip(parts, labels, strict=True)]
     return samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
     )
@@ -75,6 +79,16 @@ def open_source(spec: DataSpec, root: Path, task: str) -> Table:
     else:
         table = open_table(spec, root)
     return arrange_objects(table, spec) if find_task(task).outputs == "boxes" else table
+
+
+def _fill_up(pieces: Sequence[Array], filler: int) -> list[Array]:
+    """Fill labels [N, most, ...] of several files up to the longest of all."""
+    most = max(piece.shape[1] for piece in pieces)
+    widths = [(0, 0), (0, 0), (0, 0)]
+    return [
+        np.pad(piece, [(0, 0), (0, most - piece.shape[1]), *widths[: piece.ndim - 2]], constant_values=filler)
+        for piece in pieces
+    ]
 
 
 def _concat_columns(pieces: Sequence[Any]) -> Any:

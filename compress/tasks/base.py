@@ -143,6 +143,8 @@ class TorchTask:
     """Role -> further names that its column is found under where the recipe gives no `columns`."""
     needs_class_names: bool = False
     """Whether outputs and labels say nothing without the classes' names; those of the model's folder count, too."""
+    filler: int | None = None
+    """Fills the labels of a sample up to the longest one's, [N, most, ...]; None: all are as long."""
     make_text: Callable[[Any], Any] = lambda value: value
     """Makes a text of what a file has for one; anything else it leaves."""
     find_misfit: Callable[[Columns], tuple[int, str] | None] = lambda columns: None

@@ -91,5 +91,6 @@ preprocess: {kind: image, letterbox: [640, 640]}
     read_labels=_read_objects,
     usual_names={"image": ("file", "file_name", "path"), "label": ("objects",)},
     needs_class_names=True,
+    filler=-1,
     find_misfit=_find_outside,
 )

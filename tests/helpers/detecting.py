@@ -15,14 +15,14 @@ WEIGHTS = Path(__file__).parent / "trained" / "detector.safetensors"
 CLASSES = ("square", "bar")
 SIDE = 64
 SIZE = {"n_classes": 2, "width": 4, "depth": 1}
-Drawn = tuple[np.ndarray, list[list[list[float]]]]
+Drawn = tuple[np.ndarray, list[list[float]]]
 """An image uint8 [H, W, 3], and [class, x1, y1, x2, y2] of each object."""
 
 
-def draw_images(n: int, seed: int, height: int = SIDE, width: int = SIDE) -> list[Any]:
-    """Return n images with one to three objects that do not touch: (uint8 [H, W, 3], [[class, x1, y1, x2, y2], ...])."""
+def draw_images(n: int, seed: int, height: int = SIDE, width: int = SIDE) -> list[Drawn]:
+    """Return n images with one to three objects that do not touch, each as a `Drawn`."""
     rng = np.random.default_rng(seed)
-    drawn = []
+    drawn: list[Drawn] = []
     for _ in range(n):
         image = rng.integers(0, 90, (height, width, 3), dtype=np.uint8)
         objects: list[list[float]] = []
@@ -40,7 +40,7 @@ def draw_images(n: int, seed: int, height: int = SIDE, width: int = SIDE) -> lis
     return drawn
 
 
-def make_labels(drawn: list[Any]) -> np.ndarray:
+def make_labels(drawn: list[Drawn]) -> np.ndarray:
     """Return the objects as float64 [N, m, 7]."""
     labels = np.zeros((len(drawn), max(len(objects) for _, objects in drawn), 7))
     labels[..., 0] = -1
@@ -50,7 +50,7 @@ def make_labels(drawn: list[Any]) -> np.ndarray:
     return labels
 
 
-def write_detector(folder: Path, n: int = 80) -> dict[str, Any]:
+def write_detector(folder: Path, n: int = 60) -> dict[str, Any]:
     """Write the weights, train.npz and test.npz; return the model, its preprocessing and its data for a recipe."""
     from safetensors.torch import load_file, save_file
 
