@@ -19,7 +19,6 @@ from runtime.bundle.columns import Array
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT_COLUMNS
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
@@ -43,7 +42,8 @@ def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence
         if spec.columns
         else _match_usual_names(table, task, input_names)
     )
-    required = task_roles[:1] or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    required = task_roles[: find_task(task).required] or tuple(input_names)
+    required = required or tuple(role for role in columns if role != "label")[:1]
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:
@@ -140,7 +140,7 @@ class ColumnReader:
         if role in self.task.task.columns:  # of a generic model "image" is an input's name, whatever that takes
             if role == "image":
                 return self._load_images(column, raw)
-            if role in TEXT_COLUMNS:
+            if self.task.task.reads_texts:
                 return self._check_texts(column, [self.task.make_text(item) for item in raw])
         return self._check_finite(column, self._to_numbers(column, raw))
 

@@ -27,7 +27,7 @@ from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
-from runtime.tasks.base import IMAGE_SIZE, TEXT, TEXT_PAIR
+from runtime.tasks.base import IMAGE_SIZE, OFFSETS, TEXT, TEXT_PAIR
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
@@ -66,6 +66,11 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
     if manifest.generates:
         raise ExportError(
             "triton: a decoder with a key-value cache is served by onnxruntime-genai or vLLM; use --to genai"
+        )
+    if OFFSETS in find_task(manifest.task).facts:
+        raise ExportError(
+            "triton: a long text is several rows of the model, and an ensemble keeps one for each sample; use "
+            "`compress-run serve`"
         )
     artifact = manifest.candidate_for(serving.backend or manifest.target)
     if artifact.kind not in PLATFORMS:

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from runtime.bundle.format import NO_LAYERS, Manifest
+from runtime.tasks import find_task
 
 TEMPLATE = """\
 ---
@@ -77,7 +78,9 @@ def usage_of(manifest: Manifest) -> Usage:
         needs = "numpy, onnxruntime and `pillow`"
         return Usage("compress-run predict DIR image.png", f"The commands need {needs}; `image.png` is any picture.")
     if kind == "text":
-        return Usage('compress-run predict DIR "a text"', "The commands need numpy, onnxruntime and `tokenizers`.")
+        task = find_task(manifest.task)
+        texts = " ".join(f'"a {name}"' for name in task.columns[: task.required])
+        return Usage(f"compress-run predict DIR {texts}", "The commands need numpy, onnxruntime and `tokenizers`.")
     inputs = ", ".join(f"`{spec.name}` {list(spec.shape)} {spec.dtype}" for spec in candidate.inputs)
     return Usage(
         "compress-run predict DIR inputs.npz --output outputs.npz",

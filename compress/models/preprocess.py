@@ -15,9 +15,12 @@ from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
 from runtime.tasks import find_task
+from runtime.tasks.base import OFFSETS
 
 USUAL_CONTEXT = 2048
 """Tokens of a language model's text where a recipe does not say."""
+USUAL_STRIDE = 128
+"""Tokens that two windows of a long context share, where a recipe does not say (as in BERT's own code)."""
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -68,7 +71,17 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TensorPreprocess) and task.facts:
         parts = "tokens" if task.reads_texts else "the pixels of images as they came"
         raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
+    if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
+        return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
+    if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts and preprocess.stride is not None:
+        raise SourceError(f"preprocess: stride: {task.name} reads the beginning of a text alone; leave stride out")
     return preprocess
+
+
+def shifts_masks(folder: Path | None) -> bool:
+    """Return whether a model's folder says that its first class is 1 in masks, and 0 there is none."""
+    config = _read_object(folder / "preprocessor_config.json") if folder is not None else {}
+    return bool(config.get("do_reduce_labels", config.get("reduce_labels", False)))
 
 
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:

@@ -26,17 +26,20 @@ from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
-from compress.models.preprocess import find_class_names, resolve_preprocess
+from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, locate, model_digest
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
 from compress.store.durable import blame
+from compress.tasks import find_torch_task
+from compress.tasks.base import MaskIds
+from runtime.bundle.columns import count
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
-from runtime.encode.preprocess import PreprocessSpec, make_preprocessor
+from runtime.encode.preprocess import PreprocessSpec, make_preprocessor, split_samples
 from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 
@@ -101,6 +104,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
     detections = read_detections(spec, root, facts.outputs)
+    notes = [*notes, *_note_masks(recipe, data, folder)]
     facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections)
     problems += students.problems
     return Inputs(
@@ -117,6 +121,18 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         students.digests,
         class_names,
     )
+
+
+def _note_masks(recipe: Recipe, data: Mapping[str, DataFacts], folder: Path | None) -> list[str]:
+    """Return a note for each set whose masks are read as they are, where the model's folder says otherwise."""
+    if find_torch_task(recipe.model.task).loss != "pixel classes" or not shifts_masks(folder):
+        return []
+    return [
+        f"data.{name}: the model's preprocessor_config.json says do_reduce_labels: 1 is the first class in its masks, "
+        "and 0 none; if these are so, add `masks: {first: 1, ignore: 0}`"
+        for name, facts in data.items()
+        if facts.has_labels and recipe.data.declared[name].masks == MaskIds()
+    ]
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
@@ -180,13 +196,13 @@ class Batches(Sequence[Feeds]):
     ) -> None:
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
-        self.views = encoding_views(task, samples.columns)
+        views = encoding_views(task, samples.columns)
+        self.views = [split_samples(self.preprocessor, view)[0] for view in views]
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
-        starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
-        self.rows = [
-            (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts
-        ]
+        n = count(self.views[0])
+        starts = range(0, n - n % self.size if fixed else n, self.size)
+        self.rows = [(view, np.arange(start, min(start + self.size, n))) for view in self.views for start in starts]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,6 +9,7 @@ from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.object_detection import OBJECT_DETECTION
+from compress.tasks.question_answering import QUESTION_ANSWERING
 from compress.tasks.semantic_segmentation import SEMANTIC_SEGMENTATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
@@ -23,6 +24,7 @@ _OWN = {
         SEMANTIC_SEGMENTATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
+        QUESTION_ANSWERING,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
         GENERIC,

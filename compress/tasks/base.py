@@ -55,8 +55,8 @@ class Starter:
 class MaskIds:
     """What the numbers in masks stand for."""
 
-    ignore: int | None = 255
-    """Pixels of this number have no class, and are neither scored nor learned; null: all have one."""
+    ignore: int = 255
+    """Pixels of this number have no class, and are neither scored nor learned; -1: all have one."""
     first: int = 0
     """The number of the model's first class; those of the others follow."""
     ids: tuple[int, ...] = ()
@@ -137,8 +137,8 @@ class TorchTask:
     "batch" and "sequence" are free, "classes" is where classes are. {}: any outputs, and no Hugging Face folders."""
     any_outputs: bool = False
     """Whether a model that is no Hugging Face folder may have any others than `outputs`."""
-    read_labels: Callable[[LabelReader, str, Sequence[Any]], np.ndarray] = read_classes_or_scores
-    """Reads a column of labels [N, ...]."""
+    read_labels: Callable[[LabelReader, str, Sequence[Any]], Any] = read_classes_or_scores
+    """Reads a column of labels: an array [N, ...], or a list of N arrays or texts."""
     usual_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Role -> further names that its column is found under where the recipe gives no `columns`."""
     needs_class_names: bool = False

@@ -31,7 +31,7 @@ def _read_masks(reader: LabelReader, column: str, raw: Sequence[Any]) -> Any:
             column,
             0,
             f"the masks hold 0 and 255 alone, and {reader.masks.ignore} is what has no class: where both are classes, "
-            "add `masks: {ids: [0, 255], ignore: null}` to the set",
+            "add `masks: {ids: [0, 255], ignore: -1}` to the set",
         )
     dtype = map_dtype(max(_number_classes(reader, column, row, ids) for row, ids in enumerate(present)))
     masks = [_to_classes(ids, reader.masks, dtype) for ids in read]
@@ -41,7 +41,7 @@ def _read_masks(reader: LabelReader, column: str, raw: Sequence[Any]) -> Any:
 def _number_classes(reader: LabelReader, column: str, row: int, ids: np.ndarray) -> int:
     """Return how many classes a mask with these ids asks for, having checked that they are the model's."""
     rule = reader.masks
-    given = ids[ids != rule.ignore] if rule.ignore is not None else ids
+    given = ids[ids != rule.ignore]
     strange = given[~np.isin(given, rule.ids)] if rule.ids else given[given < rule.first]
     if strange.size:
         known = f"{', '.join(map(str, rule.ids))}" if rule.ids else f"{rule.first} and above"
@@ -52,7 +52,7 @@ def _number_classes(reader: LabelReader, column: str, row: int, ids: np.ndarray)
 
 def _to_classes(ids: np.ndarray, rule: MaskIds, dtype: np.dtype[Any]) -> np.ndarray:
     """Return the classes of ids [H, W], `unlabelled` where they are ignored."""
-    ignored = np.zeros(ids.shape, bool) if rule.ignore is None else ids == rule.ignore
+    ignored = ids == rule.ignore
     classes = np.full(ids.shape, np.iinfo(dtype).max, dtype)
     classes[~ignored] = _number_ids(ids[~ignored], rule)
     return classes
@@ -79,7 +79,8 @@ def _load_mask(reader: LabelReader, column: str, row: int, item: Any) -> np.ndar
             raise reader.fail(column, row, problem)
         item = np.asarray(item)
     if not isinstance(item, np.ndarray):
-        raise reader.fail(column, row, f"expected a mask: an image or an array, found {type(item).__name__}")
+        problem = f"expected a mask: an image or an array, found {type(item).__name__}"
+        raise reader.fail(column, row, f"{problem}; for images without masks say `columns: {{image: image}}`")
     ids = item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item
     if ids.ndim != 2 or ids.dtype.kind not in "biu" or 0 in ids.shape:
         raise reader.fail(column, row, f"a mask is whole numbers [height, width], found {item.dtype} {item.shape}")

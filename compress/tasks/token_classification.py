@@ -48,7 +48,7 @@ def _label_first_tokens(columns: Columns, preprocessor: Preprocessor) -> np.ndar
     if "label" not in columns:
         return None
     assert isinstance(preprocessor, TextEncoder)
-    words = preprocessor.tokenize(columns, words=True)["word_ids"]
+    words = preprocessor.tokenize(columns, facts=("word_ids",))["word_ids"]
     if preprocessor.padding.left:  # a batch is as wide as its longest text, and places would move with it
         raise UsageError("the tokenizer pads on the left, where labels are counted from: set padding_side: right")
     labels = np.asarray(columns["label"])

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, count, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
-from runtime.encode.texts import TextPreprocess, make_text_encoder, pool
+from runtime.encode.texts import TextEncoder, TextPreprocess, make_text_encoder, pool
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "pool",
     "spec_from_dict",
     "spec_to_dict",
+    "split_samples",
 ]
 
 
@@ -100,6 +101,16 @@ def make_preprocessor(
     if isinstance(spec, LanguagePreprocess):
         return make_language_encoder(spec, inputs, model_dir, vocab_size)
     return TensorEncoder(spec, inputs)
+
+
+def split_samples(preprocessor: Preprocessor, columns: Columns) -> tuple[Columns, Array]:
+    """Return the rows that samples are encoded as, and the number of each row's sample, int64 [rows], rising.
+
+    A sample is a row, but for a long text that is read in windows. UsageError where a text leaves no room for another.
+    """
+    if isinstance(preprocessor, TextEncoder) and preprocessor.spec.stride is not None:
+        return preprocessor.split_windows(columns)
+    return columns, np.arange(count(columns))
 
 
 @dataclass(frozen=True)

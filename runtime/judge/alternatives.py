@@ -114,7 +114,8 @@ def _measure_fidelity(
     size, names, how = manifest.judgement.batch_size, manifest.class_names, manifest.detections
     outputs = run_samples(session, preprocessor, manifest.task, few, size, class_names=names, detections=how)
     reference = {name: values[:n] for name, values in baseline.items()}
-    fits = [m for m in (METRICS["agreement"], METRICS["cosine"]) if why_not(m, manifest.task, outputs, None) is None]
+    close = [metric for metric in METRICS.values() if metric.against == "baseline" and metric.ideal == 1.0]
+    fits = [metric for metric in close if why_not(metric, manifest.task, outputs, None) is None]
     return {"n_samples": n, **{metric.name: metric.compute(outputs, reference) for metric in fits}}
 
 

@@ -231,7 +231,7 @@ def _format_backend(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row.get("error"):
         return *who, "failed", "", "", row["error"]
     fidelity = row.get("fidelity", {})
-    closeness = ", ".join(f"{name} {fidelity[name]:.4f}" for name in ("agreement", "cosine") if name in fidelity)
+    closeness = ", ".join(f"{name} {value:.4f}" for name, value in fidelity.items() if name != "n_samples")
     remark = "fastest" if row["fastest"] else ""
     return *who, ms_text(row["latency_ms"]["p50"]), f"{row['speedup']:.2f}x", closeness, remark
 

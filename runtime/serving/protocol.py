@@ -17,7 +17,6 @@ from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT, TEXT_PAIR
 
 TYPES = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64", "INT8": "int8",
@@ -119,7 +118,8 @@ class ServedModel:
 
     def _read_columns(self, request: Mapping[str, Any], tail: BinaryTail) -> dict[str, Any]:
         kinds = {name: kind for name, kind, _ in self._describe_inputs()}
-        kinds |= {TEXT_PAIR: kinds[TEXT]} if TEXT in kinds else {}
+        if self.bundle.manifest.preprocess["kind"] == "text":
+            kinds |= dict.fromkeys(find_task(self.bundle.manifest.task).columns, "BYTES")
         columns: dict[str, Any] = {}
         for tensor in _read_objects(request, "inputs", "with name, shape, datatype and data"):
             name, values = read_tensor(tensor, kinds, tail, self.max_batch)
@@ -136,7 +136,8 @@ class ServedModel:
         if manifest.generates:
             return [("text_input", "BYTES", [1])]
         if manifest.preprocess["kind"] == "text":
-            return [(TEXT, "BYTES", [-1, 1])]
+            task = find_task(manifest.task)
+            return [(name, "BYTES", [-1, 1]) for name in task.columns[: task.required]]
         return [_describe_tensor(spec, spec.shape) for spec in self.bundle.session.inputs]
 
     def _describe_outputs(self) -> list[tuple[str, str, list[int]]]:

@@ -11,6 +11,7 @@ from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
 from runtime.tasks.object_detection import ObjectDetection
+from runtime.tasks.question_answering import QuestionAnswering
 from runtime.tasks.semantic_segmentation import SemanticSegmentation
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
@@ -24,6 +25,7 @@ _OWN = {
         SemanticSegmentation(),
         TextClassification(),
         TokenClassification(),
+        QuestionAnswering(),
         FeatureExtraction(),
         TextGeneration(),
         Task(),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns
+from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
 
@@ -25,9 +25,10 @@ Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
 TEXT, TEXT_PAIR = "text", "text_pair"
 TEXT_COLUMNS = (TEXT, TEXT_PAIR)
-MASK, WORDS, IMAGE_SIZE = "attention_mask", "word_ids", "image_size"
+MASK, WORDS, IMAGE_SIZE, OFFSETS = "attention_mask", "word_ids", "image_size", "offsets"
 """What encoding knows beyond a model's inputs. Of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1
-for none). Of each image, int64 [n, 2]: height and width as it came."""
+for none). Of each image, int64 [n, 2]: height and width as it came. Of each token, int64 [n, T, 2]: its first character
+in the second text, and the one behind its last (-1 for tokens that are not of it)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Task:
     name: str = "generic"
     about: str = "whatever takes and gives arrays; judged against what it gave before"
     columns: tuple[str, ...] = ()
-    """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
+    """Columns of a sample that the inputs are made of; (): a column for each input."""
+    required: int = 1
+    """How many of `columns`, from the first on, a sample must have."""
     preprocess: Literal["image", "text", "language"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
@@ -60,7 +63,7 @@ class Task:
     generates: bool = False
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     facts: tuple[str, ...] = ()
-    """Which of MASK, WORDS and IMAGE_SIZE `read_outputs` needs."""
+    """Which of MASK, WORDS, IMAGE_SIZE and OFFSETS `read_outputs` needs."""
 
     @property
     def reads_texts(self) -> bool:
@@ -100,6 +103,18 @@ class Task:
                 "use padding: max_length, or samples of one shape"
             )
         return np.concatenate(parts)
+
+    def join_rows(
+        self, outputs: dict[str, Array], samples: Array, columns: Columns, spec: PreprocessSpec
+    ) -> dict[str, Array]:
+        """Return the outputs of each sample, of those of the rows that it was encoded as.
+
+        `samples`: the number of each row's sample, int64 [rows], rising; `columns`: the view that they were made of.
+        UsageError where a task that has one row a sample gets several.
+        """
+        if len(samples) != count(columns):
+            raise UsageError(f"preprocess.stride: {self.name} reads a text in one piece, not in windows; leave it out")
+        return outputs
 
     def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:
         """Return the outputs over all samples, of those of each view."""

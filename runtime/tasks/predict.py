@@ -15,8 +15,8 @@ from runtime.bundle.columns import Array, Columns, count, take_texts
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
-from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict
-from runtime.encode.texts import TextEncoder
+from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
+from runtime.encode.texts import WINDOW, TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
@@ -76,12 +76,14 @@ def _run_view(
     batch_size: int,
     facts: BatchFacts,
 ) -> dict[str, Array]:
-    order, restore = _order_rows(preprocessor, columns)
+    split, samples = split_samples(preprocessor, columns)
+    order, restore = _order_rows(preprocessor, split)
     batches = [
-        _run_batch(session, preprocessor, task, columns, rows, facts)
+        _run_batch(session, preprocessor, task, split, rows, facts)
         for rows in _split_batches(order, batch_size, session.inputs)
     ]
-    return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    return task.join_rows(outputs, samples, columns, preprocessor.spec)
 
 
 def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array]:
@@ -92,11 +94,12 @@ def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Ar
     if not isinstance(preprocessor, TextEncoder):
         rows = np.arange(count(columns))
         return rows, rows
-    samples = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
-    if not samples:
+    texts = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
+    if not texts:
         raise UsageError(f"column 'text' is missing; the samples have: {', '.join(columns)}")
+    samples = list(zip(texts, np.asarray(columns.get(WINDOW, np.zeros(len(texts), np.int64))).tolist(), strict=True))
     first = {sample: row for row, sample in reversed(list(enumerate(samples)))}
-    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample)), sample))
+    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample[0])), sample))
     position = {sample: i for i, sample in enumerate(ranked)}
     return np.array([first[sample] for sample in ranked]), np.array([position[sample] for sample in samples])
 

@@ -265,8 +265,7 @@ def _make_metrics() -> tuple[Metric, ...]:
     )  # where metrics are listed, tasks are asked for theirs
 
     def has_flaws(columns: Columns) -> Array:
-        wrong: Array = ((columns[0] < columns[1]) | (columns[0] < columns[2])).any(axis=1)
-        return wrong
+        return np.any((columns[0] < columns[1]) | (columns[0] < columns[2]), axis=1)
 
     flaws = Flaws(of=has_flaws, reach=_reach_of_classes)
     of_pixels = Flaws(

@@ -84,6 +84,25 @@ def text_model(path: Path, kind: str = "hidden", seed: int = 0) -> Path:
     return save(path, nodes if kind == "logits" else nodes[:4], inputs, [output], weights)
 
 
+def segment_model(path: Path, seed: int = 0) -> Path:
+    """x [batch, 3, 4, 4] -> logits [batch, 5, 2, 2]: the mean of each quarter, then a matrix."""
+    weight = np.random.default_rng(seed).normal(size=(5, 3, 2, 2)).astype(np.float32)
+    node = helper.make_node("Conv", ["x", "weight"], ["logits"], kernel_shape=[2, 2], strides=[2, 2])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 4, 4])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 5, 2, 2])
+    return save(path, [node], [x], [logits], {"weight": weight})
+
+
+def span_model(path: Path, seed: int = 0, batch: int | str = "batch") -> Path:
+    """input_ids, attention_mask -> start_logits, end_logits [batch, sequence]: each token's own."""
+    shape = [batch, "sequence"]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name in ("input_ids", "attention_mask")]
+    outputs = [helper.make_tensor_value_info(f"{k}_logits", TensorProto.FLOAT, shape) for k in ("start", "end")]
+    nodes = [helper.make_node("Gather", [k, "input_ids"], [f"{k}_logits"]) for k in ("start", "end")]
+    tables = np.random.default_rng(seed).normal(size=(2, len(WORDS))).astype(np.float32)
+    return save(path, nodes, inputs, outputs, {"start": tables[0], "end": tables[1]})
+
+
 def write_tokenizer(folder: Path, padding: bool = True, config: dict[str, Any] | None = None) -> Path:
     """A word-level tokenizer.json that sets [CLS] and [SEP] as BERT does, and a tokenizer_config.json if given."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -151,6 +170,30 @@ def write_image_bundle(root: Path, columns: dict[str, np.ndarray]) -> Path:
 @pytest.fixture
 def make_text_bundle(tmp_path: Path) -> Callable[..., Path]:
     return partial(write_text_bundle, tmp_path / "bundle")
+
+
+def write_segment_bundle(root: Path) -> Path:
+    for name, seed in (("model", 0), ("baseline", 1)):
+        segment_model(root / name / "model.onnx", seed)
+    rng = np.random.default_rng(1)
+    sizes = [(4, 4), (6, 5), (4, 4)]
+    images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    labels = [rng.integers(0, 5, size, np.uint8) for size in sizes]
+    spec = replace(IMAGE, resize=(4, 4))
+    write_bundle(root, stage(root, "semantic-segmentation", spec, {"image": images, "label": labels}))
+    return root
+
+
+def write_span_bundle(root: Path, batch: int | str = "batch", **spec: Any) -> Path:
+    for name, seed in (("model", 0), ("baseline", 1)):
+        span_model(root / name / "model.onnx", seed, batch)
+    write_tokenizer(root / "model")
+    contexts = ["the cat sat on the mat " * 3, "a dog ran far", "mat"]
+    questions = ["the cat", "dog ran", "far"]
+    columns = {"question": questions, "context": contexts, "label": ["4\tcat\nmat", "", "mat"]}
+    settings = TextPreprocess(**{"max_length": 12, "stride": 2, **spec})
+    write_bundle(root, stage(root, "question-answering", settings, columns))
+    return root
 
 
 def write_text_bundle(root: Path, task: str, columns: dict[str, Any], **spec: Any) -> Path:
@@ -373,6 +416,9 @@ class Tiny:
     save = staticmethod(save)
     image_model = staticmethod(image_model)
     text_model = staticmethod(text_model)
+    span_model = staticmethod(span_model)
+    span_bundle = staticmethod(write_span_bundle)
+    segment_bundle = staticmethod(write_segment_bundle)
     write_tokenizer = staticmethod(write_tokenizer)
     open_onnx = staticmethod(open_onnx)
     stage = staticmethod(stage)

@@ -74,7 +74,7 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
     ("masks", "ids", "wanted"),
     [
         ([[0, 1, 2]], {"first": 1, "ignore": 0}, [[255, 0, 1]]),  # ADE20K
-        ([[0, 255, 0]], {"ids": (0, 255), "ignore": None}, [[0, 1, 0]]),
+        ([[0, 255, 0]], {"ids": (0, 255), "ignore": -1}, [[0, 1, 0]]),
         ([[30, 10, 7]], {"ids": (30, 10), "ignore": 7}, [[0, 1, 255]]),
         ([[0, 1, 255]], {}, [[0, 1, 255]]),
         ([[0, 299, 255]], {"ignore": 255}, [[0, 299, 65535]]),
@@ -92,7 +92,7 @@ def test_what_numbers_stand_for(tmp_path: Path, masks: Any, ids: Any, wanted: An
     [
         (np.full((6, 5), 3, np.uint8), r"masks/town/1.png: label 3 is not in 0..2, the model's classes"),
         (np.zeros((5, 6), np.uint8), r"masks/town/1.png: the mask is 5x6, its image 6x5"),
-        (Image.fromarray(IMAGES[0]), r"masks/town/1.png: a mask is grey or has a palette, this is RGB"),
+        (Image.fromarray(IMAGES[0]), r"masks/town/1.png: a mask is grey or has a palette, this image is RGB"),
     ],
 )
 def test_masks_that_do_not_fit(tmp_path: Path, mask: Any, message: str) -> None:

@@ -272,12 +272,19 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
     }
     actual, found = rng.integers(1, 9, n), rng.integers(1, 9, n)
     columns["spans"] = (rng.binomial(np.minimum(actual, found), 0.7), actual, found)
+    real, chosen = rng.integers(1, 40, (2, n, 4))
+    columns["maps"] = (rng.binomial(np.minimum(real, chosen), 0.7), real, chosen)
     kinds = {"spearman": "correlation", "pearson": "correlation", "sqnr_db": "errors"}
+    kinds |= dict.fromkeys(("miou", "dice", "miou_baseline"), "maps")
     by_ending = {"_macro": "classes"} | dict.fromkeys(("span_f1", "span_precision", "span_recall"), "spans")
     return columns[kinds.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "sums")]
 
 
-@pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.kind == "statistic"])
+STATISTICS = [name for name, metric in METRICS.items() if metric.kind == "statistic" and not metric.suits("boxes")]
+"""Those of boxes are in runtime/boxes/test_match.py."""
+
+
+@pytest.mark.parametrize("name", STATISTICS)
 def test_what_each_sample_adds_is_what_is_missing_without_it(name: str) -> None:
     """The influence is the jackknife's, to the few percent by which one sample in 300 changes the others'."""
     metric, n = METRICS[name], 300
