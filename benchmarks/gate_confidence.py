@@ -126,9 +126,8 @@ def mean_subjects() -> Iterator[Subject]:
     one = lognormal(1.0)
     for share in (0.3, 0.5, 0.8):
         apart = (1 - share) * one.mean
-        yield paired_mse(
-            f"lognormal 1 - {share} lognormal 1", one, lambda rng, n, s=share: s * one.draw(rng, n), apart, share
-        )  # type: ignore[misc]
+        change = partial(_draw_share, one, share)
+        yield paired_mse(f"lognormal 1 - {share} lognormal 1", one, change, apart, share)
     heavy = lognormal(1.5)
     yield paired_mse("lognormal 1.5 - 0.8 of it", heavy, lambda rng, n: 0.8 * heavy.draw(rng, n), 0.2 * heavy.mean, 0.8)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from compress.formats.schemes import Scheme
+from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import TensorSpec
 
 LOWEST_OPSET = 17
@@ -169,6 +170,8 @@ class ModelFacts:
     """Layer -> why its outputs, or some of them, have to stay."""
     removable: tuple[Removable, ...] | None = None
     """Blocks of a torch model that can go, in order, where a pass asks for them (`Pass.uses_blocks`)."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
     students: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Other models that passes put in this one's place, by `Student.key`."""
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import MaskIds
+from runtime.boxes.spec import Detections
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
     AudioPreprocess,
@@ -81,6 +82,8 @@ DATA_SOURCES = (
     "parquet:<file>",
     "imagefolder:<folder>",
     "audiofolder:<folder>",
+    "coco:<file.json>",
+    "voc:<folder>",
     "maskfolder:<folder>",
     "hf:<hub id>",
 )
@@ -119,6 +122,14 @@ class ModelSpec(Record):
     """Run Python that comes with an hf: or dir: model."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, in the order of the model's outputs."""
+    detections: Detections | None = None
+    """object-detection: what the outputs mean, where their names and shapes do not say."""
+
+    @model_validator(mode="after")
+    def _refuse_detections_of_others(self) -> ModelSpec:
+        if self.detections is not None and find_task(self.task).outputs != "boxes":
+            raise ValueError(f"detections: is for models that find boxes, and the task is {self.task}; leave it out")
+        return self
 
     @property
     def generates(self) -> bool:
@@ -148,9 +159,15 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """Of an hf: source, or of an imagefolder:, audiofolder: or maskfolder: that has a folder for each."""
+    """Of an hf: source, of an imagefolder:, audiofolder: or maskfolder: that has a folder for each, or of a voc: folder
+    (ImageSets/Main)."""
     masks: MaskIds = MaskIds()
     """What the numbers in masks stand for, of semantic-segmentation."""
+    boxes: Literal["xyxy", "xywh", "cxcywh"] | None = None
+    """Form of labelled boxes, in pixels: corners, corner and size, centre and size. Default: what the format has; of
+    columns xywh (COCO's) where they are called bbox, else xyxy."""
+    images: Annotated[str | None, NAMES_PLACE] = None
+    """Folder of a coco: file's images; default: the file's own, which those of a jsonl: file are relative to, too."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
 

@@ -48,16 +48,13 @@ class Bundle:
         rejected sample's label is None.
         """
         from runtime.tasks import find_task
-        from runtime.tasks.predict import make_columns, run_samples
+        from runtime.tasks.predict import facts_of, make_columns, run_samples
 
         refuse_decoder(self.manifest)
         task = find_task(self.manifest.task)
         columns, names = make_columns(self.manifest, samples), self.manifest.class_names
-        how = self.manifest.postprocess
         outputs: dict[str, Any] = dict(
-            run_samples(
-                self.session, self.preprocessor, task.name, columns, batch_size, class_names=names, postprocess=how
-            )
+            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, facts=facts_of(self.manifest))
         )
         prediction = task.predict(outputs, names)
         if prediction is not None:
@@ -83,13 +80,12 @@ class Bundle:
     def _run_frozen_samples(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the candidate's outputs over the frozen samples; a decoder's are scored beside the baseline's."""
         from runtime.backends import open_artifact
-        from runtime.tasks.predict import run_samples
+        from runtime.tasks.predict import facts_of, run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if not self.manifest.generates:
-            names, how = self.manifest.class_names, self.manifest.postprocess
             return run_samples(
-                self.session, self.preprocessor, task, columns, batch_size, class_names=names, postprocess=how
+                self.session, self.preprocessor, task, columns, batch_size, facts=facts_of(self.manifest)
             )
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)

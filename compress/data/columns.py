@@ -214,7 +214,7 @@ class ColumnReader:
         images = []
         for i, item in enumerate(raw):
             try:
-                images.append(load_pixels(item))
+                images.append(load_pixels(self._find_file(item)))
             except UsageError as error:
                 raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles
-from compress.data.samples import draw_rows, n_rows
-from compress.data.table import open_table
+from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task
@@ -83,7 +82,7 @@ def _inspect_part(
     images: bool,
     slices: Sequence[str],
 ) -> DataFacts:
-    table = open_table(spec, root)
+    table = open_source(spec, root, task)
     roles = resolve_roles(spec, table, task, input_names, images, slices)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))

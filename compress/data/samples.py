@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from compress.data.boxes import arrange_objects, open_coco, open_voc
 from compress.data.columns import LABEL, ColumnReader, resolve_roles, resolve_slices, same_roles
-from compress.data.table import Table, open_table
+from compress.data.table import Table, check_path, open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
+from compress.store.paths import resolve_path
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Array
 from runtime.bundle.samples import digest_columns
 from runtime.judge.slices import SET
+from runtime.tasks import find_task
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def load_samples(
     parts = []
     sliced: dict[str, list[str]] = {name: [] for name in slices if name != LABEL}
     for number, part in enumerate(spec.parts):
-        table = open_table(part, root)
+        table = open_source(part, root, task)
         roles = resolve_roles(part, table, task, input_names, images, slices)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
         reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images, part.masks)
@@ -71,10 +74,36 @@ def load_samples(
         if set_names:
             sliced[SET] = [*sliced.get(SET, []), *[set_names[number]] * len(rows)]
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
+    filler = find_torch_task(task).filler
+    if filler is not None and LABEL in parts[0]:
+        labels = _fill_up([part[LABEL] for part in parts], filler)
+        parts = [{**part, LABEL: label} for part, label in zip(parts, labels, strict=True)]
     samples = samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
     )
     return replace(samples, slices=sliced)
+
+
+def open_source(spec: DataSpec, root: Path, task: str) -> Table:
+    """Open a source as a table, boxes in one form where the task finds them. SourceError."""
+    kind, _, rest = spec.source.partition(":")
+    if kind in ("coco", "voc"):
+        path = check_path(spec.source, resolve_path(root, rest), folder=kind == "voc")
+        images = path.parent if spec.images is None else resolve_path(root, spec.images)
+        table = open_voc(path, spec.split) if kind == "voc" else open_coco(path, images)
+    else:
+        table = open_table(spec, root)
+    return arrange_objects(table, spec) if find_task(task).outputs == "boxes" else table
+
+
+def _fill_up(pieces: Sequence[Array], filler: int) -> list[Array]:
+    """Fill labels [N, most, ...] of several files up to the longest of all."""
+    most = max(piece.shape[1] for piece in pieces)
+    widths = [(0, 0), (0, 0), (0, 0)]
+    return [
+        np.pad(piece, [(0, 0), (0, most - piece.shape[1]), *widths[: piece.ndim - 2]], constant_values=filler)
+        for piece in pieces
+    ]
 
 
 def _concat_columns(pieces: Sequence[Any]) -> Any:

@@ -58,7 +58,7 @@ def open_table(spec: DataSpec, root: Path) -> Table:
     kind, _, rest = spec.source.partition(":")
     if kind == "hf":
         return open_hub(rest, spec.split)
-    path = _check_path(spec.source, resolve_path(root, rest), folder=kind in FOLDERS)
+    path = check_path(spec.source, resolve_path(root, rest), folder=kind in FOLDERS)
     if kind in ("csv", "tsv"):
         return open_csv(path, spec, "\t" if kind == "tsv" else ",")
     if kind in FOLDERS:
@@ -67,7 +67,8 @@ def open_table(spec: DataSpec, root: Path) -> Table:
     return readers[kind](path)
 
 
-def _check_path(source: str, path: Path, folder: bool) -> Path:
+def check_path(source: str, path: Path, folder: bool) -> Path:
+    """Return the path if it is a folder, or a file that is not empty, as is needed; SourceError else."""
     if path.is_dir() != folder:
         raise SourceError(f"{source}: {path} is {'a file, a folder is' if folder else 'a folder, a file is'} needed")
     if not folder and path.stat().st_size == 0:
@@ -381,7 +382,17 @@ def _decode_cell(where: str, data: Dataset, column: str, row: int) -> Any:
 
 
 def _label_names(data: Dataset) -> dict[str, tuple[str, ...]]:
+    named = {name: _find_class_label(kind) for name, kind in data.features.items()}
+    return {name: tuple(kind.names) for name, kind in named.items() if kind is not None}
+
+
+def _find_class_label(kind: Any) -> Any:
+    """Find the only ClassLabel of a feature, of lists and objects, too; None where there is none, or several."""
     from datasets import ClassLabel
 
-    kinds = {name: getattr(kind, "feature", kind) for name, kind in data.features.items()}  # lists of them, too
-    return {name: tuple(kind.names) for name, kind in kinds.items() if isinstance(kind, ClassLabel)}
+    kind = getattr(kind, "feature", kind)
+    if isinstance(kind, ClassLabel):
+        return kind
+    inside = [_find_class_label(part) for part in kind.values()] if isinstance(kind, dict) else []
+    found = [part for part in inside if part is not None]
+    return found[0] if len(found) == 1 else None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.distill.batch import Batch
+from compress.distill.detections import box_error, class_error, read_head
 from compress.distill.losses import (
     Distance,
     Divergence,
@@ -29,6 +30,7 @@ from compress.distill.losses import (
 )
 from compress.distill.watch import Seen
 from compress.errors import PassError
+from runtime.boxes.spec import Detections
 
 Term = Callable[[Batch, Seen, Seen], Tensor]
 """(batch, what the student gave, what the teacher gave) -> [b]."""
@@ -125,6 +127,24 @@ def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     chosen = labels >= 0
     gaps = F.cross_entropy(student.first[:, : labels.shape[1]][chosen].float(), labels[chosen], reduction="none")
     return _mean_by_row(gaps, chosen)
+
+
+def head_classes_term(spec: Detections, n_classes: int, temperature: float, kind: Divergence) -> Term:
+    """Return a term: the divergence of a detector's classes, place by place."""
+    return lambda batch, student, teacher: class_error(
+        read_head(student.outputs, spec, n_classes),
+        read_head(teacher.outputs, spec, n_classes),
+        spec,
+        temperature,
+        kind,
+    )
+
+
+def head_boxes_term(spec: Detections, n_classes: int) -> Term:
+    """Return a term: the distance of a detector's boxes where the teacher sees objects."""
+    return lambda batch, student, teacher: box_error(
+        read_head(student.outputs, spec, n_classes), read_head(teacher.outputs, spec, n_classes), spec
+    )
 
 
 def pixel_logits_term(temperature: float, kind: Divergence) -> Term:

@@ -32,6 +32,7 @@ from runtime.judge.gates import GateResult, judge
 from runtime.judge.slices import find_groups
 from runtime.measure.benchmark import graph_backend
 from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
+from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
 VERDICTS = ("fail", "undecided", "pass")
@@ -57,9 +58,11 @@ def run_graph(
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         if recipe.model.generates:
             return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
-        size, names, how = recipe.validate_.batch_size, inputs.class_names, recipe.postprocess
-        task = recipe.model.task
-        return run_samples(sessions[0], preprocessor, task, columns, size, class_names=names, postprocess=how)
+        facts = BatchFacts(
+            class_names=inputs.class_names, detections=inputs.facts.detections, postprocess=recipe.postprocess
+        )
+        size = recipe.validate_.batch_size
+        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, facts=facts)
 
 
 def shortfall_finder(

@@ -198,6 +198,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 generation=generation_of(plan.inputs),
                 cache=run.cache.root,
                 load_back=_prepare_load_back(run) if passed.streamed is not None else None,
+                detections=inputs.facts.detections,
                 source_bytes=None if exported else _source_bytes(plan),
             ),
         )

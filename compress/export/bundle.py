@@ -28,6 +28,7 @@ from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport
 from compress.recipe.schema import Recipe
 from compress.version import __version__
+from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import write_whole
 from runtime.bundle.format import (
@@ -115,6 +116,8 @@ class Contents:
     """What checkpoints are loaded back with; None: they are not."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where no baseline is written."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
 
 
 def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
@@ -142,6 +145,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         target=recipe.target,
         class_names=contents.class_names,
         preprocess=spec_to_dict(contents.preprocess),
+        detections=contents.detections,
         artifacts=tuple(artifacts),
         evaluation=evaluation,
         judgement=contents.judgement,

@@ -116,7 +116,8 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
     `outputs` are [1, ...]: batch dimension included. SourceError where the task needs other outputs.
     """
     task = find_torch_task(spec.task)
-    if not any(task.outputs.values()):
+    any_fit = task.any_outputs and not spec.source.startswith(("hf:", "dir:"))
+    if any_fit or not any(task.outputs.values()):
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
     names = tuple(outputs if outputs.keys() == task.outputs.keys() else task.outputs)  # or in the task's order
     ranks = [len(shape) for shape, _ in outputs.values()]
@@ -139,12 +140,16 @@ def _image_shape(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[in
 
 
 def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:
+    if preprocess.letterbox is not None:
+        return preprocess.letterbox
     if preprocess.crop is not None:
         return preprocess.crop
     if isinstance(preprocess.resize, tuple):
         return preprocess.resize
     if "image" not in samples:
-        raise SourceError("preprocess: the size of the images is not known; set resize [h, w] or crop, or give data")
+        raise SourceError(
+            "preprocess: the size of the images is not known; set resize [h, w], crop or letterbox, or give data"
+        )
     height, width = samples["image"][0][:2]
     return compute_resized(height, width, preprocess.resize)
 

@@ -17,6 +17,7 @@ from compress.blocks.trace import run
 from compress.facts import SampleShapes
 from compress.graph.cleanup import CleanUp
 from compress.models import factory, huggingface
+from compress.models.detections import read_detections
 from compress.models.facts import architecture, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
@@ -26,6 +27,7 @@ from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
+from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import TensorSpec
 from runtime.tasks.base import Task
 
@@ -44,6 +46,8 @@ class SourceModel:
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
     task: str = Task.name
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -92,10 +96,10 @@ def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) ->
     """
     source = locate(spec, root)
     if source.onnx is not None:
-        return _load_rebuilt(spec, source, source.onnx, feeds_shapes)
+        return _load_rebuilt(spec, root, source, source.onnx, feeds_shapes)
     module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
-    return _describe_model(spec, source, module, feeds_shapes)
+    return _describe_model(spec, root, source, module, feeds_shapes)
 
 
 def build_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
@@ -106,10 +110,12 @@ def build_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -
     else:
         with torch.random.fork_rng(devices=[]):
             module = factory.build(spec, source, root)
-    return _describe_model(spec, source, module.float().eval().requires_grad_(False), feeds_shapes)
+    return _describe_model(spec, root, source, module.float().eval().requires_grad_(False), feeds_shapes)
 
 
-def _describe_model(spec: ModelSpec, source: Source, module: nn.Module, feeds_shapes: SampleShapes) -> TorchModel:
+def _describe_model(
+    spec: ModelSpec, root: Path, source: Source, module: nn.Module, feeds_shapes: SampleShapes
+) -> TorchModel:
     unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
@@ -119,15 +125,17 @@ def _describe_model(spec: ModelSpec, source: Source, module: nn.Module, feeds_sh
     except factory.USER_ERRORS as error:
         raise forward_failure(spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
+    specs = output_specs(spec, shapes)
     return TorchModel(
         architecture=architecture(module),
         inputs=input_specs(spec, names, feeds_shapes),
-        outputs=output_specs(spec, shapes),
+        outputs=specs,
         module=module,
         parameters=names,
         folder=source.folder,
         class_names=spec.class_names or _read_class_names(spec, source),
         task=spec.task,
+        detections=read_detections(spec, root, specs),
         shapes=read_shapes_record(source.shapes),
     )
 
@@ -143,7 +151,8 @@ def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    if source.kind != "huggingface" or not find_torch_task(spec.task).chooses:
+    task = find_torch_task(spec.task)
+    if source.kind != "huggingface" or not (task.chooses or task.needs_class_names):
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))
 
@@ -167,7 +176,7 @@ def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
     )
 
 
-def _load_rebuilt(spec: ModelSpec, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
+def _load_rebuilt(spec: ModelSpec, root: Path, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
     file = _load_onnx(spec, source, path)
     check_feeds(spec, {name: name for name in file.input_names}, feeds_shapes)
     rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
@@ -180,4 +189,5 @@ def _load_rebuilt(spec: ModelSpec, source: Source, path: Path, feeds_shapes: Sam
         folder=file.folder,
         class_names=file.class_names,
         task=file.task,
+        detections=read_detections(spec, root, file.outputs),
     )

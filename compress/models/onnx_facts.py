@@ -149,7 +149,7 @@ def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> No
     Of classes there is one output: that by its name, else the only one. Several are told by their names alone.
     """
     wanted = find_torch_task(task)
-    if not wanted.chooses and len(wanted.outputs) < 2:
+    if wanted.any_outputs or (not wanted.chooses and len(wanted.outputs) < 2):
         return
     for name, axes in wanted.outputs.items():
         rank = len(axes)

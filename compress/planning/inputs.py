@@ -21,6 +21,7 @@ from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
+from compress.models.detections import read_detections
 from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
@@ -107,8 +108,9 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
+    detections = read_detections(spec, root, facts.outputs)
     notes = [*notes, *_note_masks(recipe, data, folder)]
-    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
+    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections)
     problems += students.problems
     return Inputs(
         recipe,

@@ -21,7 +21,7 @@ from compress.errors import PassError
 from compress.prune.coupling import Dimension
 from compress.prune.obs import Elimination, ReadingLayer
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import model_output
+from compress.quantize.outputs import list_outputs, measure_units, model_output
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 """What a module's outputs on a batch are worth, summed over the batch's samples; a scalar with a gradient."""
@@ -165,16 +165,19 @@ def draw_label_loss(seed: int = 0) -> Loss:
 
 
 def random_projection_loss(seed: int = 0) -> Loss:
-    """Return the product of the first output with random signs, as a loss for any model.
+    """Return the product of the outputs with random signs, as a loss for any model.
 
-    Its squared gradients are the curvature of |outputs|^2 / 2.
+    Its squared gradients are the curvature of |outputs|^2 / 2; several outputs are each taken in their own unit.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
-        out = model_output(module(**batch), batch).float()
-        signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
-        return (out * signs).sum()
+        outputs = [out.float() for out in list_outputs(module(**batch), batch)]
+        total = outputs[0].new_zeros(())
+        for out, unit in zip(outputs, measure_units(outputs), strict=True):
+            signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
+            total = total + (out * signs).sum() / unit
+        return total
 
     return loss
 

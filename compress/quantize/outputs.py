@@ -11,6 +11,42 @@ from torch import Tensor
 MASK = "attention_mask"
 
 
+def list_outputs(out: Any, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the floating tensors of what a model gives for some feeds: itself, or of several, by place or by name.
+
+    Those of one number for each token, [b, T] as the mask, are one side by side: [b, T, k], as the beginnings and ends
+    of answers. So the last dimension is of one size for all feeds.
+    """
+    values = [out] if isinstance(out, Tensor) else out.values() if hasattr(out, "values") else out
+    listed = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    mask = feeds.get(MASK)
+    of_tokens = [value for value in listed if mask is not None and value.shape == mask.shape]
+    if not of_tokens:
+        return listed
+    others = [value for value in listed if mask is None or value.shape != mask.shape]
+    joined = torch.stack(of_tokens, -1)
+    return [joined, *others] if listed[0] is of_tokens[0] else [*others, joined]
+
+
+def measure_units(outputs: list[Tensor]) -> list[float]:
+    """Return what each of several outputs is measured in, so that one in pixels hides none of small numbers.
+
+    Its standard deviation; 1 for an only one.
+    """
+    if len(outputs) == 1:
+        return [1.0]
+    return [max(float(out.detach().float().std(correction=0)), 1e-12) for out in outputs]
+
+
+def square_distance(outputs: list[Tensor], targets: list[Tensor]) -> float:
+    """Return the squared error of outputs against a whole model's, of several each in its unit, summed."""
+    units = measure_units(targets)
+    return sum(
+        float((out - target).double().square().sum()) / unit**2
+        for out, target, unit in zip(outputs, targets, units, strict=True)
+    )
+
+
 def first_output(out: Any) -> Tensor:
     """Return the first tensor of what a module gives: itself, or of several, in a sequence or by name."""
     if isinstance(out, Tensor):
@@ -20,13 +56,5 @@ def first_output(out: Any) -> Tensor:
 
 
 def model_output(out: Any, feeds: Mapping[str, Tensor]) -> Tensor:
-    """Return the first tensor of what a whole model gives for some feeds, its last dimension of one size for all.
-
-    What has one number for each token, [b, T] as the mask, is put side by side: [b, T, k], as the beginnings and ends
-    of answers.
-    """
-    first, mask = first_output(out), feeds.get(MASK)
-    if mask is None or first.shape != mask.shape:
-        return first
-    values = [out] if isinstance(out, Tensor) else out.values() if hasattr(out, "values") else out
-    return torch.stack([value for value in values if isinstance(value, Tensor) and value.shape == mask.shape], -1)
+    """Return the first of `list_outputs`."""
+    return list_outputs(out, feeds)[0]

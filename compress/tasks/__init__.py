@@ -10,6 +10,7 @@ from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
 from compress.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from compress.tasks.object_detection import OBJECT_DETECTION
 from compress.tasks.question_answering import QUESTION_ANSWERING
 from compress.tasks.regression import REGRESSIONS
 from compress.tasks.semantic_segmentation import SEMANTIC_SEGMENTATION
@@ -24,6 +25,7 @@ _OWN = {
     for task in (
         IMAGE_CLASSIFICATION,
         AUDIO_CLASSIFICATION,
+        OBJECT_DETECTION,
         SEMANTIC_SEGMENTATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,

@@ -28,11 +28,13 @@ Loss = Literal[
     "next tokens",
     "embeddings",
     "numbers",
+    "detections",
     "outputs",
 ]
 """What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, of each
 pixel, of each label on its own, of where an answer begins and ends, or of each token that is predicted; pooled
-embeddings and hidden states; the squared error of numbers; that of the outputs, over their size."""
+embeddings and hidden states; the squared error of numbers; classes and boxes of a head; the squared error of the
+outputs, over their size."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
@@ -55,6 +57,8 @@ class Starter:
     gates: str
     speed: str = "latency_p50"
     """The metric whose speed-up is a gate."""
+    model: str = ""
+    """What the model's own section says beyond its source, and what follows that."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class LabelReader(Protocol):
 
     def read_class_ids(self, column: str, values: np.ndarray, least: int) -> np.ndarray:
         """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
+        ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Return the names of the model's classes."""
         ...
 
     def at(self, rows: np.ndarray) -> LabelReader:
@@ -141,6 +150,8 @@ class TorchTask:
     """Every output, by its field of transformers' outputs, which is its name in ONNX, with its dimensions by name:
     "batch" and "sequence" are free, "classes" is where classes are; (): of any shape. {}: any outputs, and no Hugging
     Face folders; nor of a task whose inputs are tensors."""
+    any_outputs: bool = False
+    """Whether a model that is no Hugging Face folder may have any others than `outputs`."""
     read_labels: Callable[[LabelReader, str, Sequence[Any]], Any] = read_classes_or_scores
     """Reads a column of labels: an array [N, ...], or a list of N arrays or texts."""
     usual_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -151,6 +162,8 @@ class TorchTask:
     """Whether labels may be written as the names of the classes that the model's folder has."""
     model_task: str = ""
     """The task by which transformers' class is found; "": its own name."""
+    filler: int | None = None
+    """Fills the labels of a sample up to the longest one's, [N, most, ...]; None: all are as long."""
     make_text: Callable[[Any], Any] = lambda value: value
     """Makes a text of what a file has for one; anything else it leaves."""
     find_misfit: Callable[[Columns], tuple[int, str] | None] = lambda columns: None

@@ -73,6 +73,7 @@ TOKEN_CLASSIFICATION = TorchTask(
     usual_names={"text": ("tokens", "words"), "label": ("ner_tags", "tags")},
     make_text=join_words,
     needs_class_names=True,
+    filler=UNLABELLED,
     find_misfit=_find_misaligned,
     make_targets=_label_first_tokens,
 )

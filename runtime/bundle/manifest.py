@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
+from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder, EngineRecord
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
@@ -364,6 +365,8 @@ class Manifest:
     """Names of the classes, in the order of the model's outputs."""
     preprocess: dict[str, object]
     """A `runtime.encode.preprocess` spec; `spec_from_dict` reads it."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
     artifacts: tuple[Artifact, ...]
     """The models: "candidate", "baseline", and those for further targets."""
     evaluation: EvaluationSet | None

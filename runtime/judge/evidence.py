@@ -261,11 +261,17 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
     if metric.flaws is not None and difference.method == HALL:
-        unequal = [(a != b).reshape(len(a), -1).any(axis=1) for a, b in zip(ours, theirs, strict=True)]
-        changed = np.any(unequal, axis=0)
-        count, reach = int(changed.sum()), metric.flaws.reach(ours)
-        difference = bound_rare_changes(difference, 0.0, count, len(changed), reach, level)
+        differ = (metric.flaws.changed or _find_changed)(ours, theirs)
+        count, reach = int(differ.sum()), metric.flaws.reach(ours)
+        difference = bound_rare_changes(difference, 0.0, count, len(differ), reach, level)
     return before, after, difference
+
+
+def _find_changed(ours: Columns, theirs: Columns) -> np.ndarray:
+    """Return which samples differ in any column, bool [N]."""
+    pairs = zip(ours, theirs, strict=True)
+    changed: np.ndarray = np.any([(a != b).reshape(len(a), -1).any(axis=1) for a, b in pairs], axis=0)
+    return changed
 
 
 def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estimate:

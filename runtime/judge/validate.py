@@ -49,7 +49,7 @@ from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.report import Report, prepare_folder, write_report
 from runtime.tasks import find_task
-from runtime.tasks.predict import bundle_preprocessor, run_samples
+from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 BASELINE_TOLERANCE = 1e-3
 """Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
@@ -207,8 +207,8 @@ def run_candidate(case: Case) -> Outputs:
         session = open_variant(stack, case.root, after, threads)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
         reference = open_variant(stack, case.root, before, threads) if manifest.generates else None
-        size, names, how = manifest.judgement.batch_size, manifest.class_names, manifest.postprocess
-        outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, names, how)
+        size, facts = manifest.judgement.batch_size, facts_of(manifest)
+        outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, facts)
     if reference is not None:
         check_baseline(case.root, outputs.pop("reference_nll"), outputs["n_tokens"], case.baseline)
     return outputs

@@ -19,6 +19,7 @@ from runtime.metrics.answers import ACCURACY_ANSWERED, COVERAGE
 from runtime.metrics.base import Metric, NonFiniteOutputs, Outputs, check_finite, float_outputs
 from runtime.metrics.calibration import ECE
 from runtime.metrics.correlation import MSE, PEARSON, SPEARMAN
+from runtime.metrics.detection import DETECTION_METRICS
 from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_DB
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
@@ -36,6 +37,7 @@ _OWN = {
         *(*MULTI_LABEL, *RETRIEVAL),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
+        *DETECTION_METRICS,
         *(metric for task in TASKS.own.values() for metric in task.metrics()),
     )
 }

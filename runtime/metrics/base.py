@@ -16,7 +16,7 @@ from runtime.errors import RuntimeFailure, UsageError
 
 Outputs = Mapping[str, np.ndarray]
 """Outputs over N samples: {"logits": [N, C]}, {"embeddings": [N, k, D]} or {output name: [N, ...]}."""
-ANSWERS = ("tokens", "maps", "answers")
+ANSWERS = ("tokens", "maps", "answers", "boxes")
 """Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
@@ -83,6 +83,8 @@ class Flaws:
     of: Callable[[Columns], np.ndarray]
     reach: Callable[[Columns], float]
     perfect: float = 1.0
+    changed: Callable[[Columns, Columns], np.ndarray] | None = None
+    """Which samples differ between two models in what counts, bool [N]; None: those that differ in any column."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Metric:
     about: str
     reduce: Callable[[Outputs, Any], Columns]
     fits: tuple[str, ...] | None = None
-    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept."""
+    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept as they are."""
     shape: Literal["classes", "score", "tokens", "answers", "outputs", "any"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first

@@ -6,6 +6,7 @@ A server runs the model between them. What both need of the bundle is its manife
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from runtime.encode.preprocess import spec_from_dict
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT_COLUMNS, BatchFacts
-from runtime.tasks.predict import bundle_preprocessor
+from runtime.tasks.base import TEXT_COLUMNS
+from runtime.tasks.predict import bundle_preprocessor, facts_of
 
 IMAGE = "image"
 
@@ -62,7 +63,7 @@ class Answers:
         if encoded and (missing := [name for name in task.facts if name not in known]):
             raise UsageError(f"{missing[0]} is missing: {task.name} answers by what encoding knows")
         n, names = len(next(iter(outputs.values()))), self.manifest.class_names
-        facts = BatchFacts(n, known, self.spec, names, self.manifest.postprocess)
+        facts = replace(facts_of(self.manifest), n=n, known=known, spec=self.spec)
         read = task.read_batch(outputs, facts)
         return task.answers(task.join_views([read]), names)
 

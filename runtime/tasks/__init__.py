@@ -12,6 +12,7 @@ from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
 from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from runtime.tasks.object_detection import ObjectDetection
 from runtime.tasks.question_answering import QuestionAnswering
 from runtime.tasks.regression import REGRESSIONS
 from runtime.tasks.semantic_segmentation import SemanticSegmentation
@@ -25,6 +26,7 @@ _OWN = {
     for task in (
         ImageClassification(),
         AudioClassification(),
+        ObjectDetection(),
         SemanticSegmentation(),
         TextClassification(),
         TokenClassification(),

@@ -18,6 +18,7 @@ from runtime.encode.audio import AUDIO_COLUMNS
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
+    from runtime.boxes.spec import Detections
     from runtime.bundle.manifest import Postprocess
     from runtime.encode.preprocess import PreprocessSpec
     from runtime.metrics.base import Metric
@@ -36,12 +37,14 @@ in the second text, and the one behind its last (-1 for tokens that are not of i
 class BatchFacts:
     """What is known of a batch of samples beside a model's outputs."""
 
-    n: int
+    n: int = 0
     known: Tensors = field(default_factory=dict)
     """What encoding knows of the samples, by `Task.facts`; empty where samples are the inputs."""
     spec: PreprocessSpec | None = None
     """How the samples were encoded."""
     class_names: Sequence[str] = ()
+    detections: Detections | None = None
+    """What a detector's outputs mean."""
     postprocess: Postprocess | None = None
     """How answers are chosen; None: as the task has it."""
 

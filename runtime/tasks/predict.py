@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns, count, take_texts
-from runtime.bundle.manifest import Manifest, Postprocess
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
@@ -28,12 +28,11 @@ def run_samples(
     columns: Columns,
     batch_size: int = 32,
     reference: Session | None = None,
-    class_names: Sequence[str] = (),
-    postprocess: Postprocess | None = None,
+    facts: BatchFacts | None = None,
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `class_names`: the model's, for a task whose outputs cannot be read without. `postprocess`: how answers are chosen.
+    `facts`: what is known of every batch, for tasks whose outputs cannot be read without (`facts_of`).
 
     Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
@@ -47,8 +46,15 @@ def run_samples(
         return score(session, preprocessor, views[0], batch_size, reference)
     if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
-    facts = BatchFacts(0, class_names=class_names, postprocess=postprocess)
+    facts = replace(facts or BatchFacts(), spec=preprocessor.spec)
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, facts) for view in views])
+
+
+def facts_of(manifest: Manifest) -> BatchFacts:
+    """Return what is known of every batch of a bundle's samples."""
+    return BatchFacts(
+        class_names=manifest.class_names, detections=manifest.detections, postprocess=manifest.postprocess
+    )
 
 
 def make_columns(manifest: Manifest, samples: Any) -> dict[str, Any]:
@@ -82,12 +88,12 @@ def _run_view(
     task: Task,
     columns: Columns,
     batch_size: int,
-    known: BatchFacts,
+    facts: BatchFacts,
 ) -> dict[str, Array]:
     split, samples = split_samples(preprocessor, columns)
     order, restore = _order_rows(preprocessor, split)
     batches = [
-        _run_batch(session, preprocessor, task, split, rows, known)
+        _run_batch(session, preprocessor, task, split, rows, facts)
         for rows in split_batches(order, batch_size, session.inputs)
     ]
     outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
@@ -128,8 +134,7 @@ def _run_batch(
     task: Task,
     columns: Columns,
     rows: Array,
-    known: BatchFacts,
+    facts: BatchFacts,
 ) -> dict[str, Array]:
-    """Run the rows; `known`: what is known of every batch."""
-    feeds, facts = preprocessor.encode_with_facts(columns, rows, task.facts)
-    return task.read_batch(session.run(feeds), replace(known, n=len(rows), known=facts, spec=preprocessor.spec))
+    feeds, known = preprocessor.encode_with_facts(columns, rows, task.facts)
+    return task.read_batch(session.run(feeds), replace(facts, n=len(rows), known=known))

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from shortcuts import no_probes
 
 from runtime.backends import BACKENDS, Session
+from runtime.boxes.spec import Detections, HeadOutputs
 from runtime.bundle.format import (
     Artifact,
     Benchmark,
@@ -36,6 +37,7 @@ from runtime.encode.preprocess import (
     make_preprocessor,
     spec_to_dict,
 )
+from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
 __all__ = ["no_probes"]
@@ -129,19 +131,24 @@ def artifact(root: Path, name: str, path: str) -> Artifact:
     return Artifact(name, path, "onnxruntime-cpu", "float32", session.inputs, session.outputs, model_size(root / path))
 
 
-def stage(root: Path, task: str, spec: PreprocessSpec, columns: dict[str, Any]) -> Manifest:
+def stage(
+    root: Path, task: str, spec: PreprocessSpec, columns: dict[str, Any], detections: Detections | None = None
+) -> Manifest:
     """Samples and the baseline's outputs in `root`, beside models that are there already; the manifest to write."""
     session = open_onnx(root / "baseline/model.onnx")
     preprocessor = make_preprocessor(spec, session.inputs, root / "model")
     evaluation = write_samples(root, columns)
-    write_outputs(root, run_samples(session, preprocessor, task, columns))
+    names = ("a", "b", "c", "d", "e")
+    facts = BatchFacts(class_names=names, detections=detections)
+    write_outputs(root, run_samples(session, preprocessor, task, columns, facts=facts))
     (root / "recipe.yaml").write_text("version: 1\n")
     return Manifest(
         name="tiny",
         task=task,
         target="onnxruntime-cpu",
-        class_names=("a", "b", "c", "d", "e"),
+        class_names=names,
         preprocess=spec_to_dict(spec),
+        detections=detections,
         artifacts=(artifact(root, "candidate", "model/model.onnx"), artifact(root, "baseline", "baseline/model.onnx")),
         evaluation=evaluation,
         judgement=Judgement(),
@@ -181,6 +188,37 @@ def write_segment_bundle(root: Path) -> Path:
     labels = [rng.integers(0, 5, size, np.uint8) for size in sizes]
     spec = replace(IMAGE, resize=(4, 4))
     write_bundle(root, stage(root, "semantic-segmentation", spec, {"image": images, "label": labels}))
+    return root
+
+
+def box_model(path: Path, seed: int = 0) -> Path:
+    """x [batch, 3, 4, 4] -> rows [batch, 3, 6]: corners, score, class; moved by the picture's mean."""
+    weight = np.random.default_rng(seed).normal(size=(3, 18)).astype(np.float32) / 50
+    base = np.array([[0, 0, 2, 2, 0.9, 0], [1, 1, 4, 3, 0.8, 3], [0, 0, 0, 0, 0, 0]], np.float32).reshape(-1)
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "weight"], ["moved"]),
+        helper.make_node("Add", ["moved", "base"], ["joined"]),
+        helper.make_node("Reshape", ["joined", "shape"], ["rows"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 4, 4])
+    rows = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", 3, 6])
+    return save(path, nodes, [x], [rows], {"weight": weight, "base": base, "shape": np.array([-1, 3, 6])})
+
+
+def write_box_bundle(root: Path) -> Path:
+    for name, seed in (("model", 0), ("baseline", 1)):
+        box_model(root / name / "model.onnx", seed)
+    images = [np.full((*size, 3), 90, np.uint8) for size in ((4, 4), (8, 6), (4, 4))]
+    labels = np.zeros((3, 1, 7))
+    labels[:, 0, 3:5] = 2
+    stated = Detections(
+        boxes="xyxy", normalized=False, scores="none", suppress="none", outputs=HeadOutputs(rows="rows")
+    )
+    spec = replace(IMAGE, resize=(4, 4))
+    columns = {"image": images, "label": labels}
+    write_bundle(root, stage(root, "object-detection", spec, columns, replace(stated, most=3)))
     return root
 
 
@@ -419,6 +457,7 @@ class Tiny:
     span_model = staticmethod(span_model)
     span_bundle = staticmethod(write_span_bundle)
     segment_bundle = staticmethod(write_segment_bundle)
+    box_bundle = staticmethod(write_box_bundle)
     write_tokenizer = staticmethod(write_tokenizer)
     open_onnx = staticmethod(open_onnx)
     stage = staticmethod(stage)

@@ -102,6 +102,7 @@ def test_every_command_of_a_card_works(
         "token-classification": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
         "feature-extraction": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
         "semantic-segmentation": lambda: tiny.segment_bundle(tmp_path / "bundle"),
+        "object-detection": lambda: tiny.box_bundle(tmp_path / "bundle"),
         "question-answering": lambda: tiny.span_bundle(tmp_path / "bundle"),
         "generic": lambda: make_generic(tmp_path / "bundle", tiny),
         "text-generation": lambda: request.getfixturevalue("make_decoder_bundle")(),

@@ -298,7 +298,11 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
     return columns[kinds.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "sums")]
 
 
-@pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.kind == "statistic"])
+STATISTICS = [name for name, metric in METRICS.items() if metric.kind == "statistic" and not metric.suits("boxes")]
+"""Those of boxes are in runtime/boxes/test_match.py."""
+
+
+@pytest.mark.parametrize("name", STATISTICS)
 def test_what_each_sample_adds_is_what_is_missing_without_it(name: str) -> None:
     """The influence is the jackknife's, to the few percent by which one sample in 300 changes the others'."""
     metric, n = METRICS[name], 300

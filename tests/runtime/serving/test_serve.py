@@ -329,3 +329,15 @@ def test_maps_are_as_large_as_their_images(tiny: Any, tmp_path: Path) -> None:
         assert (described["datatype"], described["shape"]) == ("UINT8", [-1, -1, -1])
         status, answer = call("{at}/infer", {"inputs": [tensor("image", images, "UINT8")]})
         assert status == 200 and np.array_equal(outputs(answer)["classes"], bundle.predict(images)["classes"])
+
+
+def test_boxes_are_in_pixels_of_the_images_that_were_sent(tiny: Any, tmp_path: Path) -> None:
+    with served(tiny.box_bundle(tmp_path / "bundle")) as (bundle, call):
+        images = np.random.default_rng(0).integers(0, 256, (2, 8, 6, 3), np.uint8)
+        (described,) = [one for one in call("{at}")[1]["outputs"] if one["name"] == "box"]
+        assert (described["datatype"], described["shape"]) == ("FP32", [-1, -1, 4])
+        status, answer = call("{at}/infer", {"inputs": [tensor("image", images, "UINT8")]})
+        expected = bundle.predict(images)
+        assert status == 200 and np.array_equal(outputs(answer)["box"], expected["boxes"])
+        assert expected["boxes"][:, 1, 3].min() > 5  # of the eight rows, not of the model's four
+        assert outputs(answer)["label"][:, :2].tolist() == [["a", "d"]] * 2
