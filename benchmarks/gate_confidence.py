@@ -17,6 +17,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -161,6 +162,10 @@ def turned_vectors(loss: Array) -> Sides:
     cosine = 1 - loss
     turned = np.stack([cosine, np.sqrt(1 - cosine**2)], axis=1)
     return {"y": turned}, {"y": np.tile([1.0, 0.0], (len(loss), 1))}
+
+
+def _draw_share(losses: Losses, share: float, rng: Rng, n: int) -> Array:
+    return share * losses.draw(rng, n)
 
 
 def paired_mse(
