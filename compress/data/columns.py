@@ -20,6 +20,7 @@ from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
 from runtime.tasks import find_task
+from runtime.tasks.base import TEXT_COLUMNS
 
 LABEL = "label"
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -202,7 +203,7 @@ class ColumnReader:
         if role in sample_roles(self.task.name, self.images):
             if role == "image":
                 return self._load_images(column, raw)
-            if self.task.task.reads_texts:
+            if role in TEXT_COLUMNS or self.task.task.reads_texts:
                 return self._check_texts(column, [self.task.make_text(item) for item in raw])
         return self._check_finite(column, self._to_numbers(column, raw))
 
