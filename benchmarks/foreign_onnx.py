@@ -73,7 +73,7 @@ def measure(call: Call) -> Measured:
 
 def _write_cases(call: Call) -> Sequence[tuple[str, Path, tuple[str, ...], Path]]:
     """Return (name, recipe, its settings, ONNX file) of each model; the light ones' recipes and samples are written."""
-    cases = []
+    cases: list[tuple[str, Path, tuple[str, ...], Path]] = []
     for name, file in DETECTORS.items():
         cases.append((name, ULTRAFACE, (f"vars.file={file}",), call.bench / "models/ultraface-slim" / file))
     for path in sorted(LIGHT.glob("light_*.onnx")):
