@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from compress.tasks import TORCH_TASKS
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
+from runtime.encode.preprocess import ImagePreprocess, Seq2SeqPreprocess, TensorPreprocess, TextPreprocess
 from runtime.tasks import find_task
 
 
@@ -88,7 +88,8 @@ if TYPE_CHECKING:
 else:
     TaskName = Literal[tuple(TORCH_TASKS)]
 Preprocess = Annotated[
-    ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess, Field(discriminator="kind")
+    ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess,
+    Field(discriminator="kind"),
 ]
 
 
@@ -114,6 +115,11 @@ class ModelSpec(Record):
     def generates(self) -> bool:
         """Return whether the model writes text, token by token."""
         return find_task(self.task).generates
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether the model is an encoder-decoder."""
+        return find_task(self.task).encodes
 
 
 class DataSpec(Record):

@@ -104,10 +104,23 @@ def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     return _mean_by_row(gaps, chosen)
 
 
+def target_token_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, T, V], mean over the tokens of a reference."""
+
+    def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+        assert batch.labels is not None
+        chosen = batch.labels[:, : student.first.shape[1]] >= 0
+        gaps = divergence(student.first[chosen], teacher.first[chosen], temperature, kind)
+        return _mean_by_row(gaps, chosen)
+
+    return term
+
+
 LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
     "classes": (logits_term, labels_term),
     "token classes": (token_logits_term, token_labels_term),
     "next tokens": (next_token_logits_term, next_token_term),
+    "target tokens": (target_token_logits_term, token_labels_term),
 }
 """What is learned -> the terms for logits and for labels; of anything else those of classes."""
 

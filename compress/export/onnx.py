@@ -36,6 +36,7 @@ from compress.graph.fast_forms import (
     to_two_bits,
 )
 from compress.graph.half import to_half
+from compress.graph.halves import cross_names, split
 from compress.graph.layers import find_layers
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
@@ -45,6 +46,7 @@ from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
 from compress.store.durable import blame
 from runtime.backends.onnxruntime_cpu import failures
+from runtime.bundle.files import ENCODER
 
 ACTIVATION_LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
@@ -144,8 +146,16 @@ def float_graph(model: ir.Model) -> ir.Model:
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
-    What computes in bfloat16 is not loaded: ONNX Runtime has no such kernels for CPUs.
+    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 is not
+    loaded: ONNX Runtime has no such kernels for CPUs.
     """
+    if cross_names(model):
+        encoder, model = split(model)
+        _save_one(encoder, path.with_name(ENCODER))
+    _save_one(model, path)
+
+
+def _save_one(model: ir.Model, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_graph(model, path)
     refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -19,7 +19,8 @@ from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import compute_resized
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TextPreprocess
+from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, Seq2SeqPreprocess, TextPreprocess
+from runtime.encode.seq2seq import DECODER_IDS
 from runtime.encode.texts import FEEDS
 from runtime.tasks import find_task
 
@@ -41,10 +42,24 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
     names = model_inputs(spec, root)
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
+    if isinstance(preprocess, Seq2SeqPreprocess):
+        source = feeds_shapes_of_source(names, preprocess, samples)
+        return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
     if isinstance(preprocess, ImagePreprocess):
         size = _image_size(preprocess, samples)
         shape = (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
         return {name: (shape, _image_dtype(spec, root)) for name in names}
+    missing = [name for name in names if name not in samples]
+    if missing:
+        raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
+    return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
+
+
+def feeds_shapes_of_source(names: Sequence[str], preprocess: Seq2SeqPreprocess, samples: SampleShapes) -> SampleShapes:
+    """Return shape and dtype of what an encoder-decoder's encoder is fed with for one sample, by name. SourceError."""
+    names = [name for name in names if name != DECODER_IDS]
+    if isinstance(preprocess.source, TextPreprocess):
+        return dict.fromkeys(names, ((preprocess.source.max_length,), "int64"))
     missing = [name for name in names if name not in samples]
     if missing:
         raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
@@ -86,7 +101,14 @@ def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, o
 
 def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) -> tuple[TensorSpec, ...]:
     """Return the inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
-    text = find_task(spec.task).reads_texts
+    task = find_task(spec.task)
+    text = task.reads_texts
+    if task.encodes:
+        length = {DECODER_IDS: "sequence", "input_ids": "source", "attention_mask": "source"}
+        return tuple(
+            TensorSpec(name, feeds[name][1], ("batch", *((length[name],) if name in length else feeds[name][0])))
+            for name in names
+        )
     return tuple(
         TensorSpec(
             name, feeds[name][1], ("batch", *(("sequence",) if text and len(feeds[name][0]) == 1 else feeds[name][0]))

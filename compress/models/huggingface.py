@@ -22,7 +22,8 @@ from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
 from compress.specs import ModelSpec
 from compress.tasks import TORCH_TASKS, find_torch_task
-from runtime.tasks import find_task
+from runtime.encode.seq2seq import DECODER_IDS
+from runtime.tasks import TASKS, find_task
 
 DECODED = "weights in the GPTQ format are read as the floats that they stand for"
 COUNTS = re.compile(r"layer|block|depth|expert|stage|labels|group", re.IGNORECASE)
@@ -61,6 +62,32 @@ class ImageModel(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         return self.wrapped(pixel_values=pixel_values, return_dict=True)[self.output]
+
+
+class EncoderDecoderModel(nn.Module):
+    """What the encoder reads (input_ids and attention_mask, int64 [B, S], or features), decoder_input_ids [B, T] -> [B, T, V]."""
+
+    def __init__(self, wrapped: nn.Module, output: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.output = output
+
+    def forward(
+        self,
+        decoder_input_ids: Tensor,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        input_features: Tensor | None = None,
+        input_values: Tensor | None = None,
+    ) -> Tensor:
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "input_features": input_features,
+            "input_values": input_values,
+        }
+        feeds = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return self.wrapped(**feeds, decoder_input_ids=decoder_input_ids, use_cache=False, return_dict=True)[self.output]
 
 
 def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
@@ -116,6 +143,9 @@ def input_names(spec: ModelSpec, model: nn.Module, config: Any) -> tuple[str, ..
     """Return the inputs to feed, in the order of the wrapper's forward."""
     if find_task(spec.task).preprocess == "image":
         return ("pixel_values",)
+    if find_task(spec.task).encodes:
+        main = str(getattr(model, "main_input_name", "input_ids"))
+        return (main, *(("attention_mask",) if main == "input_ids" else ()), DECODER_IDS)
     takes = inspect.signature(model.forward).parameters
     has_types = "token_type_ids" in takes and (getattr(config, "type_vocab_size", 0) or 0) > 1
     return ("input_ids", "attention_mask", *(["token_type_ids"] if has_types else []))
@@ -210,6 +240,8 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     assert task.output is not None  # `_choose_class` refused it
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
+    if task.task.encodes:
+        return EncoderDecoderModel(model, task.output).eval()
     wrapper = ImageModel if task.task.preprocess == "image" else TextModel
     return wrapper(model, task.output).eval()
 
@@ -301,11 +333,19 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     """
     kind = type(config).__name__
     tasks = _find_tasks(config.model_type)
-    is_for = f"; transformers has it for {', '.join(tasks)}, not supported here yet" if tasks else ""
-    if find_task(task).generates and getattr(config, "is_encoder_decoder", False):
+    known, other = ([name for name in tasks if (name in TASKS) == is_known] for is_known in (True, False))
+    is_for = f"; transformers has it for {', '.join(other)}, not supported here yet" if other and not known else ""
+    is_for = f"; give task: {' or '.join(known)}" if known and task not in known else is_for
+    encodes = bool(getattr(config, "is_encoder_decoder", False))
+    if find_task(task).generates and not find_task(task).encodes and encodes:
         raise SourceError(
             f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a {task} model "
             f"it would be compressed without it{is_for}"
+        )
+    if find_task(task).encodes and not encodes:
+        raise SourceError(
+            f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here"
+            + (is_for or "; a model that continues texts is for task: text-generation")
         )
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
@@ -319,7 +359,7 @@ SEQUENCE_TASKS = {
     "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
     "text-to-speech": ("MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"),
 }
-"""Tasks that are not supported here -> the tables of transformers that name their models."""
+"""Tasks of encoder-decoders and the like -> the tables of transformers that name their models."""
 
 
 def _find_tasks(model_type: str) -> list[str]:

@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import SourceError
+from compress.models.answers import resolve_target
 from compress.models.source import Source, locate
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, TensorPreprocess, TextPreprocess
+from runtime.encode.preprocess import (
+    ImagePreprocess,
+    PreprocessSpec,
+    Seq2SeqPreprocess,
+    TensorPreprocess,
+    TextPreprocess,
+)
 from runtime.tasks import find_task
 
 USUAL_CONTEXT = 2048
@@ -30,6 +37,8 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
     Raises SourceError: no statement to be found, one that cannot be expressed here, or one that contradicts the model.
     """
     source = locate(spec, root)
+    if find_task(spec.task).encodes:
+        return _resolve_seq2seq(spec, declared, source)
     if declared is not None:
         return _check_fit(spec, source, _fill_first_token(declared, source))
     kind = find_task(spec.task).preprocess
@@ -42,6 +51,27 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
             "`{kind: tensor}` if the data holds its inputs ready"
         )
     return _check_fit(spec, source, _READERS[kind](source.folder))
+
+
+def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: Source) -> Seq2SeqPreprocess:
+    """Return the preprocessing of an encoder-decoder: of its encoder's inputs alone where only these are declared."""
+    if source.kind != "huggingface" or source.folder is None:
+        raise SourceError(f"{spec.source}: a {spec.task} model is a Hugging Face folder: give dir: or hf:")
+    kind = find_task(spec.task).columns[0]
+    if declared is None:
+        if kind not in _READERS:
+            raise SourceError(f"preprocess: say how the {kind} is read: {{kind: {kind}, ...}}")
+        declared = _READERS[kind](source.folder)
+    if isinstance(declared, ImagePreprocess | LanguagePreprocess):
+        raise SourceError(f"preprocess: kind: {declared.kind} does not fit the task {spec.task}")
+    whole = declared if isinstance(declared, Seq2SeqPreprocess) else Seq2SeqPreprocess(source=declared)
+    if whole.source.kind not in (kind, "tensor"):
+        raise SourceError(f"preprocess: source of kind: {whole.source.kind} does not fit the task {spec.task}")
+    if isinstance(whole.source, TextPreprocess):
+        _check_tokenizer(source.folder, whole.source.tokenizer, "text")
+        _check_positions(source.folder, whole.source.max_length)
+    _check_tokenizer(source.folder, whole.target.tokenizer, "seq2seq")
+    return replace(whole, target=resolve_target(source.folder, whole.target))
 
 
 def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
@@ -73,20 +103,25 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
     if find_task(spec.task).preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
-    if source.folder is None:
+    _check_tokenizer(source.folder, preprocess.tokenizer, preprocess.kind)
+    assert source.folder is not None  # checked just above
+    _check_positions(source.folder, preprocess.max_length)
+
+
+def _check_tokenizer(folder: Path | None, name: str, kind: str) -> None:
+    if folder is None:
+        raise SourceError(f"preprocess: kind: {kind} needs {name} beside the weights; copy it there")
+    if not (folder / name).is_file():
         raise SourceError(
-            f"preprocess: kind: {preprocess.kind} needs {preprocess.tokenizer} beside the weights; copy it there"
-        )
-    if not (source.folder / preprocess.tokenizer).is_file():
-        raise SourceError(
-            f"preprocess: {source.folder} has no {preprocess.tokenizer}; write one with "
+            f"preprocess: {folder} has no {name}; write one with "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    positions = _count_positions(_read_object(source.folder / "config.json"))
-    if positions is not None and preprocess.max_length > positions:
-        raise SourceError(
-            f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
-        )
+
+
+def _check_positions(folder: Path, max_length: int) -> None:
+    positions = _count_positions(_read_object(folder / "config.json"))
+    if positions is not None and max_length > positions:
+        raise SourceError(f"preprocess: max_length {max_length} is more than the model's {positions} positions")
 
 
 def _read_language(folder: Path) -> LanguagePreprocess:

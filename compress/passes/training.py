@@ -251,6 +251,7 @@ _USUAL: dict[Loss, Terms] = {
     "classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "next tokens": Terms(logits=LogitsTerm()),
+    "target tokens": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
     "outputs": Terms(output=OutputTerm(loss="mse", pooling="none")),
 }
@@ -315,7 +316,8 @@ class LearningPass(TrainingPass):
         if terms.logits is not None:
             parts.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
         if terms.labels is not None:
-            parts.append("the next tokens" if find_torch_task(task).loss == "next tokens" else "the labels")
+            learned = {"next tokens": "the next tokens", "target tokens": "the references' tokens"}
+            parts.append(learned.get(find_torch_task(task).loss, "the labels"))
         if terms.output is not None:
             pooling = terms.pooling(task)
             parts.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))

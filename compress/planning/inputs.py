@@ -21,6 +21,7 @@ from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
+from compress.models.answers import describe_not_followed
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
@@ -35,7 +36,9 @@ from compress.store.durable import blame
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
-from runtime.encode.preprocess import PreprocessSpec, make_preprocessor
+from runtime.decode.answers import answer_encoder
+from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, make_preprocessor
+from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 
@@ -43,7 +46,7 @@ BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
-TEXTS = ("text", "language")
+TEXTS = ("text", "language", "seq2seq")
 """Kinds of preprocessing that make tokens."""
 
 
@@ -99,6 +102,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
+    if spec.encodes and folder is not None:
+        notes += describe_not_followed(folder)
     facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
     problems += students.problems
     return Inputs(
@@ -133,7 +138,11 @@ def generation_of(inputs: Inputs) -> Generation | None:
         return None
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    return read_generation(inputs.folder, vocab_size)
+    generation = read_generation(inputs.folder, vocab_size)
+    if not isinstance(inputs.preprocess, Seq2SeqPreprocess):
+        return generation
+    target = inputs.preprocess.target
+    return replace(generation, context_length=target.most_tokens, eos_token_ids=target.end_tokens)
 
 
 def calibration_tokens(inputs: Inputs) -> int:
@@ -141,6 +150,9 @@ def calibration_tokens(inputs: Inputs) -> int:
     if "calibration" not in inputs.data:
         return 0
     samples = load_set(inputs, "calibration", None)
+    if inputs.recipe.model.encodes:
+        feeds = Batches(samples, inputs, inputs.facts.inputs)
+        return sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in feeds)
     return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
 
 
@@ -158,7 +170,15 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     Raises SourceError for tokens that the model does not know.
     """
     vocab_size = inputs.facts.outputs[0].shape[-1]
-    assert isinstance(inputs.preprocess, LanguagePreprocess) and isinstance(vocab_size, int)
+    assert isinstance(vocab_size, int)
+    if inputs.recipe.model.encodes:
+        encoded = make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
+        try:
+            answer_encoder(encoded).references(samples.columns)
+        except UsageError as error:
+            raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
+        return samples
+    assert isinstance(inputs.preprocess, LanguagePreprocess)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
     try:
         columns = dict(encoder.samples(samples.columns))

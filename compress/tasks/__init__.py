@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from compress.tasks.automatic_speech_recognition import AUTOMATIC_SPEECH_RECOGNITION
 from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
+from compress.tasks.text2text_generation import TEXT2TEXT_GENERATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
@@ -21,6 +23,8 @@ _OWN = {
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
+        TEXT2TEXT_GENERATION,
+        AUTOMATIC_SPEECH_RECOGNITION,
         GENERIC,
     )
 }

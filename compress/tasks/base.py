@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from runtime.encode.preprocess import Preprocessor
 
 Columns = Mapping[str, Any]
-Loss = Literal["classes", "token classes", "next tokens", "embeddings", "outputs"]
+Loss = Literal["classes", "token classes", "next tokens", "target tokens", "embeddings", "outputs"]
 """What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
-token that is predicted; pooled embeddings and hidden states; the squared error of the outputs."""
+token that is predicted (of a text that goes on, or of a reference); pooled embeddings and hidden states; the squared
+error of the outputs."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns

@@ -68,7 +68,7 @@ def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: Mode
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
     dimensions = [dimension for dimension, facts in pairs if knobs.takes(facts, types)]
     _check(knobs, module, dimensions, sample)
-    drawn = find_torch_task(loaded.task).loss in ("classes", "token classes", "next tokens")
+    drawn = find_torch_task(loaded.task).loss in ("classes", "token classes", "next tokens", "target tokens")
     loss = draw_label_loss(context.seed) if drawn else random_projection_loss(context.seed)
     curves = find_curves(
         module, dimensions, batches, knobs.importance, loss=loss, seed=context.seed, progress=context.progress

@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_options
+from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_model, open_options
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
-from runtime.decode.kv_cache import Decoder
+from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
+from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
     Evidence,
@@ -42,12 +43,14 @@ from runtime.measure.probe import Probe, probe
 from runtime.measure.timing import (
     SETTLING_S,
     Best,
+    Prompts,
     RequestTimes,
     device_rounds,
     find_limited_batches,
     goodput,
     large_batch_rounds,
     make_prompts,
+    make_sources,
     time_requests,
     time_rounds,
 )
@@ -270,12 +273,19 @@ def _measure_requests(
     seed, threads = manifest.judgement.seed, settings.threads
     with ExitStack() as stack:
         sessions = [open_variant(stack, root, variant, threads) for variant in variants]
-        decoders = [Decoder(s, v.artifact.cache) for s, v in zip(sessions, variants, strict=True)]
-        decoders += [Decoder(_open_graph(stack, variants[0].backend, path, threads), cache) for path, cache in between]
-        encoder = language_encoder(bundle_preprocessor(root, manifest, sessions[0].inputs))
+        encoder = bundle_preprocessor(root, manifest, sessions[0].inputs)
+        opened = [(session, variant.artifact.cache) for session, variant in zip(sessions, variants, strict=True)]
+        opened += [(_open_graph(stack, variants[0].backend, path, threads), cache) for path, cache in between]
+        start = encoder.target.start_tokens if isinstance(encoder, Seq2SeqEncoder) else ()
+        decoders = [EncodedDecoder(s, start) if start else Decoder(s, cache) for s, cache in opened]
+
+        def make_batches(batch_size: int) -> Sequence[Prompts]:
+            if isinstance(encoder, Seq2SeqEncoder):
+                return make_sources(encoder, columns, batch_size, settings.prompt_tokens, seed)
+            return make_prompts(language_encoder(encoder), columns, batch_size, settings.prompt_tokens, seed)
 
         def time_batch(batch_size: int, rounds: int, warmup: int, budget_s: float) -> RequestTimes:
-            prompts = make_prompts(encoder, columns, batch_size, settings.prompt_tokens, seed)
+            prompts = make_batches(batch_size)
             return time_requests(decoders, prompts, settings.new_tokens, rounds, warmup, seed, budget_s)
 
         budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
@@ -284,9 +294,8 @@ def _measure_requests(
         del decoders[2:]
         limits = settings.ttft_limit_ms, settings.tpot_limit_ms
         limited = None if limits == (None, None) else goodput(time_batch, settings)
-    prompts = {
-        "prompts": np.stack(make_prompts(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)[0])
-    }
+        first = make_batches(settings.batch_size)[0]
+    prompts = first if isinstance(first, dict) else {"prompts": np.stack(first)}
     before, after = (
         probe(
             v.backend,
@@ -297,6 +306,7 @@ def _measure_requests(
             v.artifact.cache,
             settings.new_tokens,
             _count_processes(manifest.judgement),
+            start,
         )
         for v in variants
     )
@@ -328,7 +338,7 @@ def open_variant(stack: ExitStack, root: Path, variant: Variant, threads: int) -
 
 
 def _open_graph(stack: ExitStack, backend: str, path: Path, threads: int) -> Session:
-    session = find_backend(backend).open(path, threads, {})
+    session = open_model(find_backend(backend), path, threads, {})
     stack.callback(session.close)
     return session
 

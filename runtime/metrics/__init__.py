@@ -20,6 +20,7 @@ from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_D
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
+from runtime.metrics.texts import ANSWER_AGREEMENT, CER, CHRF, EXACT_MATCH, ROUGE_L, WER
 from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
 
@@ -29,6 +30,7 @@ _OWN = {
         *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
+        *(EXACT_MATCH, CHRF, ROUGE_L, WER, CER, ANSWER_AGREEMENT),
         *(metric for task in TASKS.own.values() for metric in task.metrics()),
     )
 }

@@ -98,7 +98,7 @@ class Metric:
 
     def suits(self, outputs: str) -> bool:
         """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""
-        return outputs != "tokens" if self.fits is None else outputs in self.fits
+        return outputs not in ("tokens", "answers") if self.fits is None else outputs in self.fits
 
     def columns(self, outputs: Outputs, reference: Any) -> Columns:
         """Return what the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""

@@ -7,9 +7,11 @@ from functools import partial
 
 from runtime.errors import UsageError
 from runtime.plugins import TASK_GROUP, PluginTable, check_entry
+from runtime.tasks.automatic_speech_recognition import AutomaticSpeechRecognition
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.text2text_generation import Text2TextGeneration
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
@@ -22,6 +24,8 @@ _OWN = {
         TokenClassification(),
         FeatureExtraction(),
         TextGeneration(),
+        Text2TextGeneration(),
+        AutomaticSpeechRecognition(),
         Task(),
     )
 }

@@ -47,7 +47,7 @@ class Task:
     about: str = "whatever takes and gives arrays; judged against what it gave before"
     columns: tuple[str, ...] = ()
     """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
-    preprocess: Literal["image", "text", "language"] | None = None
+    preprocess: Literal["image", "text", "language", "seq2seq"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
@@ -55,6 +55,8 @@ class Task:
     """The outputs that there always are, numbers all: of `read_outputs`, or the sums of a model that generates."""
     generates: bool = False
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
+    encodes: bool = False
+    """Whether it is an encoder-decoder, which writes by what its encoder made of the sample. Labels are references."""
     token_facts: tuple[str, ...] = ()
     """Which of MASK and WORDS `read_outputs` needs."""
 

@@ -12,6 +12,7 @@ from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns, count, take_texts
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
+from runtime.decode.answers import score_answers
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict
 from runtime.encode.texts import TextEncoder
@@ -33,7 +34,7 @@ def run_samples(
 
     `class_names`: the model's, for a task whose outputs cannot be read without.
 
-    Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
+    Of a task that generates: the sums of `runtime.decode.scoring.score` or `answers.score_answers`, those beside a model `reference` among them
     where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
     of the samples. UsageError where samples, task and model do not fit.
     """
@@ -42,7 +43,8 @@ def run_samples(
         raise UsageError(f"batch_size is {batch_size}, below 1")
     views = encoding_views(task, columns)
     if found.generates:
-        return score(session, preprocessor, views[0], batch_size, reference)
+        score_samples = score_answers if found.encodes else score
+        return score_samples(session, preprocessor, views[0], batch_size, reference)
     if found.token_facts and not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
