@@ -10,7 +10,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from compress.tasks import TORCH_TASKS
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImagePreprocess, Seq2SeqPreprocess, TensorPreprocess, TextPreprocess
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    ImagePreprocess,
+    Seq2SeqPreprocess,
+    TensorPreprocess,
+    TextPreprocess,
+)
 from runtime.tasks import find_task
 
 
@@ -73,6 +79,7 @@ DATA_SOURCES = (
     "text:<file>",
     "parquet:<file>",
     "imagefolder:<folder>",
+    "audiofolder:<folder>",
     "hf:<hub id>",
 )
 
@@ -88,7 +95,7 @@ if TYPE_CHECKING:
 else:
     TaskName = Literal[tuple(TORCH_TASKS)]
 Preprocess = Annotated[
-    ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess,
+    ImagePreprocess | AudioPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess,
     Field(discriminator="kind"),
 ]
 
@@ -136,7 +143,7 @@ class DataSpec(Record):
     seed: int | None = None
     """Default: the recipe's seed."""
     columns: dict[str, str | int] = {}
-    """Role (image, text, text_pair, label, or an input name) -> its column in the file: a name, or an index."""
+    """Role (image, audio, text, text_pair, label, or an input name) -> its column in the file: a name, or an index."""
     names: tuple[str, ...] | None = None
     """Column names of a csv or tsv that has no header line."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
@@ -144,7 +151,7 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """Of an hf: source, or of an imagefolder: that has a folder for each."""
+    """Of an hf: source, or of an imagefolder: or audiofolder: that has a folder for each."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
 

@@ -79,7 +79,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="image files, texts ('-' reads lines from stdin), or one .npz of columns",
+        help="image or audio files, texts ('-' reads lines from stdin), or one .npz of columns",
     )
     predict.add_argument("--output", type=Path, metavar="FILE.npz", help="keep the outputs as arrays")
     generate = _add_command(

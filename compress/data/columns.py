@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec
 from compress.tasks import TorchTask, find_torch_task
 from runtime.bundle.columns import Array
+from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
 from runtime.encode.images import load_pixels
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -21,6 +23,8 @@ from runtime.tasks.base import TEXT_COLUMNS
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
+    "audio": ("audio", "file", "path", "speech"),
+    "rate": ("rate", "sampling_rate", "sample_rate"),
     "text": ("text", "sentence", "sentence1"),
     "text_pair": ("text_pair", "sentence2"),
     "label": ("label", "labels", "score", "target"),
@@ -122,7 +126,10 @@ class ColumnReader:
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
-        columns = {role: self.values(role, column) for role, column in roles.items()}
+        sound = {AUDIO, RATE} & roles.keys() if AUDIO in self.task.task.columns and AUDIO in roles else set()
+        columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound}
+        if sound:
+            columns |= self._load_audio(roles[AUDIO], roles.get(RATE))
         if misfit := self.task.find_misfit(columns):
             raise self.fail(roles["label"], *misfit)
         return columns
@@ -152,6 +159,28 @@ class ColumnReader:
                 raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
+
+    def _load_audio(self, column: str, rates: str | None) -> dict[str, Any]:
+        """Return the columns "audio" (float32 or int16 [T] each, one channel) and "rate" int64 [N]. SourceError."""
+        raw = self.table.read(column, self.rows)
+        known = [None] * len(raw) if rates is None else self._to_numbers(rates, self.table.read(rates, self.rows))
+        loaded = []
+        for i, (item, rate) in enumerate(zip(raw, known, strict=True)):
+            try:
+                loaded.append(load_audio(self._find_file(item), rate))
+            except UsageError as error:
+                raise self.fail(column, i, str(error)) from error
+        return {
+            AUDIO: stack_waveforms([waveform for waveform, _ in loaded]),
+            RATE: np.array([rate for _, rate in loaded], np.int64),
+        }
+
+    def _find_file(self, item: Any) -> Any:
+        """Return a path that a file names, sought beside that file, too; anything else as it is."""
+        if not isinstance(item, str) or Path(item).exists() or not self.table.files:
+            return item
+        beside = self.table.files[0].parent / item
+        return beside if beside.exists() else item
 
     def _check_texts(self, column: str, raw: Any) -> list[str]:
         for i, item in enumerate(raw):

@@ -16,6 +16,7 @@ from compress.data.table import open_table
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task
+from runtime.encode.audio import AUDIO, RATE
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class DataFacts:
     shapes: SampleShapes
     n_bytes: int
     digest: str
+    rate: int | None = None
+    """Samples a second of the first row's audio."""
 
     @property
     def has_labels(self) -> bool:
@@ -75,7 +78,8 @@ def _inspect_part(
     reader = ColumnReader(table, np.array([0]), find_torch_task(task), class_names=tuple(class_names))
     first = reader.read_all(roles)
     shapes = {role: _shape(values) for role, values in first.items()}
-    return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest)
+    rate = int(first[RATE][0]) if AUDIO in first and RATE in first else None
+    return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest, rate)
 
 
 def _shape(values: Any) -> tuple[tuple[int, ...], str]:

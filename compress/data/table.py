@@ -58,11 +58,11 @@ def open_table(spec: DataSpec, root: Path) -> Table:
     kind, _, rest = spec.source.partition(":")
     if kind == "hf":
         return open_hub(rest, spec.split)
-    path = _check_path(spec.source, resolve_path(root, rest), folder=kind == "imagefolder")
+    path = _check_path(spec.source, resolve_path(root, rest), folder=kind in FOLDERS)
     if kind in ("csv", "tsv"):
         return open_csv(path, spec, "\t" if kind == "tsv" else ",")
-    if kind == "imagefolder":
-        return open_imagefolder(path, spec.split)
+    if kind in FOLDERS:
+        return FOLDERS[kind](path, spec.split)
     readers = {"npz": open_npz, "jsonl": open_jsonl, "text": open_text, "parquet": open_parquet}
     return readers[kind](path)
 
@@ -250,6 +250,46 @@ def _hide_bars() -> Iterator[None]:
             enable_progress_bars()
 
 
+def open_audiofolder(folder: Path, split: str | None) -> Table:
+    """Open audio files in FOLDER/CLASS/* or FOLDER/SPLIT/CLASS/* as a table: columns audio and label.
+
+    Class names are in alphabetical order; files that lie in FOLDER itself have no label. `datasets` reads such folders
+    only where torchcodec is installed. SourceError: no audio, or files of several depths.
+    """
+    root = folder / split if split else folder
+    files = tuple(sorted(file for file in root.rglob("*") if file.suffix.lower() in AUDIO_SUFFIXES))
+    depths = {len(file.relative_to(root).parts) for file in files}
+    if not files or len(depths) > 1 or max(depths) > 2:
+        why = f"no {', '.join(AUDIO_SUFFIXES)} files" if not files else "files at several depths"
+        raise SourceError(
+            f"{root}: {why}: put each class into a folder of its own, {root.name}/CLASS/*, or name a split"
+        )
+    names = tuple(sorted({file.parent.name for file in files})) if depths == {2} else ()
+
+    def read(column: str, rows: Array) -> list[Any]:
+        chosen = [files[row] for row in rows]
+        return (
+            [str(file) for file in chosen] if column == "audio" else [names.index(file.parent.name) for file in chosen]
+        )
+
+    digests = "".join(f"{sha256_of(file)} {file.relative_to(root).as_posix()}\n" for file in files)
+    lengths = dict.fromkeys(("audio", "label") if names else ("audio",), len(files))
+    return Table(
+        str(root),
+        lengths,
+        read,
+        files,
+        hashlib.sha256(digests.encode()).hexdigest(),
+        {"label": names} if names else {},
+        place=lambda row: files[row].relative_to(root).as_posix(),
+    )
+
+
+AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
+FOLDERS = {"imagefolder": open_imagefolder, "audiofolder": open_audiofolder}
+"""Kind of source -> what opens such a folder."""
+
+
 def open_hub(name: str, split: str | None) -> Table:
     """Open NAME or NAME:CONFIG of the Hugging Face hub, or a local copy of such a data set; honours HF_HUB_OFFLINE."""
     from datasets import load_dataset
@@ -265,6 +305,12 @@ def open_hub(name: str, split: str | None) -> Table:
 
 
 def _make_table(where: str, data: Dataset, files: tuple[Path, ...], digest: str) -> Table:
+    from datasets import Audio
+
+    for name, feature in data.features.items():
+        if isinstance(feature, Audio):  # decoding wants torchcodec; the runtime reads the bytes itself
+            data = data.cast_column(name, Audio(decode=False))
+
     def read(column: str, rows: Array) -> list[Any]:
         only = data.select_columns([column])
         return [_decode_cell(where, only, column, int(row)) for row in rows]

@@ -12,7 +12,12 @@ from runtime.bundle.manifest import Manifest
 
 ON_A_GPU = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 """Backends that need one."""
-SAMPLES = {"text": ("tokenizers",), "language": ("tokenizers", "jinja2"), "image": ("pillow",)}
+SAMPLES = {
+    "text": ("tokenizers",),
+    "language": ("tokenizers", "jinja2"),
+    "image": ("pillow",),
+    "audio": ("soundfile", "soxr"),
+}
 """Kind of preprocessing -> what reads its samples."""
 
 

@@ -25,9 +25,10 @@ from compress.errors import ExportError
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
 from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import AUDIO, RATE
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT, TEXT_PAIR
+from runtime.tasks.base import IMAGE_SIZE, TEXT, TEXT_PAIR
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
@@ -42,7 +43,7 @@ For the Python of Triton's Python backend. numpy 2 changed how an array's type l
 pybind11 before 2.12 (servers up to 2.52) reads it wrongly and hands over wrong data; numpy 1.26 is right for every one.
 """
 """Shown by benchmarks/triton_server.py."""
-ENCODED = ("image", "text")
+ENCODED = ("image", "audio", "text")
 """Kinds of preprocessing that need an ensemble; tensors are taken as they are."""
 
 
@@ -229,7 +230,9 @@ def _sample_specs(served: _Served) -> tuple[TensorSpec, ...]:
     if manifest.preprocess["kind"] == "image":
         channels = {"L": 1, "RGB": 3}[str(manifest.preprocess.get("channels", "RGB"))]
         return (TensorSpec(IMAGE, "uint8", ("height", "width", channels)),)
-    together = not find_task(manifest.task).token_facts  # two texts of one answer
+    if manifest.preprocess["kind"] == "audio":
+        return (TensorSpec(AUDIO, "float32", ("samples",)), TensorSpec(RATE, "int64", (1,)))
+    together = not find_task(manifest.task).facts  # two texts of one answer
     pairs = together and manifest.evaluation and TEXT_PAIR in read_samples(served.bundle, manifest)
     return tuple(TensorSpec(name, "object", (1,)) for name in ((TEXT, TEXT_PAIR) if pairs else (TEXT,)))
 
@@ -241,19 +244,19 @@ def _encoded_specs(served: _Served) -> tuple[TensorSpec, ...]:
     """
     inputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.inputs)
     known = {spec.name for spec in inputs}
-    return (*inputs, *(spec for spec in _token_specs(served) if spec.name not in known))
+    return (*inputs, *(spec for spec in _fact_specs(served) if spec.name not in known))
 
 
-def _token_specs(served: _Served) -> tuple[TensorSpec, ...]:
+def _fact_specs(served: _Served) -> tuple[TensorSpec, ...]:
     """Return the specs of what answers are made of beside outputs."""
-    facts = find_task(served.manifest.task).token_facts if served.manifest.preprocess["kind"] == "text" else ()
-    return tuple(TensorSpec(name, "int64", ("sequence",)) for name in facts)
+    facts = find_task(served.manifest.task).facts if served.manifest.preprocess["kind"] != "tensor" else ()
+    return tuple(TensorSpec(name, "int64", (2,) if name == IMAGE_SIZE else ("sequence",)) for name in facts)
 
 
 def _answer_input_specs(served: _Served) -> tuple[TensorSpec, ...]:
     """Return the specs of what answers are made of, without the batch."""
     outputs = tuple(replace(spec, shape=spec.shape[1:]) for spec in served.artifact.outputs)
-    needed = {spec.name for spec in _token_specs(served)}
+    needed = {spec.name for spec in _fact_specs(served)}
     return (*outputs, *(spec for spec in _encoded_specs(served) if spec.name in needed))
 
 

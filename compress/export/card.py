@@ -76,6 +76,9 @@ def usage_of(manifest: Manifest) -> Usage:
     if kind == "image":
         needs = "numpy, onnxruntime and `pillow`"
         return Usage("compress-run predict DIR image.png", f"The commands need {needs}; `image.png` is any picture.")
+    if kind == "audio":
+        needs = "numpy, onnxruntime and, for other files than 16-bit wav, `soundfile`; `soxr` for other rates"
+        return Usage("compress-run predict DIR sound.wav", f"The commands need {needs}.")
     if kind == "text":
         return Usage('compress-run predict DIR "a text"', "The commands need numpy, onnxruntime and `tokenizers`.")
     inputs = ", ".join(f"`{spec.name}` {list(spec.shape)} {spec.dtype}" for spec in candidate.inputs)
@@ -89,7 +92,9 @@ def usage_of(manifest: Manifest) -> Usage:
 def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
     """Return how the engine that a checkpoint is for opens its folder; the report can be made again everywhere."""
     target = manifest.artifact("candidate").target
-    sample = {"image": "image.png", "language": "Once upon a time"}.get(str(manifest.preprocess["kind"]), "a text")
+    sample = {"image": "image.png", "audio": "sound.wav", "language": "Once upon a time"}.get(
+        str(manifest.preprocess["kind"]), "a text"
+    )
     command = f"vllm serve DIR/{folder}"
     if target != "vllm":
         call = f"pipeline('{manifest.task}', 'DIR/{folder}')('{sample}')"

@@ -146,7 +146,7 @@ def check_encoder_decoder_parity(loaded: TorchModel, model: ir.Model, batches: S
     encoder, decoder = (open_session(half) for half in split(model))
     worst = 0.0
     for feeds in batches:
-        tensors = {name: torch.from_numpy(feeds[name]) for name in loaded.input_names}
+        tensors = {loaded.parameters[name]: torch.from_numpy(feeds[name]) for name in loaded.input_names}
         expected = next(iter(run(loaded.module, tensors).values())).numpy()  # [n, t, vocab]
         got = np.concatenate(list(_run_halves(encoder, decoder, feeds)), axis=1)
         worst = max(worst, relative_difference(expected, got))

@@ -17,9 +17,16 @@ from compress.models.source import Source, locate, read_onnx
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import MASKS, feature_shape
 from runtime.encode.images import compute_resized
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImagePreprocess, PreprocessSpec, Seq2SeqPreprocess, TextPreprocess
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    ImagePreprocess,
+    PreprocessSpec,
+    Seq2SeqPreprocess,
+    TextPreprocess,
+)
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.encode.texts import FEEDS
 from runtime.tasks import find_task
@@ -43,23 +50,29 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
     if isinstance(preprocess, Seq2SeqPreprocess):
-        source = feeds_shapes_of_source(names, preprocess, samples)
+        read = [name for name in names if name != DECODER_IDS]
+        source = feeds_shapes_of_source(spec, root, preprocess, samples, read)
         return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
     if isinstance(preprocess, ImagePreprocess):
         size = _image_size(preprocess, samples)
         shape = (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
         return {name: (shape, _image_dtype(spec, root)) for name in names}
+    if isinstance(preprocess, AudioPreprocess):
+        return _audio_shapes(spec, root, preprocess, samples, names)
     missing = [name for name in names if name not in samples]
     if missing:
         raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
     return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
 
 
-def feeds_shapes_of_source(names: Sequence[str], preprocess: Seq2SeqPreprocess, samples: SampleShapes) -> SampleShapes:
+def feeds_shapes_of_source(
+    spec: ModelSpec, root: Path, preprocess: Seq2SeqPreprocess, samples: SampleShapes, names: Sequence[str]
+) -> SampleShapes:
     """Return shape and dtype of what an encoder-decoder's encoder is fed with for one sample, by name. SourceError."""
-    names = [name for name in names if name != DECODER_IDS]
     if isinstance(preprocess.source, TextPreprocess):
         return dict.fromkeys(names, ((preprocess.source.max_length,), "int64"))
+    if isinstance(preprocess.source, AudioPreprocess):
+        return _audio_shapes(spec, root, preprocess.source, samples, names)
     missing = [name for name in names if name not in samples]
     if missing:
         raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
@@ -72,18 +85,20 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
     An image model's input is always "pixel_values". Parameters with a default are not fed, but for a text model's own.
     """
     if source.kind == "huggingface":
-        names = huggingface.input_names(spec, module.wrapped, huggingface.load_config(spec, source))  # type: ignore[arg-type]
-        return {name: name for name in names}
+        names = huggingface.input_names(spec, module.wrapped, huggingface.load_config(spec, source), source.folder)  # type: ignore[arg-type]
+        return dict(zip(names, inspect.signature(module.forward).parameters, strict=False))
     taken = inspect.signature(module.forward).parameters
     positional = [p for p in taken.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     task = find_task(spec.task)
     if task.reads_texts:
         positional = [p for p in positional if p.name in FEEDS]
     else:
-        positional = [p for p in positional if p.default is p.empty]
+        masks = MASKS if task.preprocess == "audio" else ()
+        positional = [p for p in positional if p.default is p.empty or p.name in masks]
     of_images = task.preprocess == "image"
-    if not positional or (of_images and len(positional) != 1):
-        wanted = "one input" if of_images else "named inputs"
+    single = [p for p in positional if p.name not in MASKS]
+    if not positional or (task.preprocess in ("image", "audio") and len(single) != 1):
+        wanted = "one input" if task.preprocess in ("image", "audio") else "named inputs"
         raise SourceError(
             f"{spec.source}: task {spec.task} needs {wanted}, but forward is {inspect.signature(module.forward)}"
         )
@@ -145,6 +160,29 @@ def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int
         raise SourceError("preprocess: the size of the images is not known; set resize [h, w] or crop, or give data")
     height, width = samples["image"][0][:2]
     return compute_resized(height, width, preprocess.resize)
+
+
+def _audio_shapes(
+    spec: ModelSpec, root: Path, preprocess: AudioPreprocess, samples: SampleShapes, names: Sequence[str]
+) -> SampleShapes:
+    """Return the feeds of a model of sound, at the declared length, else at that of the first sample."""
+    if "audio" not in samples and preprocess.n_samples is None and preprocess.frames is None:
+        raise SourceError("preprocess: the length of the audio is not known; set seconds, or give data")
+    if preprocess.resample and preprocess.n_samples is None and preprocess.frames is None:
+        raise SourceError("preprocess: resample changes the length of audio: set seconds")
+    n_samples = samples["audio"][0][0] if "audio" in samples else 0
+    shape = feature_shape(preprocess, n_samples)
+    n_places = shape[0] if preprocess.features == "kaldi" else shape[-1]
+    source = locate(spec, root)
+    declared = {value.name: value for value in onnx_io(read_onnx(source.onnx), spec.task)[0]} if source.onnx else {}
+    feeds = {}
+    for name in names:
+        value = declared.get(name)
+        own = (n_places,) if name in MASKS else shape
+        with_channel = value is not None and name not in MASKS and len(value.shape) == len(own) + 2
+        dtype = value.dtype if value is not None else ("int64" if name in MASKS else "float32")
+        feeds[name] = ((1, *own) if with_channel else own, dtype)
+    return feeds
 
 
 def _image_dtype(spec: ModelSpec, root: Path) -> str:

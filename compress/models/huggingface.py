@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
 from compress.models.packed import has_packed_zeros, quantization_of
+from compress.models.preprocess import reads_audio_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
@@ -65,29 +67,33 @@ class ImageModel(nn.Module):
 
 
 class EncoderDecoderModel(nn.Module):
-    """What the encoder reads (input_ids and attention_mask, int64 [B, S], or features), decoder_input_ids [B, T] -> [B, T, V]."""
+    """source int64 [B, S] or features, decoder_input_ids [B, T] (, attention_mask [B, S]) -> logits [B, T, V]."""
 
     def __init__(self, wrapped: nn.Module, output: str) -> None:
         super().__init__()
         self.wrapped = wrapped
         self.output = output
 
-    def forward(
-        self,
-        decoder_input_ids: Tensor,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        input_features: Tensor | None = None,
-        input_values: Tensor | None = None,
-    ) -> Tensor:
-        given = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "input_features": input_features,
-            "input_values": input_values,
-        }
-        feeds = {name: tensor for name, tensor in given.items() if tensor is not None}
-        return self.wrapped(**feeds, decoder_input_ids=decoder_input_ids, use_cache=False, return_dict=True)[self.output]
+    def forward(self, source: Tensor, decoder_input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        feeds = {str(self.wrapped.main_input_name): source, DECODER_IDS: decoder_input_ids}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        return self.wrapped(**feeds, use_cache=False, return_dict=True)[self.output]
+
+
+class AudioModel(nn.Module):
+    """sound float32 [B, T], [B, bins, T] or [B, T, bins] (, attention_mask int64 [B, T]) -> logits [B, C]."""
+
+    def __init__(self, wrapped: nn.Module, output: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.output = output
+
+    def forward(self, sound: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        feeds = {str(self.wrapped.main_input_name): sound}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        return self.wrapped(**feeds, return_dict=True)[self.output]
 
 
 def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
@@ -139,14 +145,18 @@ def load_trained(spec: ModelSpec, source: Source, alone: bool = False) -> nn.Mod
     return read_pretrained(spec, source)[0]
 
 
-def input_names(spec: ModelSpec, model: nn.Module, config: Any) -> tuple[str, ...]:
-    """Return the inputs to feed, in the order of the wrapper's forward."""
-    if find_task(spec.task).preprocess == "image":
+def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | None = None) -> tuple[str, ...]:
+    """Return the inputs to feed, in the order of the wrapper's forward. `folder`: the model's, of audio."""
+    kind = find_task(spec.task).preprocess
+    if kind == "image":
         return ("pixel_values",)
     if find_task(spec.task).encodes:
         main = str(getattr(model, "main_input_name", "input_ids"))
-        return (main, *(("attention_mask",) if main == "input_ids" else ()), DECODER_IDS)
+        return (main, DECODER_IDS, *(("attention_mask",) if main == "input_ids" else ()))
     takes = inspect.signature(model.forward).parameters
+    if kind == "audio":
+        masked = "attention_mask" in takes and folder is not None and reads_audio_mask(folder)
+        return (str(model.main_input_name), *(["attention_mask"] if masked else []))
     has_types = "token_type_ids" in takes and (getattr(config, "type_vocab_size", 0) or 0) > 1
     return ("input_ids", "attention_mask", *(["token_type_ids"] if has_types else []))
 
@@ -242,8 +252,8 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
         model.config.use_cache = False  # type: ignore[union-attr]
     if task.task.encodes:
         return EncoderDecoderModel(model, task.output).eval()
-    wrapper = ImageModel if task.task.preprocess == "image" else TextModel
-    return wrapper(model, task.output).eval()
+    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel}
+    return wrappers.get(task.task.preprocess, TextModel)(model, task.output).eval()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
+    AudioPreprocess,
     ImagePreprocess,
     PreprocessSpec,
     Seq2SeqPreprocess,
@@ -93,9 +94,9 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
-    if isinstance(preprocess, ImagePreprocess) and task.preprocess != "image":
-        raise SourceError(f"preprocess: kind: image does not fit the task {spec.task}")
-    if isinstance(preprocess, TensorPreprocess) and task.token_facts:
+    if isinstance(preprocess, ImagePreprocess | AudioPreprocess) and task.preprocess != preprocess.kind:
+        raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
+    if isinstance(preprocess, TensorPreprocess) and task.reads_texts and task.facts:
         raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
     return preprocess
 
@@ -223,6 +224,96 @@ def _read_image(folder: Path) -> ImagePreprocess:
     )
 
 
+def reads_audio_mask(folder: Path) -> bool:
+    """Return whether the folder's feature extractor gives its model a mask."""
+    config = _read_extractor(folder)
+    usual = config.get("feature_extractor_type") == "SeamlessM4TFeatureExtractor"
+    return bool(config.get("return_attention_mask", usual))
+
+
+def _read_extractor(folder: Path) -> dict[str, Any]:
+    """Return what the folder says of its feature extractor, in a file of its own or in the processor's; {}: nothing."""
+    config = _read_object(folder / "preprocessor_config.json")
+    return config or _read_object(folder / "processor_config.json").get("feature_extractor") or {}
+
+
+def _read_audio(folder: Path) -> AudioPreprocess:
+    """Read a feature extractor of transformers: Wav2Vec2's, Whisper's, AST's or SeamlessM4T's, which most models share.
+
+    SourceError: there is none, it is another, or one of its numbers cannot be expressed here.
+    """
+    config = _read_extractor(folder)
+    path, kind = folder / "preprocessor_config.json", config.get("feature_extractor_type")
+    if kind not in _EXTRACTORS:
+        what = f"feature_extractor_type {kind} is not one of {', '.join(_EXTRACTORS)}" if config else "is missing"
+        raise SourceError(
+            f"preprocess: {path}: {what}; add `preprocess: {{kind: audio, ...}}` as in the model's training"
+        )
+    for key, value in _FIXED_NUMBERS.get(kind, {}).items():
+        if config.get(key, value) != value:
+            raise SourceError(f"preprocess: {path}: {key} is {config[key]}, and only {value} can be made here")
+    try:
+        return _EXTRACTORS[kind](config)
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"preprocess: {path}: {error}") from error
+
+
+def _read_waveform(config: dict[str, Any]) -> AudioPreprocess:
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        normalize=bool(config.get("do_normalize", True)),
+        padding_value=float(config.get("padding_value", 0.0)),
+    )
+
+
+def _read_whisper(config: dict[str, Any]) -> AudioPreprocess:
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        features="whisper",
+        bins=int(config.get("feature_size", 80)),
+        seconds=float(config.get("chunk_length", 30)),
+    )
+
+
+def _read_ast(config: dict[str, Any]) -> AudioPreprocess:
+    scaled = config.get("do_normalize", True)
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        features="kaldi",
+        window="hann",
+        bins=int(config.get("num_mel_bins", 128)),
+        frames=int(config.get("max_length", 1024)),
+        mean=float(config.get("mean", -4.2677393)) if scaled else 0.0,
+        std=2 * float(config.get("std", 4.5689974)) if scaled else 1.0,  # AST divides by twice its std
+    )
+
+
+def _read_seamless(config: dict[str, Any]) -> AudioPreprocess:
+    return AudioPreprocess(
+        rate=int(config.get("sampling_rate", 16000)),
+        features="kaldi",
+        gain=2.0**15,
+        normalize=True,
+        bins=int(config.get("num_mel_bins", 80)),
+        stack=int(config.get("stride", 2)),
+        padding_value=float(config.get("padding_value", 0.0)),
+    )
+
+
+_EXTRACTORS: dict[str, Callable[[dict[str, Any]], AudioPreprocess]] = {
+    "Wav2Vec2FeatureExtractor": _read_waveform,
+    "WhisperFeatureExtractor": _read_whisper,
+    "ASTFeatureExtractor": _read_ast,
+    "SeamlessM4TFeatureExtractor": _read_seamless,
+}
+"""Transformers' feature extractor -> what reads its numbers."""
+_FIXED_NUMBERS: dict[str, dict[str, float]] = {
+    "Wav2Vec2FeatureExtractor": {"feature_size": 1},
+    "WhisperFeatureExtractor": {"n_fft": 400, "hop_length": 160, "padding_value": 0.0, "dither": 0.0},
+}
+"""Feature extractor -> numbers of its that are the same in every known model."""
+
+
 def _read_resize_and_crop(
     config: dict[str, Any], path: Path
 ) -> tuple[int | tuple[int, int] | None, tuple[int, int] | None]:
@@ -274,5 +365,6 @@ _READERS: dict[str, Callable[[Path], PreprocessSpec]] = {
     "text": _read_text,
     "language": _read_language,
     "image": _read_image,
+    "audio": _read_audio,
 }
 """Kind -> what reads it from a model's folder."""

@@ -37,7 +37,7 @@ from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
 from runtime.decode.answers import answer_encoder
-from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, make_preprocessor
+from runtime.encode.preprocess import AudioPreprocess, PreprocessSpec, Seq2SeqPreprocess, make_preprocessor
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
@@ -93,6 +93,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise PlanError("data: the recipe names no data set; an evaluation set is what the result is judged on")
     if not data:
         raise SourceError(problems)
+    problems += _find_rate_problems(preprocess, data)
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(spec, root, preprocess, shapes)
     coupling, blocks = (
@@ -120,6 +121,18 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         students.digests,
         class_names,
     )
+
+
+def _find_rate_problems(preprocess: PreprocessSpec, data: Mapping[str, DataFacts]) -> list[str]:
+    """Return a problem for each set whose first audio has another rate than the model takes, unless it is changed."""
+    if not isinstance(preprocess, AudioPreprocess) or preprocess.resample:
+        return []
+    return [
+        f"data.{name}: {facts.source}: audio of {facts.rate} samples a second, and the model takes {preprocess.rate}: "
+        "set resample: true in preprocess, or change the files"
+        for name, facts in data.items()
+        if facts.rate not in (None, preprocess.rate)
+    ]
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from compress.tasks.audio_classification import AUDIO_CLASSIFICATION
 from compress.tasks.automatic_speech_recognition import AUTOMATIC_SPEECH_RECOGNITION
 from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
@@ -19,6 +20,7 @@ _OWN = {
     task.name: task
     for task in (
         IMAGE_CLASSIFICATION,
+        AUDIO_CLASSIFICATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
         FEATURE_EXTRACTION,

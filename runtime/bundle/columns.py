@@ -13,6 +13,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Columns: TypeAlias = Mapping[str, Any]
 """Role or input name -> array [N, ...] or list of N."""
 Rows: TypeAlias = slice | Array | None
+Encoded: TypeAlias = tuple[dict[str, Array], dict[str, Array]]
+"""A model's inputs of a batch, and what is known of its samples beside them: name -> array [n, ...]."""
 
 
 def count(columns: Columns) -> int:

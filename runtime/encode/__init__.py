@@ -1,2 +1,2 @@
-"""Samples to a model's inputs: images, texts, chats. The one implementation, for calibration, evaluation and
+"""Samples to a model's inputs: images, audio, texts, chats. The one implementation, for calibration, evaluation and
 serving."""

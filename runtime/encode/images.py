@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency, UsageError
@@ -85,7 +85,18 @@ class ImageEncoder:
         "image" is a uint8 array [N, H, W] or [N, H, W, C], or a list of such images, file paths and Pillow images.
         UsageError where an image is not one, or is not of the size that the model takes.
         """
-        pixels = batch_pixels(take(columns, "image", rows), self.spec)  # [n, H, W, C]
+        return self._encode(take(columns, "image", rows))
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return what `encode` does, and image_size int64 [n, 2] (height, width as they came) where it is wanted."""
+        if not facts:
+            return self.encode(columns, rows), {}
+        images = [load_pixels(image, f"image {i}") for i, image in enumerate(take(columns, "image", rows))]
+        sizes = np.array([image.shape[:2] for image in images], np.int64)
+        return self._encode(images), dict.fromkeys(facts, sizes)
+
+    def _encode(self, images: Any) -> dict[str, Array]:
+        pixels = batch_pixels(images, self.spec)  # [n, H, W, C]
         self._check_size(pixels.shape[1:3])
         if self.input.dtype == "uint8":
             return {self.input.name: np.ascontiguousarray(_to_layout(pixels, self.spec))}

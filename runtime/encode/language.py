@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take, take_texts
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take, take_texts
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.encode.texts import encode_texts, load_tokenizer
 from runtime.errors import UsageError
@@ -73,6 +73,10 @@ class LanguageEncoder:
     def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return one batch for the first call of a decoder, texts padded on the right: `feeds` of `sequences`."""
         return self.feeds(self.sequences(columns, rows))
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return the inputs; a model that generates needs no more."""
+        return self.encode(columns, rows), {}
 
     def samples(self, columns: Columns) -> Columns:
         """Return the columns as they are scored: with `pack` windows, {"input_ids": int64 [N, pack]}, else as given.

@@ -1,4 +1,4 @@
-"""The ONE implementation of image and text preprocessing: calibration, evaluation and serving all call it."""
+"""The ONE implementation of preprocessing: calibration, evaluation and serving all call it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
+from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.seq2seq import Seq2SeqEncoder, TargetPreprocess, split_inputs
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from runtime.bundle.tensors import TensorSpec
 
 __all__ = [
+    "AudioPreprocess",
     "ImagePreprocess",
     "LanguageEncoder",
     "LanguagePreprocess",
@@ -48,7 +50,7 @@ class TensorPreprocess:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
 
-SourceSpec = TextPreprocess | TensorPreprocess
+SourceSpec = TextPreprocess | AudioPreprocess | TensorPreprocess
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,13 @@ class Seq2SeqPreprocess:
             raise ValueError(f"prefix is put before texts, and the encoder reads kind: {self.source.kind}")
 
 
-PreprocessSpec = ImagePreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess
+PreprocessSpec = (
+    ImagePreprocess | AudioPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess
+)
 
 _KINDS: dict[str, type[PreprocessSpec]] = {
     "image": ImagePreprocess,
+    "audio": AudioPreprocess,
     "text": TextPreprocess,
     "tensor": TensorPreprocess,
     "language": LanguagePreprocess,
@@ -105,6 +110,10 @@ class Preprocessor(Protocol):
         """Return the rows (default: all) as {input name: array} in the inputs' dtypes; UsageError if they misfit."""
         ...
 
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return what `encode` does, and beside it those of `facts` (`runtime.tasks.Task.facts`) that are known."""
+        ...
+
 
 def make_preprocessor(
     spec: PreprocessSpec,
@@ -119,6 +128,8 @@ def make_preprocessor(
     """
     if isinstance(spec, ImagePreprocess):
         return make_image_encoder(spec, inputs)
+    if isinstance(spec, AudioPreprocess):
+        return make_audio_encoder(spec, inputs)
     if isinstance(spec, TextPreprocess):
         return make_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, LanguagePreprocess):
@@ -150,6 +161,10 @@ class TensorEncoder:
     def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return one batch: the columns in the inputs' dtypes; UsageError where a dtype or a shape does not fit."""
         return {i.name: _to_tensor(i, take(columns, i.name, rows)) for i in self.inputs}
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return the inputs; nothing more is known of them."""
+        return self.encode(columns, rows), {}
 
 
 def _to_tensor(spec: TensorSpec, column: Any) -> Array:

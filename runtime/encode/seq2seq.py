@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take_texts
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take_texts
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.encode.language import MOST_TOKEN_ID, empty_past
 from runtime.encode.texts import MOST_TOKENS, TextPreprocess, encode_texts
@@ -103,6 +103,10 @@ class Seq2SeqEncoder:
     def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return one batch with its references as decoder_input_ids (all but the last token), caches empty."""
         return self.feeds(self.source_feeds(columns, rows), self.references(columns, rows))
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return the inputs; nothing more is known of them."""
+        return self.encode(columns, rows), {}
 
     def source_feeds(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return the encoder's inputs of the rows, [n, ...] each."""

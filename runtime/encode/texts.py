@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Rows, take_texts
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take_texts
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
@@ -71,6 +71,11 @@ class TextEncoder:
     def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return one batch: {input name: [n, T]} in each input's dtype, T as the spec's padding says."""
         return self.feeds(self.tokenize(columns, rows))
+
+    def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
+        """Return what `encode` does, and those of `facts` that `tokenize` gives."""
+        tokens = self.tokenize(columns, rows, words="word_ids" in facts)
+        return self.feeds(tokens), {name: tokens[name] for name in facts}
 
     def feeds(self, tokens: dict[str, Array]) -> dict[str, Array]:
         """Select those of `tokenize`'s arrays that the model takes, in its dtypes."""

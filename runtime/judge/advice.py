@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.bundle.onnx_file import GraphFacts
@@ -35,6 +35,8 @@ class Subject:
     graph: GraphFacts
     speed_counts: bool = True
     """False where the target does not run here, so that `backend` stands in for it."""
+    stages_ms: Mapping[str, float] = field(default_factory=dict)
+    """What each stage of a whole answer of the candidate takes (`runtime.measure.answering.STAGES`), where measured."""
 
 
 def advise(
@@ -48,7 +50,8 @@ def advise(
     size, noise = larger(evidence, not_smaller), noisy(evidence, subject.environment)
     if not subject.speed_counts:  # it is no fault of what is made for an engine that it is slow elsewhere
         return [*notes, *size, *explain_other_backend(evidence, subject), *noise]
-    return [*slower(evidence, subject), *size, *less_exact(subject), *notes, *faster_elsewhere(rows), *noise]
+    around = spent_around(subject)
+    return [*slower(evidence, subject), *size, *less_exact(subject), *notes, *faster_elsewhere(rows), *around, *noise]
 
 
 def explain_other_backend(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
@@ -75,6 +78,19 @@ def slower(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
     why = reasons(latency.candidate.value, subject) or ["no reason for it can be seen from here"]
     return [
         f"The candidate is SLOWER than the baseline: {times}, {speedup.value:.2f}x. {_make_sentence('; '.join(why))}"
+    ]
+
+
+def spent_around(subject: Subject) -> list[str]:
+    """Say where most of an answer's time is not the model's, so that a faster model gains little; else nothing."""
+    whole, call = sum(subject.stages_ms.values()), subject.stages_ms.get("call", 0.0)
+    if not whole or call > whole / 2 or whole < FIXED_COST_MS:
+        return []
+    longest = max((stage for stage in subject.stages_ms if stage != "call"), key=lambda s: subject.stages_ms[s])
+    return [
+        f"The model's call is {100 * call / whole:.0f} % of the {whole:.3g} ms that a whole answer takes, and "
+        f"{longest} is {100 * subject.stages_ms[longest] / whole:.0f} %: a faster model gains at most "
+        f"{whole / (whole - call):.2f}x from here, end to end."
     ]
 
 

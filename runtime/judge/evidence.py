@@ -235,6 +235,18 @@ def _percentile_evidence(
     )
 
 
+def cost_evidence(seconds: np.ndarray, judgement: Judgement) -> Evidence:
+    """Return evidence of the cost of a million samples, of paired times of large batches, seconds [2, rounds]."""
+    settings = judgement.benchmark
+    price = (settings.price_per_hour or 0.0) / 3600 / (settings.throughput_batch_size / 1e6)
+    return _percentile_evidence("cost_per_million", 50, seconds, judgement.confidence, lambda second: price * second)
+
+
+def energy_evidence(joules: np.ndarray, judgement: Judgement) -> Evidence:
+    """Return evidence of energy, of joules for each sample or token, [2, blocks]."""
+    return _percentile_evidence("energy", 50, joules, judgement.confidence, lambda of_one: 1000 * of_one)
+
+
 def _rate(amount: float, seconds: float) -> float:
     """Return how much of `amount` a second does; what is not known to take any time has no largest rate."""
     return amount / seconds if seconds > 0 else math.inf
@@ -338,7 +350,7 @@ def quantities(settings: Benchmark) -> list[Quantity]:
         Quantity("tpot", 50, _mean_per_token, _to_milliseconds),
         *(
             Quantity(name, percentile, lambda first, steps: steps, _to_milliseconds)
-            for name, percentile in {**ITL_PERCENTILES, **LATENCY_PERCENTILES}.items()
+            for name, percentile in {**ITL_PERCENTILES, **latency_percentiles(settings)}.items()
         ),
         Quantity("prefill_rate", 50, lambda first, steps: first, lambda second: _rate(n_prompt, second)),
         Quantity("decode_rate", 50, _mean_per_token, lambda second: _rate(batch, second)),
@@ -350,6 +362,11 @@ def quantities(settings: Benchmark) -> list[Quantity]:
             Quantity("cost_per_million", 50, lambda first, steps: first + steps.sum(axis=1), lambda s: price * s)
         )
     return listed
+
+
+def latency_percentiles(settings: Benchmark) -> dict[str, float]:
+    """Return what is given of one call's time: metric -> percentile."""
+    return {**LATENCY_PERCENTILES, "latency_percentile": settings.latency_percentile}
 
 
 def _mean_per_token(first: Array, steps: Array) -> Array:

@@ -12,6 +12,7 @@ from runtime.judge.evidence import Evidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.stats import Estimate
 from runtime.metrics import MEASURED, METRICS, Metric, Outputs
+from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.report.passes import PassTable
 
 FORMAT_VERSION = 1
@@ -63,6 +64,9 @@ class Side:
     generation: dict[str, float] = field(default_factory=dict)
     """Of a decoder: ttft, tpot, itl_p50, itl_p95, itl_p99 (ms), prefill_rate, decode_rate (tokens/s), goodput (1/s)
     and cost_per_million, as far as they were measured."""
+    further: dict[str, float] = field(default_factory=dict)
+    """latency_percentile, end_to_end_p50, end_to_end_p95 (ms), cost_per_million (of others than decoders) and energy
+    (J), as far as they were measured."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,11 @@ MEASURED_FIELDS = {
 }
 
 
-OF_DECODERS = tuple(name for name, metric in MEASURED.items() if metric.generates)
-"""The measured metrics that only a decoder has."""
+COST = "cost_per_million"
+OF_DECODERS = (*(name for name, metric in MEASURED.items() if metric.generates), COST)
+"""The measured metrics that stand under `Side.generation`."""
+FURTHER = ("latency_percentile", *END_TO_END_PERCENTILES, COST, "energy")
+"""Those that stand under `Side.further`."""
 
 
 def side(evidence: Mapping[str, Evidence], which: Literal["baseline", "candidate"], batch_size: int | None) -> Side:
@@ -128,13 +135,15 @@ def side(evidence: Mapping[str, Evidence], which: Literal["baseline", "candidate
     estimates: dict[str, Estimate] = {
         name: estimate for name, e in evidence.items() if (estimate := getattr(e, which)) is not None
     }
+    generates = "tpot" in evidence
     measured = {MEASURED_FIELDS[name]: estimates[name].value for name in MEASURED_FIELDS if name in estimates}
     return Side(
         metrics={name: e.value for name, e in estimates.items() if name in METRICS},
         intervals={name: (e.low, e.high) for name, e in estimates.items() if e.method != "exact"},
-        latency_ms={n.removeprefix("latency_"): e.value for n, e in estimates.items() if n.startswith("latency_")},
+        latency_ms={n.removeprefix("latency_"): e.value for n, e in estimates.items() if n in LATENCY_PERCENTILES},
         throughput_batch_size=batch_size if "throughput" in estimates else None,
-        generation={name: e.value for name, e in estimates.items() if name in OF_DECODERS},
+        generation={name: e.value for name, e in estimates.items() if generates and name in OF_DECODERS},
+        further={n: e.value for n, e in estimates.items() if n in FURTHER and not (generates and n in OF_DECODERS)},
         **measured,  # type: ignore[arg-type]
     )
 

@@ -21,6 +21,7 @@ from runtime.judge.alternatives import available_others, compare, only_main
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side
 from runtime.judge.gates import check_gates, judge, overall
+from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
     backend_of,
@@ -98,7 +99,8 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = other_ways(case, timed)
     graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))
-    subject = Subject(case.backend, case.manifest.target, timed.environment, graph, speed_counts=not case.elsewhere)
+    stages = {} if timed.answers_s is None else dict(zip(STAGES, find_median_ms(timed.answers_s[1]), strict=True))
+    subject = Subject(case.backend, case.manifest.target, timed.environment, graph, not case.elsewhere, stages)
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, advice)
     return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
@@ -226,7 +228,10 @@ def assemble(
     A candidate with broken outputs (default: any failure) fails even without a gate.
     """
     manifest = case.manifest
-    gates = judge(manifest.judgement, evidence, failures, unknown_here(case))
+    unknown = unknown_here(case)
+    if timed is not None and isinstance(timed.energy, str):
+        unknown.setdefault("energy", timed.energy)
+    gates = judge(manifest.judgement, evidence, failures, unknown)
     return Report(
         verdict="fail" if (bool(failures) if broken is None else broken) else overall(gates),
         gates=gates,
@@ -297,7 +302,19 @@ def _describe_benchmark(generates: bool, timed: BenchmarkResult) -> dict[str, An
     if timed.device_s is not None:
         before, after = (1000 * float(np.median(seconds)) for seconds in timed.device_s)
         record["device_p50_ms"] = {"baseline": before, "candidate": after}
+    if timed.answers_s is not None:
+        record["stages_p50_ms"] = {
+            which: dict(zip(STAGES, find_median_ms(stages), strict=True))
+            for which, stages in zip(("baseline", "candidate"), timed.answers_s, strict=True)
+        }
+    if isinstance(timed.energy, str):
+        record["energy"] = f"not measured: {timed.energy}"
     return record
+
+
+def find_median_ms(seconds: np.ndarray) -> list[float]:
+    """Return the median of each column of seconds [rounds, columns], in ms."""
+    return [1000 * float(median) for median in np.median(seconds, axis=0)]
 
 
 def build_notes(root: Path, manifest: Manifest) -> list[str]:

@@ -4,7 +4,7 @@ What is measured, always of both models in the same rounds: latency percentiles 
 `throughput_batch_size` (batch over the median time), and with `latency_limit_ms` the throughput at the largest
 power-of-two batch whose p95 keeps the limit. Of a decoder whole requests are timed instead, `batch_size` prompts of
 `prompt_tokens` and `new_tokens` after each: the first token, and every further one. Load time and peak memory come from
-fresh processes.
+fresh processes. Whole answers, from bytes to labels, are timed beside calls; and energy, where the machine counts it.
 
 Time is bounded: each of these stops after its budget below, but never before `timing.MIN_ROUNDS` rounds; rounds that
 drift are added to for a few seconds.
@@ -12,7 +12,7 @@ drift are added to for a few seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +23,19 @@ import numpy as np
 from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_model, open_options
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
+from runtime.bundle.columns import Array
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
+from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
     Evidence,
+    cost_evidence,
+    energy_evidence,
+    latency_percentiles,
     range_evidence,
     request_evidence,
     size_evidence,
@@ -38,6 +43,8 @@ from runtime.judge.evidence import (
     timing_evidence,
 )
 from runtime.judge.stats import fresh_processes_needed
+from runtime.measure.answering import Answerer, make_sent, time_answers
+from runtime.measure.energy import find_meter, measure_energy
 from runtime.measure.environment import environment
 from runtime.measure.probe import Probe, probe
 from runtime.measure.timing import (
@@ -51,11 +58,13 @@ from runtime.measure.timing import (
     large_batch_rounds,
     make_prompts,
     make_sources,
+    run_request,
     time_requests,
     time_rounds,
 )
 from runtime.measure.workload import bound_batch, make_feeds, settings_for
-from runtime.metrics import LATENCY_PERCENTILES
+from runtime.metrics.measured import END_TO_END_PERCENTILES
+from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 USUAL = "onnxruntime-cpu"
@@ -64,6 +73,7 @@ LATENCY_BUDGET_S = 60.0
 SHOWN_PROCESSES = 3
 """Fresh processes for load time and memory that no gate is about."""
 THROUGHPUT_BUDGET_S = 30.0
+ANSWERS_BUDGET_S = 20.0
 Between = tuple[Path, KvCacheSpec | None]
 """A model's file, and a decoder's cache."""
 
@@ -99,6 +109,10 @@ class BenchmarkResult:
     """[models, rounds]: of the models between the two, in the same rounds; of a decoder for each token."""
     device_s: np.ndarray | None = None
     """[2, rounds] by the GPU's own clock, copies left out; None where there is none."""
+    answers_s: np.ndarray | None = None
+    """[2, rounds, stages]: whole answers, by `answering.STAGES`; None of a decoder."""
+    energy: np.ndarray | str = "it is not measured"
+    """Joules for each sample or generated token, [2, blocks]; or why they are not known."""
 
     @property
     def rounds(self) -> int:
@@ -228,6 +242,10 @@ def measure(
         on_device = device_rounds(sessions, single, settings.iterations)
         many, rounds = make_batches(settings.throughput_batch_size), large_batch_rounds(settings)
         throughput = time_rounds(sessions, many, rounds, min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S, SETTLING_S)
+        answers = _time_answers(manifest, given, sessions, preprocessors, settings)
+        energy = _measure_energy(
+            backend, [_run_feeds(*pair) for pair in zip(sessions, many, strict=True)], settings.throughput_batch_size
+        )
         fixed = bound_batch(manifest)
         limited = (
             find_limited_batches(sessions, make_batches, fixed, settings, seed) if settings.latency_limit_ms else None
@@ -258,7 +276,32 @@ def measure(
         environment(n_threads),
         between_s=latency[2:],
         device_s=on_device,
+        answers_s=answers,
+        energy=energy,
     )
+
+
+def _time_answers(
+    manifest: Manifest,
+    columns: Mapping[str, Any],
+    sessions: Sequence[Session],
+    preprocessors: Sequence[Preprocessor],
+    settings: Benchmark,
+) -> np.ndarray:
+    """Time whole answers of baseline and candidate, float64 [2, rounds, stages]."""
+    task, seed = find_task(manifest.task), manifest.judgement.seed
+    answerers = [
+        Answerer(session, preprocessor, task, manifest.class_names)
+        for session, preprocessor in zip(sessions, preprocessors, strict=True)
+    ]
+    sent = [make_sent(preprocessor, columns, settings.batch_size, seed) for preprocessor in preprocessors]
+    return time_answers(answerers, sent, settings.iterations, settings.warmup, seed, ANSWERS_BUDGET_S)
+
+
+def _measure_energy(backend: str, works: Sequence[Callable[[int], object]], amount: int) -> np.ndarray | str:
+    """Return joules for each piece of work, [2, blocks], `amount` pieces a call; or why they are not known."""
+    meter = find_meter(backend)
+    return meter if isinstance(meter, str) else measure_energy(meter, works, [amount] * len(works))
 
 
 def _measure_requests(
@@ -292,16 +335,21 @@ def _measure_requests(
         every = time_batch(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
         times = RequestTimes(every.first[:2], every.steps[:2])
         del decoders[2:]
+        prompts = make_batches(settings.batch_size)
+        energy = _measure_energy(
+            variants[0].backend,
+            [_run_prompts(decoder, prompts, settings.new_tokens) for decoder in decoders],
+            settings.batch_size * settings.new_tokens,
+        )
         limits = settings.ttft_limit_ms, settings.tpot_limit_ms
         limited = None if limits == (None, None) else goodput(time_batch, settings)
-        first = make_batches(settings.batch_size)[0]
-    prompts = first if isinstance(first, dict) else {"prompts": np.stack(first)}
+    given = prompts[0] if isinstance(prompts[0], dict) else {"prompts": np.stack(prompts[0])}
     before, after = (
         probe(
             v.backend,
             inside(root, v.artifact.path),
             threads,
-            prompts,
+            given,
             open_options(root, v.artifact, v.options),
             v.artifact.cache,
             settings.new_tokens,
@@ -321,7 +369,18 @@ def _measure_requests(
         environment(threads),
         times,
         every.per_token[2:],
+        energy=energy,
     )
+
+
+def _run_feeds(session: Session, feeds: Sequence[Feeds]) -> Callable[[int], object]:
+    """Return what makes the n-th call of a model, its batches in turn."""
+    return lambda n: session.run(feeds[n % len(feeds)])
+
+
+def _run_prompts(decoder: Decoder | EncodedDecoder, prompts: Sequence[Prompts], new_tokens: int) -> Callable[[int], object]:
+    """Return what makes the n-th request of a decoder, its prompts in turn."""
+    return lambda n: run_request(decoder, prompts[n % len(prompts)], new_tokens)
 
 
 def _count_processes(judgement: Judgement) -> int:
@@ -348,10 +407,20 @@ def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, E
     if result.requests is not None:
         evidence = request_evidence(result.requests, replace(judgement, benchmark=result.settings))
     else:
-        evidence = {n: timing_evidence(n, p, result.latency_s, judgement) for n, p in LATENCY_PERCENTILES.items()}
+        percentiles = latency_percentiles(result.settings)
+        evidence = {n: timing_evidence(n, p, result.latency_s, judgement) for n, p in percentiles.items()}
+    if result.answers_s is not None:
+        whole = result.answers_s.sum(axis=2)
+        evidence |= {n: timing_evidence(n, p, whole, judgement) for n, p in END_TO_END_PERCENTILES.items()}
+    if not isinstance(result.energy, str):
+        evidence["energy"] = energy_evidence(result.energy, judgement)
     batch_size = result.settings.throughput_batch_size
     if result.throughput_s is not None:
         evidence["throughput"] = timing_evidence("throughput", 50, result.throughput_s, judgement, batch_size)
+        if result.settings.price_per_hour is not None:
+            evidence["cost_per_million"] = cost_evidence(
+                result.throughput_s, replace(judgement, benchmark=result.settings)
+            )
     if result.limited is not None:
         name = "throughput_under_latency" if result.requests is None else "goodput"
         evidence[name] = throughput_under_latency_evidence(result.limited, judgement, name)

@@ -44,7 +44,6 @@ LIMIT_BUDGET_S = 10.0
 MAX_LIMITED_POWER = 10
 """Batches of up to 2^10 are tried; of a decoder up to 2^MAX_REQUEST_POWER."""
 MAX_REQUEST_POWER = 6
-LIMIT_PERCENTILE = 95
 Prompts = Sequence[Array] | Feeds
 """A batch of prompts: tokens of each, or of an encoder-decoder the inputs of its encoder."""
 Best = tuple[int, np.ndarray] | None
@@ -245,7 +244,7 @@ def find_limited_batches(
     settings: Benchmark,
     seed: int,
 ) -> tuple[Best, Best]:
-    """Find for each model the largest batch, of rising sizes, whose p95 keeps the limit, with its times.
+    """Find for each model the largest batch whose `latency_percentile` keeps the limit, with its times.
 
     `fixed`: the only size that can be tried.
     """
@@ -254,7 +253,7 @@ def find_limited_batches(
     growing = [True, True]
     for batch_size in [fixed] if fixed else [2**power for power in range(MAX_LIMITED_POWER + 1)]:
         seconds = time_rounds(sessions, feeds(batch_size), large_batch_rounds(settings), 2, seed, LIMIT_BUDGET_S)
-        in_time = np.percentile(seconds, LIMIT_PERCENTILE, axis=1) <= limit_s
+        in_time = np.percentile(seconds, settings.latency_percentile, axis=1) <= limit_s
         for m in range(2):
             growing[m] = growing[m] and bool(in_time[m])
             best[m] = (batch_size, seconds[m]) if growing[m] else best[m]
@@ -264,10 +263,10 @@ def find_limited_batches(
 
 
 def goodput(timed: Callable[[int, int, int, float], RequestTimes], settings: Benchmark) -> tuple[Best, Best]:
-    """Find for each decoder the largest batch, of rising sizes, whose p95 keeps the limits, and its requests' times."""
+    """Find for each decoder the largest batch whose `latency_percentile` keeps the limits, and its requests' times."""
 
     def keep_limit(seconds: np.ndarray, limit_ms: float | None) -> np.ndarray:
-        late = 1000 * np.percentile(seconds, LIMIT_PERCENTILE, axis=1)  # [2]
+        late = 1000 * np.percentile(seconds, settings.latency_percentile, axis=1)  # [2]
         kept: np.ndarray = late <= (np.inf if limit_ms is None else limit_ms)
         return kept
 

@@ -18,7 +18,7 @@ from runtime.encode.preprocess import Preprocessor, PreprocessSpec, Seq2SeqPrepr
 from runtime.encode.seq2seq import source_length
 from runtime.errors import UsageError
 
-OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms", "price_per_hour")
+OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms")
 """Settings of a benchmark that fit what generates text alone."""
 NOT_OF_DECODERS = {"sequence_length": "prompt_tokens", "latency_limit_ms": "ttft_limit_ms and tpot_limit_ms"}
 """Settings that do not fit it, and what to use; throughput_batch_size is passed over."""

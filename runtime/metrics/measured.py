@@ -36,6 +36,19 @@ _LATENCIES = tuple(
     )
     for name, percentile in LATENCY_PERCENTILES.items()
 )
+END_TO_END_PERCENTILES = {"end_to_end_p50": 50, "end_to_end_p95": 95}
+_END_TO_END = tuple(
+    MeasuredMetric(
+        name,
+        False,
+        "ms",
+        True,
+        f"{percentile}th percentile of a whole answer's time at benchmark.batch_size: bytes to pixels or text to "
+        "tokens, the call, outputs to answers",
+        False,
+    )
+    for name, percentile in END_TO_END_PERCENTILES.items()
+)
 
 ITL_PERCENTILES = {"itl_p50": 50, "itl_p95": 95, "itl_p99": 99}
 _REQUEST = "at benchmark.batch_size, prompt_tokens and new_tokens"
@@ -57,16 +70,8 @@ _GENERATION = (
         True,
         "1/s",
         True,
-        "requests per second at the largest power-of-two batch whose p95 keeps benchmark.ttft_limit_ms and "
-        "tpot_limit_ms",
-        True,
-    ),
-    MeasuredMetric(
-        "cost_per_million",
-        False,
-        "price",
-        True,
-        f"of a million generated tokens, their prompts' time included, at benchmark.price_per_hour, {_REQUEST}",
+        "requests per second at the largest power-of-two batch whose benchmark.latency_percentile keeps ttft_limit_ms "
+        "and tpot_limit_ms",
         True,
     ),
 )
@@ -77,16 +82,37 @@ MEASURED: dict[str, MeasuredMetric] = {
     metric.name: metric
     for metric in (
         *_LATENCIES,
+        MeasuredMetric(
+            "latency_percentile", False, "ms", True, "percentile benchmark.latency_percentile of one call's time"
+        ),
+        *_END_TO_END,
         MeasuredMetric("throughput", True, "1/s", True, "samples per second at benchmark.throughput_batch_size", False),
         MeasuredMetric(
             "throughput_under_latency",
             True,
             "1/s",
             True,
-            "samples per second at the largest power-of-two batch whose p95 keeps benchmark.latency_limit_ms",
+            "samples per second at the largest power-of-two batch whose benchmark.latency_percentile is within "
+            "latency_limit_ms",
             False,
         ),
         *_GENERATION,
+        MeasuredMetric(
+            "cost_per_million",
+            False,
+            "price",
+            True,
+            "at benchmark.price_per_hour, of a million samples at throughput_batch_size; text-generation: of a million "
+            "generated tokens, their prompts' time included",
+        ),
+        MeasuredMetric(
+            "energy",
+            False,
+            "J",
+            False,
+            "of a thousand samples at benchmark.throughput_batch_size (text-generation: generated tokens), by the "
+            "counters of all processors or of the GPU",
+        ),
         MeasuredMetric("peak_memory", False, "bytes", False, "peak resident memory above the bare runtime's"),
         MeasuredMetric("load_time", False, "ms", True, "time to open the model in a fresh process"),
         MeasuredMetric("size", False, "bytes", False, "model file with its external data, or a checkpoint's tensors"),

@@ -19,7 +19,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.judge.findings import MEASURED_FIELDS, OF_DECODERS, Findings, Side
+from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findings, Side
 from runtime.judge.gates import GateResult
 from runtime.metrics import MEASURED, METRICS
 from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
@@ -105,11 +105,15 @@ def table_rows(report: Findings) -> list[Row]:
     if on_device := report.benchmark.get("device_p50_ms"):
         first, second = on_device["baseline"], on_device["candidate"]
         rows.append(Row("on the GPU alone", ms_text(first), ms_text(second), f"{first / second:.2f}x"))
+    rows += [
+        _make_further_row(report, name) for name in FURTHER if name in after.further and not _is_shown(report, name)
+    ]
     batch = after.throughput_batch_size
     rows.append(_make_rate_row(report, f"throughput, batch {batch}", "throughput"))
     if after.throughput_under_latency_per_s is not None:
         limit = report.benchmark.get("latency_limit_ms")
-        rows.append(_make_rate_row(report, f"throughput, p95 within {limit:g} ms", "throughput_under_latency"))
+        label = f"throughput, {_limit_percentile(report)} within {limit:g} ms"
+        rows.append(_make_rate_row(report, label, "throughput_under_latency"))
     memory = bytes_text(before.peak_memory_bytes), bytes_text(after.peak_memory_bytes)
     rows.append(Row("peak memory", *memory, _format_ratio(report, "peak_memory")))
     rows.append(Row("load time", ms_text(before.load_ms), ms_text(after.load_ms), _format_ratio(report, "load_time")))
@@ -129,6 +133,19 @@ def _make_decoder_row(report: Findings, name: str) -> Row:
     return Row(_label_metric(report, name), cells[0], cells[1], _format_ratio(report, name))
 
 
+def _is_shown(report: Findings, name: str) -> bool:
+    """Return whether the metric is one that has a row of its own name."""
+    return name == "latency_percentile" and _limit_percentile(report) in ("p50", "p95", "p99")
+
+
+def _make_further_row(report: Findings, name: str) -> Row:
+    before, after = (of.further.get(name) for of in (report.baseline, report.candidate))
+    unit = {"price": ""}.get(MEASURED[name].unit, f" {MEASURED[name].unit}")
+    cells = ["-" if value is None else f"{value:.4g}{unit}" for value in (before, after)]
+    label = f"latency {_limit_percentile(report)}" if name == "latency_percentile" else _LABELS[name]
+    return Row(label, cells[0], cells[1], _format_ratio(report, name))
+
+
 def _label_metric(report: Findings, name: str) -> str:
     """Return a metric's name for people."""
     if name != "goodput":
@@ -137,7 +154,11 @@ def _label_metric(report: Findings, name: str) -> str:
     limits = [
         f"{kind} {settings[f'{kind}_limit_ms']:g} ms" for kind in ("ttft", "tpot") if settings[f"{kind}_limit_ms"]
     ]
-    return f"goodput, p95 within {', '.join(limits)}"
+    return f"goodput, {_limit_percentile(report)} within {', '.join(limits)}"
+
+
+def _limit_percentile(report: Findings) -> str:
+    return f"p{report.benchmark.get('latency_percentile', 95):g}"
 
 
 _LABELS = {
@@ -146,7 +167,10 @@ _LABELS = {
     **{f"itl_{p}": f"between tokens {p}" for p in ("p50", "p95", "p99")},
     "prefill_rate": "prefill",
     "decode_rate": "decode",
-    "cost_per_million": "cost of a million tokens",
+    "cost_per_million": "cost of a million",
+    "end_to_end_p50": "end to end p50",
+    "end_to_end_p95": "end to end p95",
+    "energy": "energy of a thousand",
 }
 
 
@@ -200,6 +224,10 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield ""
         yield "gates"
         yield from (f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
+    if stages := _stage_cells(report):
+        yield ""
+        yield "where the time of an answer goes"
+        yield from _align_columns([STAGE_HEADS, *stages])
     if report.steps is not None:
         yield ""
         yield "what each pass cost and gave"
@@ -217,6 +245,29 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield from (f"- {sentence}" for sentence in report.advice)
     yield ""
     yield verdict_line(report)
+
+
+STAGES_KEY = "stages_p50_ms"
+STAGE_HEADS = ("stage", "before", "after")
+
+
+def _stage_cells(report: Findings) -> list[tuple[str, str, str]]:
+    """Return for each stage of a whole answer that takes time its median, and its share of both models' answers."""
+    sides = report.benchmark.get(STAGES_KEY)
+    if not sides:
+        return []
+    columns = [sides[which] for which in ("baseline", "candidate")]
+    wholes = [sum(column.values()) or 1.0 for column in columns]
+    shares = [[column[s] / whole for column, whole in zip(columns, wholes, strict=True)] for s in columns[0]]
+    return [
+        (stage, *(f"{ms_text(column[stage])} ({share:.0%})" for column, share in zip(columns, of_stage, strict=True)))
+        for stage, of_stage in zip(columns[0], shares, strict=True)
+        if max(of_stage) >= LEAST_SHARE
+    ]
+
+
+LEAST_SHARE = 0.005
+"""Of an answer's time, below which a stage is not shown."""
 
 
 def _align_columns(cells: list[tuple[str, ...]]) -> Iterator[str]:
@@ -253,6 +304,8 @@ def render_markdown(report: Findings) -> str:
         lines += ["", "## Gates", ""]
         cells = [(_format_verdict(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
         lines += _render_markdown_table(("verdict", "gate", "why"), cells)
+    if stages := _stage_cells(report):
+        lines += ["", "## Where the time of an answer goes", "", *_render_markdown_table(STAGE_HEADS, stages)]
     if report.steps is not None:
         lines += ["", "## What each pass cost and gave", ""]
         lines += _render_markdown_table(pass_heads(report.steps), pass_cells(report.steps))
@@ -266,7 +319,9 @@ def render_markdown(report: Findings) -> str:
     lines += ["", "## Where it was measured", ""]
     lines += [f"- quality: by {report.scored_by}, when the bundle was built"] if report.scored_by else []
     lines += [
-        f"- {key}: {value}" for key, value in {**report.environment, **report.benchmark}.items() if value is not None
+        f"- {key}: {value}"
+        for key, value in {**report.environment, **report.benchmark}.items()
+        if value is not None and key != STAGES_KEY
     ]
     lines += [f"- evaluation samples: {report.n_samples}; intervals at {100 * report.confidence:g}%, two-sided"]
     return "\n".join(lines) + "\n"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.bundle.columns import Array
+from runtime.bundle.columns import Array, Columns
 from runtime.bundle.format import read_manifest
-from runtime.encode.preprocess import TextPreprocess, spec_from_dict
+from runtime.encode.preprocess import spec_from_dict
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import MASK, WORDS, BatchFacts
+from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import bundle_preprocessor
 
 IMAGE = "image"
@@ -30,16 +30,16 @@ class Encoder:
         self.preprocessor = bundle_preprocessor(folder, self.manifest, self.manifest.artifact("candidate").inputs)
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
-        """Encode `columns`: image uint8 [n, H, W, C], or text (and text_pair), arrays [n] of str or UTF-8 bytes.
+        """Encode `columns`: image uint8 [n, H, W, C], or audio float32 [n, T] and rate int64 [n] or [n, 1], or text
+        (and text_pair), arrays [n] of str or UTF-8 bytes.
 
-        Gives the model's inputs, and what the task must know of tokens even where the model takes it not. UsageError.
+        Gives the model's inputs, and what the task must know of samples even where the model takes it not. UsageError.
         """
-        if not isinstance(self.preprocessor, TextEncoder):
-            return self.preprocessor.encode(columns)
-        facts = find_task(self.manifest.task).token_facts
-        texts = {name: _decode_texts(name, column) for name, column in columns.items()}
-        tokens = self.preprocessor.tokenize(texts, words=WORDS in facts)
-        return {name: tokens[name] for name in facts} | self.preprocessor.feeds(tokens)
+        samples: Columns = columns
+        if isinstance(self.preprocessor, TextEncoder):
+            samples = {name: _decode_texts(name, column) for name, column in columns.items()}
+        feeds, known = self.preprocessor.encode_with_facts(samples, None, find_task(self.manifest.task).facts)
+        return known | feeds
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """Encode as a server asks: texts are arrays [n, 1] of bytes."""
@@ -53,20 +53,21 @@ class Answers:
         self.manifest = read_manifest(folder)
         self.spec = spec_from_dict(self.manifest.preprocess)
 
-    def __call__(self, outputs: Mapping[str, Array], tokens: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the task's answers, of a model's outputs and what encoding gave by `token_facts`. UsageError."""
+    def __call__(self, outputs: Mapping[str, Array], known: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the task's answers, of a model's outputs and what encoding knows by `Task.facts`. UsageError."""
         task = find_task(self.manifest.task)
-        if missing := [name for name in task.token_facts if name not in tokens]:
-            raise UsageError(f"{missing[0]} is missing: {task.name} answers by tokens")
-        spec = self.spec if isinstance(self.spec, TextPreprocess) else None
+        encoded = self.manifest.preprocess["kind"] != "tensor"
+        if encoded and (missing := [name for name in task.facts if name not in known]):
+            raise UsageError(f"{missing[0]} is missing: {task.name} answers by what encoding knows")
         n, names = len(next(iter(outputs.values()))), self.manifest.class_names
-        read = task.read_batch(outputs, BatchFacts(n, tokens, spec, names))
+        read = task.read_batch(outputs, BatchFacts(n, known, self.spec, names))
         return task.answers(task.join_views([read]), names)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
-        """Answer as a server asks: what encoding gave of tokens among the outputs."""
-        tokens = {name: tensors[name] for name in (MASK, WORDS) if name in tensors}
-        return self({name: array for name, array in tensors.items() if name not in tokens}, tokens)
+        """Answer as a server asks: what encoding knows among the outputs."""
+        facts = find_task(self.manifest.task).facts
+        known = {name: tensors[name] for name in facts if name in tensors}
+        return self({name: array for name, array in tensors.items() if name not in known}, known)
 
 
 def _decode_texts(name: str, column: Sequence[object] | Array) -> list[str]:

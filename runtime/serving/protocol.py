@@ -15,6 +15,7 @@ import numpy as np
 from runtime import Bundle
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import AUDIO, RATE
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT, TEXT_PAIR
@@ -133,6 +134,8 @@ class ServedModel:
         manifest = self.bundle.manifest
         if manifest.preprocess["kind"] == "image":
             return [("image", "UINT8", [-1, -1, -1, 1 if manifest.preprocess.get("channels") == "L" else 3])]
+        if manifest.preprocess["kind"] == "audio":
+            return [(AUDIO, "FP32", [-1, -1]), (RATE, "INT64", [-1])]
         if manifest.generates:
             return [("text_input", "BYTES", [1])]
         if manifest.preprocess["kind"] == "text":

@@ -7,6 +7,7 @@ from functools import partial
 
 from runtime.errors import UsageError
 from runtime.plugins import TASK_GROUP, PluginTable, check_entry
+from runtime.tasks.audio_classification import AudioClassification
 from runtime.tasks.automatic_speech_recognition import AutomaticSpeechRecognition
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
@@ -20,6 +21,7 @@ _OWN = {
     task.name: task
     for task in (
         ImageClassification(),
+        AudioClassification(),
         TextClassification(),
         TokenClassification(),
         FeatureExtraction(),

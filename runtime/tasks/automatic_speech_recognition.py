@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runtime.encode.audio import AUDIO_COLUMNS
 from runtime.tasks.text2text_generation import WritesAnswers
 
 
@@ -10,4 +11,4 @@ class AutomaticSpeechRecognition(WritesAnswers):
 
     name = "automatic-speech-recognition"
     about = "what is said in a recording, by an encoder and a decoder"
-    columns = ("audio",)
+    columns = AUDIO_COLUMNS

@@ -17,15 +17,16 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
-    from runtime.encode.texts import TextPreprocess
+    from runtime.encode.preprocess import PreprocessSpec
     from runtime.metrics.base import Metric
 
 Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
 TEXT, TEXT_PAIR = "text", "text_pair"
 TEXT_COLUMNS = (TEXT, TEXT_PAIR)
-MASK, WORDS = "attention_mask", "word_ids"
-"""What encoding knows of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1 for none)."""
+MASK, WORDS, IMAGE_SIZE = "attention_mask", "word_ids", "image_size"
+"""What encoding knows beyond a model's inputs. Of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1
+for none). Of each image, int64 [n, 2]: height and width as it came."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class BatchFacts:
     """What is known of a batch of samples beside a model's outputs."""
 
     n: int
-    tokens: Tensors = field(default_factory=dict)
-    """Arrays [n, T] by `Task.token_facts`, of texts."""
-    spec: TextPreprocess | None = None
-    """How texts were encoded."""
+    known: Tensors = field(default_factory=dict)
+    """What encoding knows of the samples, by `Task.facts`; empty where samples are the inputs."""
+    spec: PreprocessSpec | None = None
+    """How the samples were encoded."""
     class_names: Sequence[str] = ()
 
 
@@ -47,7 +48,7 @@ class Task:
     about: str = "whatever takes and gives arrays; judged against what it gave before"
     columns: tuple[str, ...] = ()
     """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
-    preprocess: Literal["image", "text", "language", "seq2seq"] | None = None
+    preprocess: Literal["image", "audio", "text", "language", "seq2seq"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
@@ -57,8 +58,8 @@ class Task:
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     encodes: bool = False
     """Whether it is an encoder-decoder, which writes by what its encoder made of the sample. Labels are references."""
-    token_facts: tuple[str, ...] = ()
-    """Which of MASK and WORDS `read_outputs` needs."""
+    facts: tuple[str, ...] = ()
+    """Which of MASK, WORDS and IMAGE_SIZE `read_outputs` needs."""
 
     @property
     def reads_texts(self) -> bool:

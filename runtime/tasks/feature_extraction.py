@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.texts import pool
+from runtime.encode.texts import TextPreprocess, pool
 from runtime.errors import BundleError, UsageError
 from runtime.tasks.base import MASK, TEXT, TEXT_COLUMNS, BatchFacts, ReadsTexts, Tensors, describe_shapes, rename
 
@@ -21,7 +21,7 @@ class FeatureExtraction(ReadsTexts):
     about = "an embedding for each text, pooled over its tokens"
     outputs = "embeddings"
     always = ("embeddings",)
-    token_facts = (MASK,)
+    facts = (MASK,)
 
     def split_views(self, columns: Columns) -> list[dict[str, Any]]:
         """Return the columns "text" and "text_pair" apart. UsageError without the first."""
@@ -32,8 +32,8 @@ class FeatureExtraction(ReadsTexts):
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"embeddings": float32 [n, 1, D]}, pooled and normalised as the spec says. BundleError, UsageError."""
         spec = batch.spec
-        assert spec is not None  # of texts alone: `run_samples`
-        return {"embeddings": pool(_find_hidden(outputs, spec.pooling), batch.tokens[MASK], spec)[:, None]}
+        assert isinstance(spec, TextPreprocess)  # or it is refused before
+        return {"embeddings": pool(_find_hidden(outputs, spec.pooling), batch.known[MASK], spec)[:, None]}
 
     def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:
         """Return the embeddings of all views, side by side: [N, k, D]."""

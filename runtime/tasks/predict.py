@@ -18,7 +18,7 @@ from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT_COLUMNS, WORDS, BatchFacts, Task
+from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
 
 
 def run_samples(
@@ -45,7 +45,7 @@ def run_samples(
     if found.generates:
         score_samples = score_answers if found.encodes else score
         return score_samples(session, preprocessor, views[0], batch_size, reference)
-    if found.token_facts and not isinstance(preprocessor, TextEncoder):
+    if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
 
@@ -117,9 +117,5 @@ def _run_batch(
     rows: Array,
     class_names: Sequence[str],
 ) -> dict[str, Array]:
-    if isinstance(preprocessor, TextEncoder):
-        tokens = preprocessor.tokenize(columns, rows, words=WORDS in task.token_facts)
-        feeds, facts = preprocessor.feeds(tokens), BatchFacts(len(rows), tokens, preprocessor.spec, class_names)
-    else:
-        feeds, facts = preprocessor.encode(columns, rows), BatchFacts(len(rows), class_names=class_names)
-    return task.read_batch(session.run(feeds), facts)
+    feeds, known = preprocessor.encode_with_facts(columns, rows, task.facts)
+    return task.read_batch(session.run(feeds), BatchFacts(len(rows), known, preprocessor.spec, class_names))

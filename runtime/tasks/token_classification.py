@@ -9,6 +9,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.texts import TextPreprocess
 from runtime.errors import BundleError, UsageError
 from runtime.tasks.base import WORDS, BatchFacts, Task, Tensors, classify, describe_shapes, one_output, rename
 
@@ -38,12 +39,12 @@ class TokenClassification(Task):
     preprocess = "text"
     outputs = "tags"
     always = ("logits", "read")
-    token_facts = (WORDS,)
+    facts = (WORDS,)
 
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"logits", "read", "tags"} of the one output [B, T, C]. BundleError."""
-        words, spec = batch.tokens[WORDS], batch.spec
-        assert spec is not None  # of texts alone: `run_samples`
+        words, spec = batch.known[WORDS], batch.spec
+        assert isinstance(spec, TextPreprocess)  # or it is refused before
         candidates = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 3]
         if len(candidates) != 1 or candidates[0].shape[:2] != words.shape:
             raise BundleError(

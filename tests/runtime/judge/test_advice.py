@@ -24,6 +24,7 @@ from runtime.judge.advice import (
     reason_not_smaller,
     reasons,
     slower,
+    spent_around,
 )
 from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
 from runtime.report.units import interval_words
@@ -223,3 +224,11 @@ def test_plain_bf16_that_beats_the_candidate_is_recommended() -> None:
 def test_bf16_that_gains_nothing_over_float_is_not_recommended() -> None:
     slow = [row("onnxruntime-cpu", "baseline", "float32", 1.0), row("onnxruntime-cpu", "candidate", "int8", 0.5)]
     assert faster_elsewhere([*slow, row("openvino", "baseline", "bf16", 1.0)]) == []
+
+
+def test_it_says_where_a_faster_model_gains_little() -> None:
+    stages = {"decode": 6.0, "encode": 1.0, "call": 2.0, "answer": 1.0}
+    (sentence,) = spent_around(Subject("onnxruntime-cpu", "onnxruntime-cpu", {}, GraphFacts({}, {}), True, stages))
+    assert "call is 20 % of the 10 ms" in sentence and "decode is 60 %" in sentence and "at most 1.25x" in sentence
+    swift = {**stages, "decode": 0.1, "call": 20.0}
+    assert spent_around(Subject("onnxruntime-cpu", "onnxruntime-cpu", {}, GraphFacts({}, {}), True, swift)) == []

@@ -47,6 +47,17 @@ def rewrite(root: Path, benchmark: Benchmark, **more: Any) -> Path:
     return root
 
 
+class JouleARead:
+    """Counts a joule each time it is read."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def joules(self) -> float:
+        self.total += 1
+        return self.total
+
+
 # feeds
 
 
@@ -198,9 +209,11 @@ def test_a_budget_cuts_the_rounds_but_never_below_what_an_interval_needs() -> No
 
 
 @pytest.mark.slow
-def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None:
-    rewrite(image_bundle, replace(FAST, latency_limit_ms=1e6))
+def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(image_bundle, replace(FAST, latency_limit_ms=1e6, price_per_hour=3.6))
     before = sorted(image_bundle.rglob("*"))
+    monkeypatch.setattr("runtime.measure.benchmark.find_meter", lambda backend: JouleARead())
+    monkeypatch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
     result = benchmark(image_bundle, threads=1)
     assert sorted(image_bundle.rglob("*")) == before
     assert result.latency_s.shape == (2, 12)
@@ -209,6 +222,12 @@ def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path) -> None
     found = speed_evidence(result, Judgement())
     assert set(found) == {name for name, metric in MEASURED.items() if not metric.generates}
     assert all(e.candidate.value > 0 or e.name == "peak_memory" for e in found.values())
+    assert found["energy"].candidate.value == pytest.approx(1000 / 4)  # of a thousand samples, four a call
+    million = 1e6 / found["throughput"].candidate.value  # seconds
+    assert found["cost_per_million"].candidate.value == pytest.approx(million * 3.6 / 3600)
+    assert result.answers_s is not None and result.answers_s.shape == (2, 12, 4)
+    assert (result.answers_s > 0).all()
+    assert found["end_to_end_p50"].candidate.value > 1000 * float(np.median(result.answers_s[1, :, 2]))
 
 
 @pytest.mark.usefixtures("no_probes")

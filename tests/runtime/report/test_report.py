@@ -225,3 +225,20 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
 def test_a_folder_that_cannot_be_written_is_named(report: Report, tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"cannot write .*missing.report\.json"):
         write_report(report, tmp_path / "missing")
+
+
+def test_an_answers_stages_have_their_shares_and_other_percentiles_a_row(report: Report) -> None:
+    stages = {"decode": 1.0, "encode": 0.001, "call": 3.0, "answer": 0.0}
+    further = {"latency_percentile": 5.0, "end_to_end_p50": 4.0, "cost_per_million": 0.25, "energy": 12.0}
+    more = replace(
+        report,
+        candidate=replace(report.candidate, further=further),
+        benchmark={"latency_percentile": 99.9, "stages_p50_ms": {"baseline": stages, "candidate": stages}},
+    )
+    text = render_text(more)
+    assert "where the time of an answer goes" in text and "3 ms (75%)" in text and "encode" not in text
+    names = {row.name: row.after for row in table_rows(more)}
+    assert names["latency p99.9"] == "5 ms" and names["end to end p50"] == "4 ms"
+    assert names["cost of a million"] == "0.25" and names["energy of a thousand"] == "12 J"
+    usual = replace(more, benchmark={"latency_percentile": 95})
+    assert "latency percentile" not in render_markdown(usual) and len(table_rows(usual)) == len(table_rows(more)) - 1

@@ -1,0 +1,116 @@
+"""Time whole answers: a sample as a server gets it is decoded and encoded, the model runs, its outputs become answers.
+
+The time of the model's call alone says little where an image takes longer to decode than to classify.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from runtime.backends import Session
+from runtime.bundle.columns import Array, Columns, count, take
+from runtime.encode.images import ImagePreprocess, load_pixels
+from runtime.encode.preprocess import Preprocessor
+from runtime.measure.timing import MIN_ROUNDS, no_garbage_collection
+from runtime.tasks.base import BatchFacts, Task
+
+STAGES = ("decode", "encode", "call", "answer")
+"""An image's bytes to pixels; samples to the model's inputs; the model's call; outputs to answers."""
+BATCHES = 32
+"""Different batches that the rounds go through in turn."""
+JPEG_QUALITY = 95
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A model with all that stands before and behind its call."""
+
+    session: Session
+    preprocessor: Preprocessor
+    task: Task
+    class_names: Sequence[str]
+
+    def answer(self, sent: Columns) -> list[float]:
+        """Answer one batch as a client sends it; return the seconds of each of STAGES."""
+        marks = [time.perf_counter()]
+        columns = {name: [_decode(item) for item in column] for name, column in sent.items()}
+        marks.append(time.perf_counter())
+        feeds, known = self.preprocessor.encode_with_facts(columns, None, self.task.facts)
+        marks.append(time.perf_counter())
+        outputs = self.session.run(feeds)
+        marks.append(time.perf_counter())
+        read = self.task.read_batch(
+            outputs, BatchFacts(count(columns), known, self.preprocessor.spec, self.class_names)
+        )
+        self.task.answers(self.task.join_views([read]), self.class_names)
+        marks.append(time.perf_counter())
+        return np.diff(marks).tolist()
+
+
+def make_sent(preprocessor: Preprocessor, columns: Columns, batch_size: int, seed: int) -> list[dict[str, Any]]:
+    """Return batches of samples as a client sends them: images as JPEG (PNG with alpha), texts and numbers as they are.
+
+    Images stay pixels where Pillow is not installed, and nothing is decoded then.
+    """
+    order = np.random.default_rng(seed).permutation(count(columns))
+    batches = []
+    for index in range(min(BATCHES, -(-len(order) // batch_size))):
+        rows = np.take(order, range(index * batch_size, (index + 1) * batch_size), mode="wrap")
+        batch = {name: take(columns, name, rows) for name in columns}
+        if isinstance(preprocessor.spec, ImagePreprocess):
+            batch["image"] = [_compress(load_pixels(image)) for image in batch["image"]]
+        batches.append(batch)
+    return batches
+
+
+def time_answers(
+    answerers: Sequence[Answerer],
+    sent: Sequence[Sequence[Columns]],
+    rounds: int,
+    warmup: int,
+    seed: int,
+    budget_s: float,
+) -> Array:
+    """Return the seconds of each stage, float64 [models, rounds, len(STAGES)], models in a random order each round.
+
+    At most `rounds`; fewer, but at least MIN_ROUNDS (or `rounds`, if less), where they take more than `budget_s`.
+    """
+    rng = np.random.default_rng(seed)
+    pace = 0.0
+    for answerer, batches in zip(answerers, sent, strict=True):
+        for turn in range(max(1, min(warmup, len(batches)))):
+            seconds = sum(answerer.answer(batches[turn]))
+        pace += seconds
+    made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / max(pace, 1e-9))))
+    stages = np.empty((len(answerers), made, len(STAGES)))
+    with no_garbage_collection():
+        for turn in range(made):
+            for m in rng.permutation(len(answerers)):
+                stages[m, turn] = answerers[m].answer(sent[m][turn % len(sent[m])])
+    return stages
+
+
+def _compress(pixels: Array) -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        return pixels
+    alpha = pixels.ndim == 3 and pixels.shape[2] == 4
+    file = BytesIO()
+    image = Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+    image.save(file, "PNG") if alpha else image.save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()
+
+
+def _decode(item: Any) -> Any:
+    if not isinstance(item, bytes):
+        return item
+    from PIL import Image
+
+    return load_pixels(Image.open(BytesIO(item)))
