@@ -25,7 +25,7 @@ from compress.models.weights import safetensors_shapes
 from compress.specs import ModelSpec
 from compress.tasks import TORCH_TASKS, find_torch_task
 from runtime.encode.seq2seq import DECODER_IDS
-from runtime.tasks import TASKS, find_task
+from runtime.tasks import find_task
 
 DECODED = "weights in the GPTQ format are read as the floats that they stand for"
 COUNTS = re.compile(r"layer|block|depth|expert|stage|labels|group", re.IGNORECASE)
@@ -342,9 +342,9 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     `auto`: transformers' class for the task.
     """
     kind = type(config).__name__
-    tasks = _find_tasks(config.model_type)
-    known, other = ([name for name in tasks if (name in TASKS) == is_known] for is_known in (True, False))
-    is_for = f"; transformers has it for {', '.join(other)}, not supported here yet" if other and not known else ""
+    known = _find_tasks({name: other.tables for name, other in TORCH_TASKS.items()}, config.model_type)
+    other = _find_tasks(OTHER_TASKS, config.model_type)
+    is_for = f"; transformers has it for {', '.join(other)}, not supported here yet" if other else ""
     is_for = f"; give task: {' or '.join(known)}" if known and task not in known else is_for
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     if find_task(task).generates and not find_task(task).encodes and encodes:
@@ -355,7 +355,7 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     if find_task(task).encodes and not encodes:
         raise SourceError(
             f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here"
-            + (is_for or "; a model that continues texts is for task: text-generation")
+            + is_for
         )
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
@@ -363,22 +363,20 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 
 
-SEQUENCE_TASKS = {
-    "automatic-speech-recognition": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "MODEL_FOR_CTC_MAPPING_NAMES"),
-    "text2text-generation": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+OTHER_TASKS = {
+    "speech recognition without a decoder (CTC)": ("MODEL_FOR_CTC_MAPPING_NAMES",),
     "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
     "text-to-speech": ("MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"),
 }
-"""Tasks of encoder-decoders and the like -> the tables of transformers that name their models."""
+"""Tasks that are not supported here -> the tables of transformers that name their models."""
 
 
-def _find_tasks(model_type: str) -> list[str]:
+def _find_tasks(tables: Mapping[str, tuple[str, ...]], model_type: str) -> list[str]:
+    """Return the tasks of which a table of transformers names the model."""
     from transformers.models.auto import modeling_auto
 
     return [
-        task
-        for task, tables in SEQUENCE_TASKS.items()
-        if any(model_type in getattr(modeling_auto, table, {}) for table in tables)
+        task for task, names in tables.items() if any(model_type in getattr(modeling_auto, name, {}) for name in names)
     ]
 
 

@@ -23,4 +23,5 @@ AUTOMATIC_SPEECH_RECOGNITION = TorchTask(
     read_labels=read_references,
     usual_names={"label": ("text", *REFERENCES)},
     make_targets=number_targets,
+    tables=("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",),
 )

@@ -112,6 +112,8 @@ class TorchTask:
     """Finds the first sample whose columns do not go together: its number among them, and why."""
     make_targets: Callable[[Columns, Preprocessor], np.ndarray | None] = lambda columns, _: columns.get("label")
     """Makes of a training set's columns the labels that outputs are compared with, [n, ...]."""
+    tables: tuple[str, ...] = ()
+    """Names of transformers' tables of models for this task and, of those here, none other."""
     class_arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Gives arguments that build a model of a transformers configuration for this task."""
 

@@ -56,4 +56,5 @@ TEXT2TEXT_GENERATION = TorchTask(
     read_labels=read_references,
     usual_names={"text": ("source", "document", "article", "question", "input"), "label": REFERENCES},
     make_targets=number_targets,
+    tables=("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
 )

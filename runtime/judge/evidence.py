@@ -151,6 +151,8 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
         changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
         count, reach = int(changed.sum()), metric.flaws.reach(ours)
         difference = bound_rare_changes(difference, 0.0, count, len(changed), reach, level)
+        widest = metric.flaws.widest
+        difference = replace(difference, low=max(difference.low, -widest), high=min(difference.high, widest))
     return before, after, difference
 
 

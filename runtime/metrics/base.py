@@ -6,6 +6,7 @@ split is what makes intervals cheap: what each sample adds to the statistic (`in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,6 +59,8 @@ class Flaws:
     of: Callable[[Columns], np.ndarray]
     reach: Callable[[Columns], float]
     perfect: float = 1.0
+    widest: float = math.inf
+    """From the worst value to the best: no change is larger."""
 
 
 @dataclass(frozen=True)

@@ -263,6 +263,7 @@ CHRF = Metric(
         of=lambda columns: (columns[2] < np.maximum(columns[0], columns[1])).any(axis=1),
         reach=chrf_reach,
         perfect=100.0,
+        widest=100.0,
     ),
 )
 ROUGE_L = Metric(
@@ -274,7 +275,7 @@ ROUGE_L = Metric(
     about="mean F1 of the longest common subsequence of an answer's and its reference's words",
     reduce=rouge_columns,
     kind="mean",
-    flaws=Flaws(of=lambda columns: columns[0] < 1, reach=lambda columns: 1.0),
+    flaws=Flaws(of=lambda columns: columns[0] < 1, reach=lambda columns: 1.0, widest=1.0),
 )
 WER = _edits(
     "wer",
