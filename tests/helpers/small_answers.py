@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_audio import RATE, draw_tone, write_wave
+from small_audio import draw_tone, write_wave
 
 LETTERS = "abcdefgh"
 SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
@@ -141,8 +141,8 @@ SPEECH: dict[str, Any] = {
 """Of a Whisper that hears one second."""
 
 
-def write_speech_model(folder: Path) -> Any:
-    """Write a random Whisper of one second with tokenizer and feature extractor, and recordings; return the model."""
+def write_speech_model(folder: Path, data: Path) -> Any:
+    """Write a random Whisper of one second, its tokenizer and feature extractor, and recordings; return the model."""
     import torch
     from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
@@ -165,8 +165,7 @@ def write_speech_model(folder: Path) -> Any:
         rows = []
         for i in range(n):
             file = f"{name}-{i}.wav"
-            write_wave(folder / file, draw_tone(("low", "high")[i % 2], rng, seconds=float(rng.uniform(0.3, 0.9))))
+            write_wave(data / file, draw_tone(("low", "high")[i % 2], rng, seconds=float(rng.uniform(0.3, 0.9))))
             rows.append({"audio": file, "transcription": draw_texts(1, rng)[0]})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert RATE == 16000
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return model
