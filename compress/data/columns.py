@@ -46,7 +46,9 @@ def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence
         else _match_usual_names(table, task, input_names)
     )
     references = ("label",) if find_task(task).encodes else ()  # what a decoder reads is no part of what is asked of it
-    required = (*task_roles[:1], *references) or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    required = (
+        (*task_roles[:1], *references) or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
+    )
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:

@@ -80,7 +80,9 @@ def export_encoder_decoder(module: nn.Module, example: dict[str, np.ndarray], op
     """
     name, main = type(module).__name__, getattr(module, "main_input_name", "input_ids")
     masked = "attention_mask" in example
-    given = {key: torch.from_numpy(np.ascontiguousarray(example[key])) for key in (main, *(["attention_mask"] * masked))}
+    given = {
+        key: torch.from_numpy(np.ascontiguousarray(example[key])) for key in (main, *(["attention_mask"] * masked))
+    }
     shape, cross, width = _measure_cache(module, name, given)
     graph = _export_encoder(module, name, main, given, shape, cross, opset)
     _join(graph, _export_decoder(module, name, masked, shape, cross, width, opset))
@@ -105,7 +107,7 @@ def _flatten(cache: Any) -> list[Tensor]:
 
 
 def _measure_cache(module: nn.Module, name: str, given: dict[str, Tensor]) -> tuple[CacheShape, tuple[int, int], int]:
-    """Return what a layer keeps of a token, (heads, head size) of the encoder's, and its width: by running the model."""
+    """Run the model; return what a layer keeps of a token, (heads, head size) of the encoder's, and its width."""
     if "past_key_values" not in inspect.signature(module.forward).parameters:
         raise ExportError(f"{name}: its forward pass takes no past_key_values; a key-value cache cannot be exported")
     first = torch.zeros((len(next(iter(given.values()))), 1), dtype=torch.int64)
@@ -196,7 +198,7 @@ def _export_decoder(
             DECODER_IDS: {0: dims["batch"], 1: dims["sequence"]},
             "past": [{0: dims["batch"], 2: dims["past"]} for _ in pasts],
             "cross": [{0: dims["batch"], 2: dims["source"]} for _ in crosses],
-            **dict.fromkeys(mask, {0: dims["batch"], 1: dims["source"]}),
+            **{key: {0: dims["batch"], 1: dims["source"]} for key in mask},
         },
         opset=opset,
     )

@@ -36,7 +36,7 @@ def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
 def cross_names(model: ir.Model) -> list[str]:
     """Return the names of the keys and values that the encoder gives; [] of any other graph."""
     given = {value.name for value in model.graph.outputs}
-    names = []
+    names: list[str] = []
     while (name := CROSS.format(layer=len(names) // 2, kind=("key", "value")[len(names) % 2])) in given:
         names.append(name)
     return names

@@ -60,7 +60,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def describe_not_followed(folder: Path) -> list[str]:
     """Return a note where the folder asks for answers that are made otherwise than here, greedily."""
     settings = read_settings(folder)
-    asked = [f"{name} {settings[name]}" for name, none in NOT_FOLLOWED.items() if settings.get(name, none) not in (none, None)]
+    asked = [
+        f"{name} {settings[name]}"
+        for name, none in NOT_FOLLOWED.items()
+        if settings.get(name, none) not in (none, None)
+    ]
     if not asked:
         return []
     return [f"generation_config.json asks for {', '.join(asked)}: answers are generated greedily here, without it"]
@@ -83,7 +87,9 @@ def find_start_tokens(
         forced = settings.get("forced_bos_token_id")
         prompt = [token for _, token in settings.get("forced_decoder_ids") or ()]
         return (first, *prompt, *(() if forced is None else (forced,)))
-    return _make_speech_prompt(folder, settings, first, language or settings.get("language"), task or settings.get("task"))
+    return _make_speech_prompt(
+        folder, settings, first, language or settings.get("language"), task or settings.get("task")
+    )
 
 
 def _make_speech_prompt(

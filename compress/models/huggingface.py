@@ -353,10 +353,7 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
             f"it would be compressed without it{is_for}"
         )
     if find_task(task).encodes and not encodes:
-        raise SourceError(
-            f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here"
-            + is_for
-        )
+        raise SourceError(f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here" + is_for)
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
     if mapping is not None and type(config) not in mapping and not remote:

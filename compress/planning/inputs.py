@@ -35,8 +35,8 @@ from compress.store.cache import default_root
 from compress.store.durable import blame
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.language import LanguagePreprocess, make_language_encoder
 from runtime.decode.answers import answer_encoder
+from runtime.encode.language import LanguagePreprocess, make_language_encoder
 from runtime.encode.preprocess import AudioPreprocess, PreprocessSpec, Seq2SeqPreprocess, make_preprocessor
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError

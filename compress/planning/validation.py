@@ -127,7 +127,7 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     for index, export in enumerate(recipe.export if recipe.model.encodes else ()):
         if not isinstance(export, OnnxExport):
             problems.append(
-                f"export.{index}: of an encoder-decoder ONNX files are written, and no {export.kind}; use {{kind: onnx}}"
+                f"export.{index}: an encoder-decoder is written as ONNX files, not as {export.kind}; use {{kind: onnx}}"
             )
     if facts.source == "onnx" and any(export.kind == "checkpoint" for export in recipe.export):
         problems.append("export: a checkpoint is made from a torch model, and an onnx: source is none")

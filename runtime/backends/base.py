@@ -133,7 +133,10 @@ def choose_outputs(specs: tuple[TensorSpec, ...], outputs: Sequence[str] | None)
 
 @dataclass(frozen=True)
 class EncoderDecoderSession:
-    """An encoder and its decoder as one: `run` calls the encoder, then the decoder with what it gave; whoever generates calls each as often as it needs."""
+    """An encoder and its decoder as one: `run` calls the encoder, then the decoder with what it gave.
+
+    Whoever generates calls each as often as it needs.
+    """
 
     path: Path
     """The decoder's file."""
@@ -157,7 +160,7 @@ class EncoderDecoderSession:
         return tuple(spec.name for spec in self.encoder.outputs)
 
     def encode(self, feeds: Feeds) -> Feeds:
-        """Run the encoder; return what the decoder reads of a text as long as it writes: the encoder's outputs, masks."""
+        """Run the encoder; return what the decoder reads at every token: the encoder's outputs, a mask."""
         given = self.encoder.run({spec.name: feeds[spec.name] for spec in self.encoder.inputs})
         read = {spec.name for spec in self.decoder.inputs}
         return {name: values for name, values in {**feeds, **given}.items() if name in read}

@@ -32,7 +32,7 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
 SELF_PAST, SELF_PRESENT = "past_key_values.{layer}.decoder.{kind}", "present.{layer}.decoder.{kind}"
 """In an encoder-decoder: its decoder's own earlier tokens."""
 CROSS = "cross.{layer}.{kind}"
-"""What each of its layers makes of the encoder's output, once for a text: the encoder's outputs, the decoder's inputs."""
+"""What each of its layers makes of the encoder's output, once for a text: what the one gives and the other reads."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from runtime.tasks.base import Task
 
 @dataclass
 class AnswerGenerator:
-    """An encoder-decoder with what encodes its samples. Greedy answers do not depend on their batch, but for rounding."""
+    """An encoder-decoder and what encodes its samples. Greedy answers depend on their batch by rounding alone."""
 
     decoder: EncodedDecoder
     encoder: Seq2SeqEncoder

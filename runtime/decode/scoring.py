@@ -145,7 +145,7 @@ def vocab_size(session: Session) -> int:
 
 
 def run_logits(session: Session, feeds: dict[str, Array], tokens: str = "input_ids") -> Array:
-    """Return the logits of one call, float [n, t, vocab], at the `tokens` of that input; no other output is asked for."""
+    """Return the logits of one call, float [n, t, vocab], at the input `tokens`; no other output is asked for."""
     if "logits" not in {spec.name for spec in session.outputs}:
         names = ", ".join(spec.name for spec in session.outputs)
         raise BundleError(f"a language model has an output 'logits'; this has {names}")

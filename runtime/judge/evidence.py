@@ -172,8 +172,10 @@ def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estim
         count, reach = int(flawed.sum()), metric.flaws.reach(columns)
         estimate = bound_rare_changes(estimate, metric.flaws.perfect, count, len(flawed), reach, level)
         perfect = metric.flaws.perfect
-        end = {"high": min(estimate.high, perfect)} if metric.higher_is_better else {"low": max(estimate.low, perfect)}
-        estimate = replace(estimate, **end)
+        if metric.higher_is_better:
+            estimate = replace(estimate, high=min(estimate.high, perfect))
+        else:
+            estimate = replace(estimate, low=max(estimate.low, perfect))
     if metric.bias is not None:
         bias = metric.bias(columns)
         estimate = replace(estimate, low=estimate.low - max(bias, 0.0), high=estimate.high + max(-bias, 0.0))

@@ -23,7 +23,6 @@ import numpy as np
 from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_model, open_options
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
-from runtime.bundle.columns import Array
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
@@ -378,7 +377,9 @@ def _run_feeds(session: Session, feeds: Sequence[Feeds]) -> Callable[[int], obje
     return lambda n: session.run(feeds[n % len(feeds)])
 
 
-def _run_prompts(decoder: Decoder | EncodedDecoder, prompts: Sequence[Prompts], new_tokens: int) -> Callable[[int], object]:
+def _run_prompts(
+    decoder: Decoder | EncodedDecoder, prompts: Sequence[Prompts], new_tokens: int
+) -> Callable[[int], object]:
     """Return what makes the n-th request of a decoder, its prompts in turn."""
     return lambda n: run_request(decoder, prompts[n % len(prompts)], new_tokens)
 

@@ -172,9 +172,7 @@ def make_prompts(
     return [[tokens[start : start + n_tokens] for start in batch] for batch in starts]
 
 
-def make_sources(
-    encoder: Seq2SeqEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int
-) -> list[Feeds]:
+def make_sources(encoder: Seq2SeqEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int) -> list[Feeds]:
     """Return at most PROMPTS batches of what an encoder reads, drawn from the samples, each text `n_tokens` long."""
     n = count(columns)
     drawn = np.random.default_rng(seed).integers(0, n, (min(PROMPTS, n), batch_size))

@@ -104,7 +104,9 @@ def chrf_influence(columns: Columns) -> np.ndarray:
     n = len(found)
     if not counted.any() or precision + recall == 0:
         return np.zeros(n)
-    total_found, total_real, total_common = (np.maximum(column.sum(0), 1e-300)[counted] for column in (found, real, common))
+    total_found, total_real, total_common = (
+        np.maximum(column.sum(0), 1e-300)[counted] for column in (found, real, common)
+    )
     found, real, common = found[:, counted], real[:, counted], common[:, counted]
     orders = counted.sum()
     by_precision = ((common - total_common / total_found * found) / total_found).sum(1) / orders  # [N]
@@ -260,7 +262,7 @@ CHRF = Metric(
     statistic=chrf,
     influence=chrf_influence,
     flaws=Flaws(
-        of=lambda columns: (columns[2] < np.maximum(columns[0], columns[1])).any(axis=1),
+        of=lambda columns: np.any(columns[2] < np.maximum(columns[0], columns[1]), axis=1),
         reach=chrf_reach,
         perfect=100.0,
         widest=100.0,

@@ -34,9 +34,9 @@ def run_samples(
 
     `class_names`: the model's, for a task whose outputs cannot be read without.
 
-    Of a task that generates: the sums of `runtime.decode.scoring.score` or `answers.score_answers`, those beside a model `reference` among them
-    where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
-    of the samples. UsageError where samples, task and model do not fit.
+    Of a task that generates: what `runtime.decode.scoring.score` or `runtime.decode.answers.score_answers` gives, also
+    beside a model `reference` where one is given. Texts run sorted by length, each distinct one once, so the result
+    does not depend on the order of the samples. UsageError where samples, task and model do not fit.
     """
     found = find_task(task)
     if batch_size < 1:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from child_processes import run_python
 from makers import BLOCKED, QUICK, apply, changed, plan
@@ -16,6 +15,7 @@ from compress.errors import CompressError
 from runtime import open_bundle
 from runtime.bundle.files import model_files
 from runtime.bundle.format import read_manifest, read_outputs
+from runtime.encode.audio import load_audio
 from runtime.errors import UsageError
 from runtime.metrics.texts import unpack_texts
 
@@ -40,6 +40,7 @@ TURNS: dict[str, Any] = {
     },
 }
 SPEECH = changed(TURNS, name="speech", model={"task": "automatic-speech-recognition"})
+SPEECH["data"]["calibration"]["samples"] = 8
 SPEECH |= {
     "preprocess": {"kind": "seq2seq", "source": {"kind": "audio", "features": "whisper", "bins": 8, "seconds": 1.0}},
     "validate": {"benchmark": TURNS["validate"]["benchmark"]},
@@ -85,7 +86,9 @@ def test_a_trained_model(turner: Path, cache: Path, tmp_path: Path, passes: list
     manifest = read_manifest(tmp_path / "out")
     candidate = manifest.artifact("candidate")
     files = model_files(tmp_path / "out/model/model.onnx")
-    assert {f"model/{file.name}" for file in files} == {"model/model.onnx", "model/encoder.onnx"} <= manifest.files.keys()
+    assert (
+        {f"model/{file.name}" for file in files} == {"model/model.onnx", "model/encoder.onnx"} <= manifest.files.keys()
+    )
     assert candidate.size_bytes == sum(file.stat().st_size for file in files)
     if passes[0]["kind"] != "distill":
         assert report.ratios["size"] > 1.2
@@ -93,18 +96,14 @@ def test_a_trained_model(turner: Path, cache: Path, tmp_path: Path, passes: list
         assert min(halves) > 1.1, "one of the halves has been left as it was"
     with open_bundle(tmp_path / "out") as bundle:
         results = bundle.generate(["abc", "hgf de"])
-        assert [result.text for result in results][0] == "cba"
+        assert results[0].text == "cba"
         assert bundle.generate("abcd", max_new_tokens=2).text == "dc"
         assert "".join(bundle.generate("abcd", stream=True)) == "dcba"
+    if passes[0]["kind"] == "int8":
+        _answer_without_torch(tmp_path / "out")
 
 
-def _smaller(out: Path, name: str) -> float:
-    return (out / "baseline" / name).stat().st_size / (out / "model" / name).stat().st_size
-
-
-@pytest.mark.slow
-def test_it_answers_where_there_is_no_torch(turner: Path, cache: Path, tmp_path: Path) -> None:
-    apply(TURNS, tmp_path / "out", cache, turner)
+def _answer_without_torch(bundle: Path) -> None:
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({BLOCKED!r}))
@@ -112,10 +111,14 @@ import runtime
 with runtime.open_bundle(sys.argv[1]) as bundle:
     print(bundle.generate("abc").text, bundle.evaluate()["exact_match"])
 """
-    done = run_python("-c", code, str(tmp_path / "out"), cwd=tmp_path)
+    done = run_python("-c", code, str(bundle), cwd=bundle)
     assert done.returncode == 0, done.stderr
     text, match = done.stdout.split()
     assert text == "cba" and float(match) > 0.9
+
+
+def _smaller(out: Path, name: str) -> float:
+    return (out / "baseline" / name).stat().st_size / (out / "model" / name).stat().st_size
 
 
 @pytest.mark.slow
@@ -126,13 +129,12 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
     model = write_speech_model(tmp_path / "model", tmp_path)
     recipe = changed(SPEECH, preprocess={"target": {"language": "de", "task": "transcribe"}})
     report = apply(recipe | {"passes": [{"kind": "int8"}]}, tmp_path / "out", cache, tmp_path)
-    assert report.ratios["size"] > 1.1 and report.candidate.metrics["wer"] > 0
+    assert report.candidate.metrics["wer"] > 0
     manifest = read_manifest(tmp_path / "out")
+    assert manifest.artifact("candidate").precision == "int8"
     frozen = unpack_texts(read_outputs(tmp_path / "out", manifest)["answer"])
-    import wave
-
     rows = [json.loads(line)["audio"] for line in (tmp_path / "test.jsonl").read_text().splitlines()]
-    sounds = [np.frombuffer(wave.open(str(tmp_path / row)).readframes(-1), np.int16) / 32768 for row in rows]
+    sounds = [load_audio(tmp_path / row, None)[0] / 32768 for row in rows]
     features = WhisperFeatureExtractor(feature_size=8, chunk_length=1)(sounds, sampling_rate=16000, return_tensors="pt")
     tokenizer = write_tokenizer(tmp_path / "again", ("<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>", "<|no|>"))
     with torch.no_grad():
@@ -150,10 +152,13 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
     [
         ({"data": {"evaluation": {"source": "jsonl:bare.jsonl"}}}, "no column for label"),
         ({"data": {"evaluation": {"source": "jsonl:numbers.jsonl"}}}, "expected a reference text, found int"),
-        ({"export": [{"kind": "checkpoint"}]}, "of an encoder-decoder ONNX files are written"),
+        ({"export": [{"kind": "checkpoint"}]}, "an encoder-decoder is written as ONNX files"),
         ({"preprocess": {"kind": "seq2seq", "target": {"language": "de"}}}, "knows no languages"),
         ({"preprocess": {"kind": "language"}}, "kind: language does not fit"),
-        ({"model": {"task": "text-generation"}, "validate": {"gates": []}}, "t5 has an encoder, .* give task: text2text-generation"),
+        (
+            {"model": {"task": "text-generation"}, "validate": {"gates": []}},
+            "t5 has an encoder, .* give task: text2text-generation",
+        ),
         ({"model": {"task": "automatic-speech-recognition"}}, "preprocessor_config.json: is missing"),
         ({"validate": {"benchmark": {"prompt_tokens": 33, "new_tokens": 4}}}, "33 is more than the 32 tokens"),
         ({"validate": {"benchmark": {"prompt_tokens": 3, "new_tokens": 12}}}, "12 is more than an answer's 11"),
@@ -183,5 +188,5 @@ def test_a_model_that_is_no_encoder_decoder(cache: Path, tmp_path: Path) -> None
     )  # fmt: skip
     Wav2Vec2ForCTC(config).save_pretrained(tmp_path / "model")
     speech = recipe | {"model": SPEECH["model"], "preprocess": recipe["preprocess"] | {"source": {"kind": "audio"}}}
-    with pytest.raises(CompressError, match=r"wav2vec2 is no encoder-decoder.* without a decoder \(CTC\), not supported"):
+    with pytest.raises(CompressError, match=r"wav2vec2 is no encoder-decoder.* \(CTC\), not supported"):
         plan(speech, tmp_path, cache)

@@ -1,4 +1,4 @@
-"""Small encoder-decoders with their tokenizers: one that has learned to turn texts round, random ones of four classes."""
+"""Small encoder-decoders with their tokenizers: one that has learned to turn texts round, and random ones."""
 
 from __future__ import annotations
 
@@ -155,9 +155,10 @@ def write_speech_model(folder: Path, data: Path) -> Any:
         torch.manual_seed(0)
         model = WhisperForConditionalGeneration(WhisperConfig(**sizes | SPEECH)).eval()
     english, german, transcribe, translate, untimed = range(len(tokenizer) - 5, len(tokenizer))
-    rules = {"lang_to_id": {"<|en|>": english, "<|de|>": german}, "no_timestamps_token_id": untimed}
+    rules: dict[str, Any] = {"lang_to_id": {"<|en|>": english, "<|de|>": german}, "no_timestamps_token_id": untimed}
     rules |= {"task_to_id": {"transcribe": transcribe, "translate": translate}, "is_multilingual": True}
-    for name, value in {**rules, "max_length": 14, "suppress_tokens": [2], "begin_suppress_tokens": [1, 12]}.items():
+    rules |= {"max_length": 14, "suppress_tokens": [0, 2, 3, *range(13, 18)], "begin_suppress_tokens": [1, 12]}
+    for name, value in rules.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
     rng = np.random.default_rng(0)
