@@ -44,8 +44,8 @@ class Bundle:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of audio (paths,
-        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A classifier gives too,
-        "prediction": {"label", "score"} a sample.
+        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A classifier
+        gives, too, "prediction": {"label", "score"} a sample.
         """
         from runtime.tasks import find_task
         from runtime.tasks.predict import run_samples

@@ -339,6 +339,8 @@ def request_evidence(times: RequestTimes, judgement: Judgement) -> dict[str, Evi
     """Return evidence of each metric, by name; row 0 of the times is the baseline, row 1 the candidate."""
     evidence = {}
     for quantity in quantities(judgement.benchmark):
+        if MEASURED[quantity.name].of_prompts and not times.of_prompts:
+            continue
         seconds = np.stack([quantity.seconds(times.first[side], times.steps[side]) for side in (0, 1)])
         evidence[quantity.name] = _percentile_evidence(
             quantity.name, quantity.percentile, seconds, judgement.confidence, quantity.to_unit

@@ -28,7 +28,7 @@ from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, M
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
 from runtime.encode.preprocess import Preprocessor
-from runtime.encode.seq2seq import Seq2SeqEncoder
+from runtime.encode.seq2seq import Seq2SeqEncoder, source_length
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
     Evidence,
@@ -332,7 +332,7 @@ def _measure_requests(
 
         budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
         every = time_batch(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
-        times = RequestTimes(every.first[:2], every.steps[:2])
+        times = RequestTimes(every.first[:2], every.steps[:2], of_prompts=reads_prompts(encoder))
         del decoders[2:]
         prompts = make_batches(settings.batch_size)
         energy = _measure_energy(
@@ -370,6 +370,11 @@ def _measure_requests(
         every.per_token[2:],
         energy=energy,
     )
+
+
+def reads_prompts(encoder: Preprocessor) -> bool:
+    """Return whether requests are texts, whose tokens can be counted."""
+    return not isinstance(encoder, Seq2SeqEncoder) or source_length(encoder.spec.source) is not None
 
 
 def _run_feeds(session: Session, feeds: Sequence[Feeds]) -> Callable[[int], object]:

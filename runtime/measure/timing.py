@@ -148,6 +148,8 @@ class RequestTimes:
 
     first: Array  # [models, rounds]: the prompts read and the first tokens chosen
     steps: Array  # [models, rounds, new_tokens - 1]: each further token
+    of_prompts: bool = True
+    """Whether prompts are texts, whose tokens can be counted; a recording is none."""
 
     @property
     def whole(self) -> Array:
