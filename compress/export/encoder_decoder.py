@@ -24,6 +24,7 @@ from compress.errors import ExportError
 from compress.export.decoder import CacheShape
 from compress.export.onnx import export_program
 from compress.graph.edit import tidy
+from compress.graph.halves import same_content
 from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT
 
 EXAMPLE = {"batch": 2, "source": 7, "sequence": 3, "past": 5}
@@ -229,7 +230,7 @@ def _join(encoder: ir.Model, decoder: ir.Model) -> None:
     for name, value in list(weights.items()):
         own = encoder.graph.initializers.get(name)
         del weights[name]
-        if own is not None and _same(own, value):
+        if own is not None and same_content(own, value):
             value.replace_all_uses_with(own)
             continue
         if name in taken:
@@ -255,11 +256,6 @@ def _join(encoder: ir.Model, decoder: ir.Model) -> None:
     encoder.opset_imports.update(decoder.opset_imports)
     for key, function in decoder.functions.items():
         encoder.functions.setdefault(key, function)
-
-
-def _same(one: ir.Value, other: ir.Value) -> bool:
-    a, b = one.const_value, other.const_value
-    return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def _all_values(graph: ir.Graph) -> set[str | None]:

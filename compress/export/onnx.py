@@ -36,7 +36,7 @@ from compress.graph.fast_forms import (
     to_two_bits,
 )
 from compress.graph.half import to_half
-from compress.graph.halves import cross_names, split
+from compress.graph.halves import cross_names, share_weights, split
 from compress.graph.layers import find_layers
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
@@ -48,6 +48,8 @@ from compress.store.durable import blame
 from runtime.backends.onnxruntime_cpu import failures
 from runtime.bundle.files import ENCODER
 
+SHARED = "shared.data"
+"""Name of the file that holds what an encoder and its decoder have in common."""
 ACTIVATION_LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
 
@@ -102,6 +104,8 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     if target.cpu_operators:
         if n_cached_layers(model):
             model, notes = _prepare_decoder_for_cpu(model, state)
+        elif cross_names(model):
+            _speed_up_single_rows(model)
         keep_norms_apart(model)
         pad_input_channels(model)
     if state.kv_cache is not None and not _keeps_integers(model):
@@ -117,10 +121,15 @@ def _prepare_decoder_for_cpu(model: ir.Model, state: GraphState) -> tuple[ir.Mod
         model, notes = to_group_query_attention(model, scales=scales)
     except KeyError as error:
         raise ExportError(f"the key-value cache is {state.kv_cache}, but {error} has no scales") from error
+    _speed_up_single_rows(model)
+    return model, notes
+
+
+def _speed_up_single_rows(model: ir.Model) -> None:
+    """Rewrite, in place, what costs much where a call reads one token."""
     divide_by_root(model)
     merge_products(model)
     to_two_bits(model)
-    return model, notes
 
 
 def _keeps_integers(model: ir.Model) -> bool:
@@ -151,6 +160,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
     """
     if cross_names(model):
         encoder, model = split(model)
+        share_weights(encoder, model, path.with_name(SHARED))
         _save_one(encoder, path.with_name(ENCODER))
     _save_one(model, path)
 

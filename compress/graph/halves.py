@@ -6,12 +6,16 @@ Passes see one graph, in which nothing is twice; a bundle holds two, so that a t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import onnx_ir as ir
 
 from compress.graph.edit import reroute, tidy, uses_of
 from compress.graph.run import clone
 from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT, KvCacheSpec
+
+LEAST_SHARED, PAGE = 2**16, 4096
+"""Bytes of a weight below which both files hold it; what a weight in a file of its own begins at, to be mapped."""
 
 
 def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
@@ -40,6 +44,49 @@ def cross_names(model: ir.Model) -> list[str]:
     while (name := CROSS.format(layer=len(names) // 2, kind=("key", "value")[len(names) % 2])) in given:
         names.append(name)
     return names
+
+
+def share_weights(encoder: ir.Model, decoder: ir.Model, path: Path) -> None:
+    """Let both halves read the large weights that they have in common from one file, in place; none, no file.
+
+    A table of embeddings is a quarter of a small T5: it is stored once, whatever the halves call it.
+    """
+    common = [
+        (value, other)
+        for value in encoder.graph.initializers.values()
+        if value.const_value is not None and value.const_value.nbytes >= LEAST_SHARED
+        for other in decoder.graph.initializers.values()
+        if same_content(value, other)
+    ]
+    if not common:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for value, other in common:
+            tensor = value.const_value
+            assert tensor is not None
+            file.write(b"\0" * (-file.tell() % PAGE))
+            offset = file.tell()
+            file.write(tensor.tobytes())
+            shape = ir.Shape(tuple(tensor.shape.numpy()))
+            for each in (value, other):
+                each.const_value = ir.ExternalTensor(
+                    path.name,
+                    offset,
+                    tensor.nbytes,
+                    tensor.dtype,
+                    shape=shape,
+                    name=each.name or "",
+                    base_dir=path.parent,
+                )
+
+
+def same_content(one: ir.Value, other: ir.Value) -> bool:
+    """Return whether two initializers hold the same numbers in the same form."""
+    a, b = one.const_value, other.const_value
+    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return a is b or a.tobytes() == b.tobytes()
 
 
 def cache_of_decoder(model: ir.Model) -> KvCacheSpec:

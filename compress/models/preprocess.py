@@ -59,20 +59,17 @@ def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: S
     if source.kind != "huggingface" or source.folder is None:
         raise SourceError(f"{spec.source}: a {spec.task} model is a Hugging Face folder: give dir: or hf:")
     kind = find_task(spec.task).columns[0]
-    if declared is None:
-        if kind not in _READERS:
-            raise SourceError(f"preprocess: say how the {kind} is read: {{kind: {kind}, ...}}")
-        declared = _READERS[kind](source.folder)
     if isinstance(declared, ImagePreprocess | LanguagePreprocess):
         raise SourceError(f"preprocess: kind: {declared.kind} does not fit the task {spec.task}")
     whole = declared if isinstance(declared, Seq2SeqPreprocess) else Seq2SeqPreprocess(source=declared)
-    if whole.source.kind not in (kind, "tensor"):
-        raise SourceError(f"preprocess: source of kind: {whole.source.kind} does not fit the task {spec.task}")
-    if isinstance(whole.source, TextPreprocess):
-        _check_tokenizer(source.folder, whole.source.tokenizer, "text")
-        _check_positions(source.folder, whole.source.max_length)
+    read = whole.source or _READERS[kind](source.folder)
+    if isinstance(read, ImagePreprocess | LanguagePreprocess | Seq2SeqPreprocess) or read.kind not in (kind, "tensor"):
+        raise SourceError(f"preprocess: source of kind: {read.kind} does not fit the task {spec.task}")
+    if isinstance(read, TextPreprocess):
+        _check_tokenizer(source.folder, read.tokenizer, "text")
+        _check_positions(source.folder, read.max_length)
     _check_tokenizer(source.folder, whole.target.tokenizer, "seq2seq")
-    return replace(whole, target=resolve_target(source.folder, whole.target))
+    return replace(whole, source=read, target=resolve_target(source.folder, whole.target))
 
 
 def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:

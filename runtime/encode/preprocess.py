@@ -59,8 +59,8 @@ class Seq2SeqPreprocess:
 
     kind: Literal["seq2seq"] = "seq2seq"
     """Discriminator."""
-    source: SourceSpec = field(default_factory=TextPreprocess)
-    """How the encoder's inputs are made."""
+    source: SourceSpec | None = None
+    """How the encoder's inputs are made; a recipe that does not say means what the model's files say."""
     target: TargetPreprocess = field(default_factory=TargetPreprocess)
     """How the decoder's texts are made; what is not given is read from the model's files."""
     prefix: str = ""
@@ -69,7 +69,7 @@ class Seq2SeqPreprocess:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
     def __post_init__(self) -> None:
-        if self.prefix and not isinstance(self.source, TextPreprocess):
+        if self.prefix and self.source is not None and not isinstance(self.source, TextPreprocess):
             raise ValueError(f"prefix is put before texts, and the encoder reads kind: {self.source.kind}")
 
 
@@ -144,6 +144,8 @@ def _make_seq2seq_encoder(
 ) -> Seq2SeqEncoder:
     if model_dir is None:
         raise UsageError("seq2seq preprocessing reads a tokenizer: give the model's folder")
+    if spec.source is None:
+        raise UsageError("preprocess.source is missing: say how the encoder's inputs are made")
     source = make_preprocessor(spec.source, split_inputs(inputs), model_dir)
     tokenizer = load_tokenizer(model_dir / spec.target.tokenizer)
     tokenizer.no_truncation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from makers import BLOCKED, QUICK, apply, changed, plan
 from small_answers import train_turner, write_speech_model, write_texts, write_tokenizer
 
 from compress.errors import CompressError
+from compress.export.card import usage_of
 from runtime import open_bundle
+from runtime.__main__ import main
 from runtime.bundle.files import model_files
 from runtime.bundle.format import read_manifest, read_outputs
 from runtime.encode.audio import load_audio
@@ -99,6 +102,8 @@ def test_a_trained_model(turner: Path, cache: Path, tmp_path: Path, passes: list
         assert results[0].text == "cba"
         assert bundle.generate("abcd", max_new_tokens=2).text == "dc"
         assert "".join(bundle.generate("abcd", stream=True)) == "dcba"
+    command = shlex.split(usage_of(manifest).command)
+    assert main([str(tmp_path / "out") if word == "DIR" else word for word in command[1:]]) == 0
     if passes[0]["kind"] == "int8":
         _answer_without_torch(tmp_path / "out")
 
@@ -152,6 +157,7 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
     [
         ({"data": {"evaluation": {"source": "jsonl:bare.jsonl"}}}, "no column for label"),
         ({"data": {"evaluation": {"source": "jsonl:numbers.jsonl"}}}, "expected a reference text, found int"),
+        ({"passes": [{"kind": "kv_cache", "scheme": "int8"}]}, "keeps its keys and values as floats"),
         ({"export": [{"kind": "checkpoint"}]}, "an encoder-decoder is written as ONNX files"),
         ({"preprocess": {"kind": "seq2seq", "target": {"language": "de"}}}, "knows no languages"),
         ({"preprocess": {"kind": "language"}}, "kind: language does not fit"),

@@ -12,9 +12,11 @@ from small_answers import make_random
 from compress.errors import ExportError
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import save_graph
+from compress.graph.halves import share_weights
+from compress.graph.run import open_session
 from compress.models.answers import describe_not_followed, resolve_target
 from runtime.backends import find_backend, open_model
-from runtime.bundle.files import model_files
+from runtime.bundle.files import model_files, model_size
 from runtime.decode.generate import Answer, collect_results, generate_rows
 from runtime.decode.kv_cache import EncodedDecoder
 from runtime.decode.rules import find_rules
@@ -94,3 +96,27 @@ def test_beams_are_told_of(tmp_path: Path) -> None:
     assert describe_not_followed(tmp_path) == [
         "generation_config.json asks for num_beams 4: answers are generated greedily here, without it"
     ]
+
+
+def test_a_table_that_both_halves_read_is_stored_once(tmp_path: Path) -> None:
+    import onnx_ir as ir
+
+    rows = np.arange(2**15, dtype=np.float32).reshape(-1, 4)
+    halves = []
+    table = ir.tensor(rows, name="table")
+    for name in ("model", "encoder"):
+        floats = ir.TensorType(ir.DataType.FLOAT)
+        weight = ir.Value(name="table", const_value=table, type=floats, shape=ir.Shape(rows.shape))
+        ids = ir.Value(name="ids", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["n"]))
+        node = ir.node("Gather", [weight, ids])
+        node.outputs[0].name, node.outputs[0].type = "out", floats
+        graph = ir.Graph([ids], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
+        halves.append(ir.Model(graph, ir_version=10))
+    share_weights(halves[1], halves[0], tmp_path / "shared.data")
+    for half in halves:
+        ir.save(half, tmp_path / f"{half.graph.name}.onnx")
+        (found,) = open_session(tmp_path / f"{half.graph.name}.onnx").run(None, {"ids": np.array([7, 0])})
+        np.testing.assert_array_equal(found, rows[[7, 0]])
+    files = model_files(tmp_path / "model.onnx")
+    assert [file.name for file in files] == ["model.onnx", "encoder.onnx", "shared.data"]
+    assert model_size(tmp_path / "model.onnx") < 1.1 * rows.nbytes

@@ -313,7 +313,10 @@ REFUSED = [
     ),
     (lambda d: d["judgement"].update(gates=[{"metric": "top1"}]), r"judgement\.gates\[0\]: gate on 'top1' has no rule"),
     (lambda d: d["judgement"].update(undecided="maybe"), r"undecided: 'maybe' is not one of 'fail', 'pass'"),
-    (lambda d: d["preprocess"].update(kind="sound"), r"preprocess\.kind: 'sound' is not one of image, text, tensor"),
+    (
+        lambda d: d["preprocess"].update(kind="sound"),
+        r"preprocess\.kind: 'sound' is not one of image, audio, text, tensor",
+    ),
     (lambda d: d["preprocess"].update(crop=[1]), r"preprocess\.crop: expected 2 items, found 1"),
     (
         lambda d: d["preprocess"].update(resize="x"),

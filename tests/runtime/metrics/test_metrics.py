@@ -271,8 +271,10 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
         "classes": (classes, np.where(rng.random(n) < 0.8, classes, rng.integers(0, 5, n))),
     }
     actual, found = rng.integers(1, 9, n), rng.integers(1, 9, n)
+    grams = rng.integers(5, 30, (2, n, 1)) * np.linspace(1, 0.6, 6) // 1  # of each length, as answers have them
+    columns["grams"] = (*grams, rng.binomial(np.minimum(*grams).astype(int), 0.7))
     columns["spans"] = (rng.binomial(np.minimum(actual, found), 0.7), actual, found)
-    kinds = {"spearman": "correlation", "pearson": "correlation", "sqnr_db": "errors"}
+    kinds = {"spearman": "correlation", "pearson": "correlation", "sqnr_db": "errors", "chrf": "grams"}
     by_ending = {"_macro": "classes"} | dict.fromkeys(("span_f1", "span_precision", "span_recall"), "spans")
     return columns[kinds.get(name) or next((kind for end, kind in by_ending.items() if name.endswith(end)), "sums")]
 
