@@ -76,6 +76,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         [{"kind": "int8"}],
         [{"kind": "rtn", "scheme": "W8A16", "group_size": 16}],
+        [{"kind": "awq", "scheme": "W8A16", "group_size": 16}],
         [{"kind": "distill", "steps": 3, "batch_size": 8, "learning_rate": 1e-5, "held_out": 0}],
     ],
     ids=lambda passes: passes[0]["kind"],
@@ -158,6 +159,7 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
         ({"data": {"evaluation": {"source": "jsonl:bare.jsonl"}}}, "no column for label"),
         ({"data": {"evaluation": {"source": "jsonl:numbers.jsonl"}}}, "expected a reference text, found int"),
         ({"passes": [{"kind": "kv_cache", "scheme": "int8"}]}, "keeps its keys and values as floats"),
+        ({"passes": [{"kind": "autoround", "scheme": "W8A16"}]}, "learns one chain of blocks, and this model has two"),
         ({"export": [{"kind": "checkpoint"}]}, "an encoder-decoder is written as ONNX files"),
         ({"preprocess": {"kind": "seq2seq", "target": {"language": "de"}}}, "knows no languages"),
         ({"preprocess": {"kind": "language"}}, "kind: language does not fit"),
