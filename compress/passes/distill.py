@@ -52,7 +52,7 @@ class Distill(LearningPass):
             problems.append(f"distill: must come before the pass that rounds {rounded[0]}")
         problems += self.term_problems(facts)
         if self.sequences is not None and (not task.generates or task.encodes):
-            problems.append(f"distill: sequences: a {facts.task} model continues no text; leave it out")
+            problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
         notes = [Note("info", f"distill: learns by {self.describe_loss(facts.task)}")]
         notes += [Note("info", f"distill: the student: {who}")] if who else []

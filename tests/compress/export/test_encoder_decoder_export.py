@@ -57,7 +57,9 @@ def test_greedy_answers_are_those_of_transformers(kind: str, tmp_path: Path) -> 
         batch = {name: values[rows] for name, values in feeds.items()}
         found = _answer(decoder, target, batch)
         for tokens, whole in zip(found, wanted[rows], strict=True):
-            assert whole[: len(tokens)] == tokens and len(tokens) >= 8
+            assert whole[: len(tokens)] == tokens
+            ended = whole[len(tokens) :][:1]  # in transformers the end is shown; Whisper's prompt counts for less there
+            assert not ended or ended[0] in target.end_tokens or kind == "whisper"
     assert len({tuple(tokens) for tokens in wanted}) > 1, "the encoder says nothing"
     session.close()
 
