@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.PHONY: setup demo quick test fuzz check docs gpu-check format schema clean
+.PHONY: setup demo quick test fuzz shelf check docs gpu-check format schema clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ quick: setup
 # The same generated cases as in `make test`, many more of them: about an hour. FUZZ_SEED=1 makes others.
 fuzz: setup
 	FUZZ_CASES=$${FUZZ_CASES:-100000} $(PYTEST) -n 2 tests/fuzz
+
+# Small models of what people deploy, through the whole build, and the table of docs/reference/shelf.md: half an hour.
+shelf: setup
+	SHELF=1 $(PYTEST) tests/shelf
 
 check: setup
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -121,13 +122,15 @@ def mean_subjects() -> Iterator[Subject]:
     }.items():
         yield value_subject("cosine", shape, losses, 1 - losses.mean, turned_vectors)
     for shape, losses in LOSSES.items():
-        yield paired_mse(f"{shape}, candidate adds it", losses, lambda rng, n: np.ones(n), losses.mean)
+        share = 1 / (1 + losses.mean)
+        yield paired_mse(f"{shape}, candidate adds it", losses, lambda rng, n: np.ones(n), losses.mean, share)
     one = lognormal(1.0)
     for share in (0.3, 0.5, 0.8):
         apart = (1 - share) * one.mean
-        yield paired_mse(f"lognormal 1 - {share} lognormal 1", one, lambda rng, n, s=share: s * one.draw(rng, n), apart)  # type: ignore[misc]
+        change = partial(_draw_share, one, share)
+        yield paired_mse(f"lognormal 1 - {share} lognormal 1", one, change, apart, share)
     heavy = lognormal(1.5)
-    yield paired_mse("lognormal 1.5 - 0.8 of it", heavy, lambda rng, n: 0.8 * heavy.draw(rng, n), 0.2 * heavy.mean)
+    yield paired_mse("lognormal 1.5 - 0.8 of it", heavy, lambda rng, n: 0.8 * heavy.draw(rng, n), 0.2 * heavy.mean, 0.8)
 
 
 Sides = tuple[dict[str, Array], float | dict[str, Array]]
@@ -161,19 +164,29 @@ def turned_vectors(loss: Array) -> Sides:
     return {"y": turned}, {"y": np.tile([1.0, 0.0], (len(loss), 1))}
 
 
-def paired_mse(shape: str, losses: Losses, before: Callable[[Rng, int], Array], truth: float) -> Subject:
-    """`mse` of two models: the difference is what is shaped. "adds it" puts a constant loss before."""
+def _draw_share(losses: Losses, share: float, rng: Rng, n: int) -> Array:
+    return share * losses.draw(rng, n)
+
+
+def paired_mse(
+    shape: str, losses: Losses, before: Callable[[Rng, int], Array], truth: float, retained: float
+) -> Subject:
+    """`mse` of two models: the difference is what is shaped. "adds it" puts a constant loss before.
+
+    `retained`: the mean loss before over that after.
+    """
 
     def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
         theirs = before(rng, n)
         ours = losses.draw(rng, n) + (theirs if "adds" in shape else 0.0)
         return quality(("mse",), {"y": np.sqrt(ours)[:, None]}, {"y": np.sqrt(theirs)[:, None]}, np.zeros(n))
 
-    return Subject("mse", shape, draw, {("mse", "max_drop"): truth})
+    return Subject("mse", shape, draw, {("mse", "max_drop"): truth, ("mse", "min_retained"): retained})
 
 
 def quality(names: Sequence[str], ours: Outputs, theirs: Outputs, labels: Array | None) -> Mapping[str, Evidence]:
-    return quality_evidence([METRICS[name] for name in names], ours, theirs, labels, Judgement())
+    asked = tuple(Gate(name, min_retained=1.0) for name in names if METRICS[name].against != "baseline")
+    return quality_evidence([METRICS[name] for name in names], ours, theirs, labels, Judgement(gates=asked))
 
 
 # counts
@@ -197,11 +210,50 @@ def top1_subject(right: float, gained: float, lost: float) -> Subject:
 
     value = right - lost + gained
     truths = {("top1", "max_drop"): lost - gained, ("top1", "min"): value, ("top1", "max"): value}
+    truths |= {("top1", "min_retained"): value / right}
     return Subject("top1", f"{right:g} right, +{gained:g} -{lost:g}", draw, truths)
 
 
 def two_logits(ones: Array) -> dict[str, Array]:
     return {"logits": np.stack([~ones, ones], axis=1).astype(np.float64)}
+
+
+def answer_subjects() -> Iterator[Subject]:
+    """A classifier of two classes whose confidence is off, and that answers where it is sure enough."""
+    for off, more in ((0.0, 0.0), (0.0, 0.05), (0.1, 0.02)):
+        yield calibration_subject(off, more)
+    for answering, right, lost in ((0.9, 0.95, 0.02), (0.5, 0.8, 0.05), (0.3, 0.99, 0.01)):
+        yield answered_subject(answering, right, lost)
+
+
+def calibration_subject(off: float, more: float) -> Subject:
+    """The baseline is right less often than it is sure, by `off`; the candidate is surer by `more`."""
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        sure = rng.uniform(0.6, 0.9, n)
+        labels = (rng.random(n) >= sure - off).astype(np.int64)
+        return quality(("ece",), two_chances(sure + more), two_chances(sure), labels)
+
+    return Subject("ece", f"{off:g} off, {more:g} more", draw, {("ece", "max"): off + more, ("ece", "max_drop"): more})
+
+
+def two_chances(first: Array) -> dict[str, Array]:
+    return {"logits": np.log(np.stack([first, 1 - first], axis=1))}
+
+
+def answered_subject(answering: float, right: float, lost: float) -> Subject:
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        answered, place = rng.random(n) < answering, rng.random(n)
+        sides = [{**two_logits(place < part), "answered": answered} for part in (right - lost, right)]
+        return quality(("coverage", "accuracy_answered"), sides[0], sides[1], np.ones(n, np.int64))
+
+    truths = {
+        ("coverage", "min"): answering,
+        ("accuracy_answered", "min"): right - lost,
+        ("accuracy_answered", "max_drop"): lost,
+        ("accuracy_answered", "min_retained"): (right - lost) / right,
+    }
+    return Subject("answers", f"{answering:g} answered, {right:g} right, -{lost:g}", draw, truths)
 
 
 def agreement_subject(agreeing: float) -> Subject:
@@ -254,6 +306,7 @@ def f_score_subject(shape: str, shares: Array, wrong: float, worse: float) -> Su
     truths = {(name, "min"): after[name] for name in names} | {
         (name, "max_drop"): before[name] - after[name] for name in names
     }
+    truths |= {(name, "min_retained"): after[name] / before[name] for name in names}
     return Subject("macro", shape, draw, truths)
 
 
@@ -294,6 +347,8 @@ def language_subject(shape: str, length: Callable[[Rng, int], Array], losses: Lo
     truths = {
         ("nll", "max_drop"): after - before,
         ("nll", "max"): after,
+        ("nll", "min_retained"): before / after,
+        ("perplexity", "min_retained"): math.exp(before - after),
         ("perplexity", "max"): math.exp(after),
         ("perplexity", "max_drop"): math.exp(after) - math.exp(before),
         ("kl_token", "max"): 0.05,
@@ -525,6 +580,7 @@ def process_subjects() -> Iterator[Subject]:
 
 def subjects() -> Iterator[Subject]:
     yield from proportion_subjects()
+    yield from answer_subjects()
     yield from mean_subjects()
     yield from language_subjects()
     yield from sqnr_subjects()

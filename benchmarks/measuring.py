@@ -20,7 +20,7 @@ from runtime.errors import RuntimeFailure
 from runtime.measure.timing import time_rounds
 from runtime.measure.workload import make_feeds
 from runtime.metrics import METRICS
-from runtime.tasks.predict import bundle_preprocessor, encoding_views, run_samples
+from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of, run_samples
 
 ONNXRUNTIME, OPENVINO = "onnxruntime-cpu", "openvino"
 OPENVINO_FIXED = "openvino, fixed shape"
@@ -90,15 +90,20 @@ def write_calibration(judged: Judged, recipe: Path, bench: Path, path: Path) -> 
     write_batches(path, batches)
 
 
-def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, float]:
-    """The metrics `names` of a model over the frozen samples, by the arithmetic that wrote report.json."""
+def run_model(judged: Judged, entry: Entry) -> dict[str, np.ndarray]:
+    """The outputs of a model over the frozen samples, as its task reads them."""
     session = find_backend(entry.backend).open(entry.path, os.cpu_count() or 1, {})
     try:
         preprocessor = bundle_preprocessor(judged.root, judged.manifest, session.inputs)
-        task, classes = judged.manifest.task, judged.manifest.class_names
-        outputs = run_samples(session, preprocessor, task, judged.columns, class_names=classes)
+        facts = facts_of(judged.manifest)
+        return run_samples(session, preprocessor, judged.manifest.task, judged.columns, facts=facts)
     finally:
         session.close()
+
+
+def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, float]:
+    """The metrics `names` of a model over the frozen samples, by the arithmetic that wrote report.json."""
+    outputs = run_model(judged, entry)
     against = {"labels": judged.columns.get("label"), "baseline": judged.baseline}
     return {name: METRICS[name].compute(outputs, against[METRICS[name].against]) for name in names}
 

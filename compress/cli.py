@@ -110,9 +110,14 @@ def plan(
 def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
     """Read a recipe strictly and print it with everything resolved and every default written out."""
     with ending():
+        from compress.errors import RecipeError
+        from compress.planning.own_metrics import own_metric_problems
         from compress.recipe.load import recipe_to_yaml
 
-        typer.echo(recipe_to_yaml(_load(recipe, overrides)), nl=False)
+        loaded = _load(recipe, overrides)
+        if problems := own_metric_problems(loaded):
+            raise RecipeError(problems)
+        typer.echo(recipe_to_yaml(loaded), nl=False)
 
 
 @app.command()
@@ -310,9 +315,14 @@ def _load(recipe: Path, overrides: list[str]) -> Recipe:
 
 def _tell_code(recipe: Recipe) -> None:
     """Say on stderr whose Python is about to run, of a recipe that stands outside of the working directory."""
-    if recipe.code_sources and not recipe.root.resolve().is_relative_to(Path.cwd()):
+    if recipe.root.resolve().is_relative_to(Path.cwd()):
+        return
+    if recipe.code_sources:
         listed = ", ".join(recipe.code_sources)
         typer.echo(f"note: Python of this recipe's model runs now, also to plan it: {listed} (SECURITY.md)", err=True)
+    if recipe.own_metrics:
+        listed = ", ".join(recipe.own_metrics)
+        typer.echo(f"note: Python of this recipe's metrics runs where it is built: {listed} (SECURITY.md)", err=True)
 
 
 def _show_report(report: Any, as_json: bool, bundle: Path | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -60,7 +60,8 @@ class PassResult(Generic[Form_co]):
     """The model to go on with, what was decided for each layer, and what the report should say.
 
     `measured`: layer -> named numbers (sqnr_db, sensitivity, ...) for the report's layer table. `seconds`: what the
-    pass took when it was done; whoever runs it fills it in.
+    pass took when it was done; whoever runs it fills it in. `choice`: what a measurement of time decided, as JSON
+    values that the lock keeps, with the name of the cache's file that holds it (`key`); {}: none did.
     """
 
     model: Form_co
@@ -68,3 +69,4 @@ class PassResult(Generic[Form_co]):
     notes: tuple[Note, ...] = ()
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
+    choice: dict[str, Any] = field(default_factory=dict)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from compress.formats.schemes import Scheme
+from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import TensorSpec
 
 LOWEST_OPSET = 17
-"""Of the graphs that passes work on; an older ONNX file is brought to it."""
+"""Of the graphs that passes work on."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -154,7 +155,13 @@ class ModelFacts:
     operators: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     opset: int | None = None
-    """Of an ONNX file; a torch model gets that of its export."""
+    """Of an ONNX file, cleaned; a torch model gets that of its export."""
+    clean_up: Mapping[str, int] = field(default_factory=dict)
+    """Of an ONNX file: what was done to its graph before everything else, and how often."""
+    rebuilt: bool = False
+    """Of an ONNX file: a torch module that computes the same can be made of it, for passes that prune and train."""
+    not_rebuilt: str = ""
+    """Of an ONNX file, where a pass needs such a module: why none can be made."""
     structure: Structure | None = None
     """Of a torch model."""
     prunable: tuple[Prunable, ...] | None = None
@@ -163,6 +170,8 @@ class ModelFacts:
     """Layer -> why its outputs, or some of them, have to stay."""
     removable: tuple[Removable, ...] | None = None
     """Blocks of a torch model that can go, in order, where a pass asks for them (`Pass.uses_blocks`)."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
     students: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Other models that passes put in this one's place, by `Student.key`."""
 
@@ -170,6 +179,12 @@ class ModelFacts:
     def n_bytes(self) -> int:
         """Return the bytes of the weights, tied ones counted once."""
         return self.other_bytes + sum(layer.n_bytes for layer in self.distinct_layers())
+
+    def explain_no_module(self) -> str:
+        """Return why passes over a torch module cannot work on an ONNX file; "" where they can."""
+        if self.source == "torch" or self.rebuilt:
+            return ""
+        return "an onnx: source is none" + (f": {self.not_rebuilt}" if self.not_rebuilt else "")
 
     @property
     def macs(self) -> int:

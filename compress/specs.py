@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from compress.tasks import TORCH_TASKS
+from compress.tasks.base import MaskIds
+from runtime.boxes.spec import Detections
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
     AudioPreprocess,
     ImagePreprocess,
+    ImageTextPreprocess,
     Seq2SeqPreprocess,
     TensorPreprocess,
     TextPreprocess,
@@ -80,6 +83,9 @@ DATA_SOURCES = (
     "parquet:<file>",
     "imagefolder:<folder>",
     "audiofolder:<folder>",
+    "coco:<file.json>",
+    "voc:<folder>",
+    "maskfolder:<folder>",
     "hf:<hub id>",
 )
 
@@ -95,7 +101,13 @@ if TYPE_CHECKING:
 else:
     TaskName = Literal[tuple(TORCH_TASKS)]
 Preprocess = Annotated[
-    ImagePreprocess | AudioPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess,
+    ImagePreprocess
+    | AudioPreprocess
+    | ImageTextPreprocess
+    | TextPreprocess
+    | LanguagePreprocess
+    | TensorPreprocess
+    | Seq2SeqPreprocess,
     Field(discriminator="kind"),
 ]
 
@@ -117,6 +129,14 @@ class ModelSpec(Record):
     """Run Python that comes with an hf: or dir: model."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, in the order of the model's outputs."""
+    detections: Detections | None = None
+    """object-detection: what the outputs mean, where their names and shapes do not say."""
+
+    @model_validator(mode="after")
+    def _refuse_detections_of_others(self) -> ModelSpec:
+        if self.detections is not None and find_task(self.task).outputs != "boxes":
+            raise ValueError(f"detections: is for models that find boxes, and the task is {self.task}; leave it out")
+        return self
 
     @property
     def generates(self) -> bool:
@@ -143,7 +163,7 @@ class DataSpec(Record):
     seed: int | None = None
     """Default: the recipe's seed."""
     columns: dict[str, str | int] = {}
-    """Role (image, audio, text, text_pair, label, or an input name) -> its column in the file: a name, or an index."""
+    """Role (image, audio, text, text_pair, label, an input, a slice) -> its column in the file: a name, or an index."""
     names: tuple[str, ...] | None = None
     """Column names of a csv or tsv that has no header line."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
@@ -151,7 +171,15 @@ class DataSpec(Record):
     quoting: bool = True
     """False: quotation marks in csv/tsv are ordinary characters."""
     split: str | None = None
-    """Of an hf: source, or of an imagefolder: or audiofolder: that has a folder for each."""
+    """Of an hf: source, of an imagefolder:, audiofolder: or maskfolder: that has a folder for each, or of a voc: folder
+    (ImageSets/Main)."""
+    masks: MaskIds = MaskIds()
+    """What the numbers in masks stand for, of semantic-segmentation."""
+    boxes: Literal["xyxy", "xywh", "cxcywh"] | None = None
+    """Form of labelled boxes, in pixels: corners, corner and size, centre and size. Default: what the format has; of
+    columns xywh (COCO's) where they are called bbox, else xyxy."""
+    images: Annotated[str | None, NAMES_PLACE] = None
+    """Folder of a coco: file's images; default: the file's own, which those of a jsonl: file are relative to, too."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
 

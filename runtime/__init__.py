@@ -44,17 +44,18 @@ class Bundle:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of audio (paths,
-        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A classifier
-        gives, too, "prediction": {"label", "score"} a sample.
+        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A classifier also
+        gives "prediction": {"label", "score"} a sample; of several answers (`postprocess.top_k`) a list of them; a
+        rejected sample's label is None.
         """
         from runtime.tasks import find_task
-        from runtime.tasks.predict import run_samples
+        from runtime.tasks.predict import facts_of, make_columns, run_samples
 
         refuse_decoder(self.manifest)
         task = find_task(self.manifest.task)
-        columns, names = task.to_columns(samples), self.manifest.class_names
+        columns, names = make_columns(self.manifest, samples), self.manifest.class_names
         outputs: dict[str, Any] = dict(
-            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, class_names=names)
+            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, facts=facts_of(self.manifest))
         )
         prediction = task.predict(outputs, names)
         if prediction is not None:
@@ -64,7 +65,8 @@ class Bundle:
     def evaluate(self) -> dict[str, float]:
         """Return the quality metrics that the bundle asks for (default: all that fit), over its frozen samples.
 
-        No intervals, no gates: `validate` decides. UsageError without an evaluation set; BundleError if it is broken.
+        No intervals, no gates, nothing that was recorded at the build: `validate` has these. UsageError without an
+        evaluation set; BundleError if it is broken.
         """
         from runtime.bundle.format import read_outputs, read_samples
         from runtime.judge.evidence import select_metrics
@@ -79,12 +81,13 @@ class Bundle:
     def _run_frozen_samples(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the candidate's outputs over the frozen samples; a decoder's are scored beside the baseline's."""
         from runtime.backends import open_artifact
-        from runtime.tasks.predict import run_samples
+        from runtime.tasks.predict import facts_of, run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
         if not self.manifest.generates:
-            names = self.manifest.class_names
-            return run_samples(self.session, self.preprocessor, task, columns, batch_size, class_names=names)
+            return run_samples(
+                self.session, self.preprocessor, task, columns, batch_size, facts=facts_of(self.manifest)
+            )
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)
         try:

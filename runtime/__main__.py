@@ -19,7 +19,7 @@ from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.endings import end_command, print_json, read_stdin, report_failure
 
 try:
-    import numpy as np
+    import numpy  # noqa: F401
 except ImportError as error:  # all below needs it, so that the command ends here and not in `main`
     absent = error.name == "numpy"
     sys.exit(report_failure(MissingDependency("numpy", "running a bundle") if absent else error, "--json" in sys.argv))
@@ -29,6 +29,7 @@ from runtime.backends import BACKENDS
 from runtime.bundle.format import Manifest, read_manifest, verify
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.npz import NpzError, read_arrays
+from runtime.bundle.samples import write_npz
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.report import Report, finite, render_text, to_dict
@@ -177,6 +178,10 @@ def _print_report(report: Report, as_json: bool) -> None:
         print(render_text(report), end="")
 
 
+NO_ANSWER = "-"
+"""In place of the label of a sample that `postprocess` rejects."""
+
+
 def _predict(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     refuse_decoder(manifest)
@@ -195,7 +200,7 @@ def _predict(options: argparse.Namespace) -> int:
     elif predictions:
         for prediction in predictions:
             words = prediction if isinstance(prediction, list) else [prediction]
-            print("  ".join(f"{word['label']}\t{word['score']:.4f}" for word in words))
+            print("  ".join(f"{NO_ANSWER if w['label'] is None else w['label']}\t{w['score']:.4f}" for w in words))
     else:
         print("\n".join(f"{name}: {values.dtype} {list(values.shape)}" for name, values in outputs.items()))
     return 0
@@ -258,11 +263,16 @@ def _read_inputs(manifest: Manifest, inputs: Sequence[str]) -> Any:
         except NpzError as error:
             raise UsageError(f"{inputs[0]}: cannot be read as arrays: {error}") from error
     task = find_task(manifest.task)
-    if not task.columns:
+    if not task.columns and manifest.preprocess["kind"] != "image":
         raise UsageError(f"a {task.name} model takes one .npz file with an array for each model input")
     if not task.reads_texts:
         return list(inputs)
-    return read_stdin(MOST_INPUT).splitlines() if list(inputs) == ["-"] else list(inputs)
+    texts = read_stdin(MOST_INPUT).splitlines() if list(inputs) == ["-"] else list(inputs)
+    if task.required == 1:
+        return texts
+    if len(texts) % task.required:
+        raise UsageError(f"give {' and '.join(task.columns[: task.required])} for each sample, one after the other")
+    return list(zip(*(texts[k :: task.required] for k in range(task.required)), strict=True))
 
 
 def check_output(path: Path | None) -> None:
@@ -281,8 +291,7 @@ def check_output(path: Path | None) -> None:
 def _write_outputs(path: Path, outputs: Mapping[str, Any]) -> None:
     """Write the outputs into the npz file `path`; RuntimeFailure where the disk is full, or the like."""
     try:
-        with path.open("wb") as file:  # given a path, numpy would add .npz to it
-            np.savez(file, **outputs)
+        write_npz(path, outputs)
     except OSError as error:
         raise RuntimeFailure(f"--output {path}: cannot be written: {error.strerror}") from error
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+os.environ.setdefault("COMPRESS_TIMING", "off")  # no test's outcome depends on what this machine is fast at
+
 settings.register_profile(
     "repeatable",
     derandomize=True,

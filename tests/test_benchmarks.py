@@ -21,7 +21,16 @@ ON_BENCH = (
     *("tensorrt_rtx_build", "engine_speed"),
 )
 """Those that measure on real models."""
-SCRIPTS = (*ON_BENCH, "gptq_speed", "compression_memory", "decode", "kill_resume", "triton_server", "gate_confidence")
+SCRIPTS = (
+    *ON_BENCH,
+    "gptq_speed",
+    "compression_memory",
+    "decode",
+    "kill_resume",
+    "triton_server",
+    "gate_confidence",
+    "forecasts",
+)
 
 
 @pytest.fixture
@@ -383,3 +392,23 @@ def test_an_embedding_that_differs_or_a_loader_that_fails_breaks_the_claim(
     assert interop.compare(peer, tmp_path, ["a", "b"], 128, ours, asked) == {"failed": "does not load"}
     with pytest.raises(common.RunError, match="shape"):
         interop.largest(ours, ours[:1])
+
+
+def test_a_forecast_is_held_against_what_the_report_measured(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    forecasts = load("forecasts")
+    latency = {"metric": "latency_p50", "backend": "onnxruntime-cpu", "float_ms": 2.0, "compressed_ms": 1.0}
+    (tmp_path / "quickstart").mkdir()
+    sides = {"baseline": 2.2, "candidate": 1.5}
+    report = {side: {"generation": {}, "latency_ms": {"p50": ms}} for side, ms in sides.items()}
+    (tmp_path / "quickstart/report.json").write_text(json.dumps(report))
+    monkeypatch.setattr(forecasts, "plan_recipe", lambda *arguments: {"latency": latency})
+    monkeypatch.setattr(forecasts, "apply_recipe", lambda *arguments: 0)
+    claims, rows = forecasts.measure(SimpleNamespace(bench=Path(), out=tmp_path, quick=True))
+    assert [claim.holds for claim in claims] == [True, False]
+    assert list(forecasts.to_markdown(rows))[-1] == ("| `quickstart.yaml` | 2, 2.2 ms | 1, 1.5 ms | 2.00, 1.47 |")
+
+
+def test_recipes_are_made_short_without_touching_what_decides_their_speed(load: Any) -> None:
+    sets = load("forecasts").choose_sets(ROOT / "recipes/claims/digits-lottery-ticket.yaml", Path())
+    assert {"data.evaluation.samples=64", "validate.steps=false"} <= set(sets)
+    assert not any("benchmark" in one or ".ratio" in one or "scheme" in one for one in sets)

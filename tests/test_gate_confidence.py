@@ -36,6 +36,8 @@ def find_subject(ruler: Any, name: str, shape: str) -> Any:
         ("mse", "lognormal 1 - 0.5 lognormal 1", 100),
         ("tokens", "lognormal lengths, adds lognormal 1", 100),
         ("agreement", "0.98", 50),
+        ("answers", "0.5 answered, 0.8 right, -0.05", 100),
+        ("ece", "0 off, 0.05 more", 100),
         ("macro", "5 classes 10:1, 0.1 wrong, 0.05 more", 50),
         ("correlation", "0.97 to 0.96, errors 0.9 shared", 50),
         ("times", "drift in noise", 100),

@@ -96,8 +96,9 @@ def _print_judgement(manifest: Manifest, console: Console) -> None:
 
 
 def gate_rules(gate: Gate) -> str:
-    """Format the bounds of a gate: "max_drop 0.01, min 0.9"."""
-    return ", ".join(f"{rule} {bound:g}" for rule, bound in gate.bounds.items())
+    """Format the bounds of a gate, and what they are of: "max_drop 0.01, min 0.9, worst label"."""
+    of = f", worst {gate.worst}" if gate.worst else f", {gate.slice}" if gate.slice else ""
+    return ", ".join(f"{rule} {bound:g}" for rule, bound in gate.bounds.items()) + of
 
 
 def _print_layers(layers: Any, console: Console) -> None:

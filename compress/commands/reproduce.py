@@ -13,9 +13,10 @@ from compress.errors import PlanError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.source import model_digest
 from compress.passes import Pass
+from compress.quantize.fastest import keep_choice
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
-from compress.store.cache import code_version, library_versions
+from compress.store.cache import code_version, library_versions, measured_path
 from compress.store.durable import temporary_folder
 from runtime.bundle.format import HOST, Manifest, read_manifest, verify
 
@@ -40,7 +41,8 @@ def reproduce(
 
     Folders that the recipe names are those of the build where they are still there, unless `overrides` say others
     (`vars.bench=DIR`). `out`: where the new bundle is kept; `cache`: where its results are; None: nothing is kept, and
-    all work is done again. Training that a clock ended makes as many optimizer steps as it made then.
+    all work is done again. Training that a clock ended makes as many optimizer steps as it made then, and layers that
+    were left in float because they were faster so are left there again, whatever they take on this machine.
     Raises BundleError for a bundle that is not whole, PlanError where the model is another one than the bundle's.
     """
     bundle = Path(bundle).resolve()
@@ -50,8 +52,9 @@ def reproduce(
     recipe = repeat_training(recipe.at_root(Path(host.get("recipe_folder", bundle))), lock.get("training", {}))
     _check_model(recipe, lock)
     with temporary_folder() as folder:
-        again = out or folder / bundle.name
-        apply_recipe(recipe, again, cache or folder / "cache", quiet)
+        again, results = out or folder / bundle.name, cache or folder / "cache"
+        repeat_choices(lock.get("choices", {}), results)
+        apply_recipe(recipe, again, results, quiet)
         made = read_manifest(again)
         reasons = tuple(_find_reasons(lock, read_json(again / "lock.json")))
     different = compare_files(manifest, made)
@@ -79,6 +82,18 @@ def repeat_training(recipe: Recipe, made: Mapping[str, int]) -> Recipe:
     """Let each pass that a clock ended make the optimizer steps that it made; `made`: index of the pass -> steps."""
     passes = tuple(_set_steps(pass_, made.get(str(number))) for number, pass_ in enumerate(recipe.passes))
     return recipe.model_copy(update={"passes": passes})
+
+
+def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> None:
+    """Let passes choose what measurements of time made them choose; `choices`: index of the pass -> its record.
+
+    What a cache holds already stays: its results were made by it.
+    """
+    for record in choices.values():
+        choice = {name: value for name, value in record.items() if name != "key"}
+        path = measured_path(cache, str(record["key"]))
+        if not path.exists():
+            keep_choice(path, choice, given=True)
 
 
 def compare_files(first: Manifest, second: Manifest) -> tuple[str, ...]:
@@ -134,6 +149,9 @@ def _find_reasons(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
     for name, record in now["plugins"].items():
         if then.get("plugins", {}).get(name) != record:
             yield f"{name}: {record['distribution']} {record['version']} now, another one or other code then"
+    for name, digest in now["metrics"].items():
+        if then.get("metrics", {}).get(name) != digest:
+            yield f"{name}: its file is another one"
     for name, record in now["data"].items():
         if then["data"].get(name, {}).get("digest") != record["digest"]:
             yield f"data.{name}: other samples"

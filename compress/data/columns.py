@@ -14,6 +14,7 @@ from compress.errors import SourceError
 from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec
 from compress.tasks import TorchTask, find_torch_task
+from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
 from runtime.encode.images import load_pixels
@@ -21,6 +22,7 @@ from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS
 
+LABEL = "label"
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
     "audio": ("audio", "file", "path", "speech"),
@@ -32,23 +34,38 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
 """Role -> the column names it is found under when the recipe gives no `columns`."""
 
 
-def resolve_roles(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    """Map each role to a column name.
+def sample_roles(task: str, images: bool) -> tuple[str, ...]:
+    """Return the roles that inputs are made of; (): one for each input.
+
+    `images`: inputs are made of images, whatever the task.
+    """
+    return find_task(task).columns or (("image",) if images else ())
+
+
+def resolve_roles(
+    spec: DataSpec,
+    table: Table,
+    task: str,
+    input_names: Sequence[str],
+    images: bool = False,
+    slices: Sequence[str] = (),
+) -> dict[str, str]:
+    """Map each role to a column name. `images`: as for `sample_roles`; `slices`, which no model reads, are passed over.
 
     SourceError, all problems at once: an unknown role, a missing column, a missing input.
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
-    task_roles = find_task(task).columns
-    columns = (
-        _resolve_declared(spec, table, task, input_names)
-        if spec.columns
-        else _match_usual_names(table, task, input_names)
-    )
-    references = ("label",) if find_task(task).encodes else ()  # what a decoder reads is no part of what is asked of it
-    required = (
-        (*task_roles[:1], *references) or tuple(input_names) or tuple(role for role in columns if role != "label")[:1]
-    )
+    task_roles = sample_roles(task, images)
+    known = (*task_roles, *input_names, LABEL)
+    if any(role in known or role not in slices for role in spec.columns):
+        columns = _resolve_declared(spec, table, task_roles, input_names, slices)
+    else:
+        columns = _match_usual_names(table, task, task_roles, input_names, slices)
+    required = task_roles[: find_task(task).required] or tuple(input_names)
+    required = required or tuple(role for role in columns if role != LABEL)[:1]
+    if find_task(task).encodes:  # what its decoder reads is the reference
+        required = (*required, LABEL)
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:
@@ -75,17 +92,37 @@ def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
             )
 
 
-def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    task_roles = find_task(task).columns
-    allowed = (*task_roles, *input_names, "label")
+def resolve_slices(spec: DataSpec, table: Table, slices: Sequence[str]) -> dict[str, str]:
+    """Map each slice but `label` to the column of its name, or the one that the spec gives. SourceError."""
+    columns, problems = {}, []
+    for name in slices:
+        column = spec.columns.get(name, name)
+        if isinstance(column, int) and 0 <= column < len(table.names):
+            column = table.names[column]
+        if name == LABEL:
+            continue
+        if column not in table.lengths:
+            shown = did_you_mean(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
+            problems.append(f"{table.where}: validate.slices: there is no column '{column}'{shown}{table.hint}")
+        columns[name] = str(column)
+    if problems:
+        raise SourceError(problems)
+    return columns
+
+
+def _resolve_declared(
+    spec: DataSpec, table: Table, task_roles: Sequence[str], input_names: Sequence[str], slices: Sequence[str]
+) -> dict[str, str]:
+    allowed = (*task_roles, *input_names, LABEL)
     any_role = not task_roles and not input_names
-    unknown = [role for role in spec.columns if role not in allowed and not any_role]
+    given = {role: column for role, column in spec.columns.items() if role in allowed or role not in slices}
+    unknown = [role for role in given if role not in allowed and not any_role]
     problems = [
         f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{did_you_mean(role, allowed)}"
         for role in unknown
     ]
     columns = {}
-    for role, column in spec.columns.items():
+    for role, column in given.items():
         if isinstance(column, int):
             if not 0 <= column < len(table.names):
                 problems.append(
@@ -102,8 +139,10 @@ def _resolve_declared(spec: DataSpec, table: Table, task: str, input_names: Sequ
     return columns
 
 
-def _match_usual_names(table: Table, task: str, input_names: Sequence[str]) -> dict[str, str]:
-    task_roles, further = find_task(task).columns, find_torch_task(task).usual_names
+def _match_usual_names(
+    table: Table, task: str, task_roles: Sequence[str], input_names: Sequence[str], slices: Sequence[str]
+) -> dict[str, str]:
+    further = find_torch_task(task).usual_names
     columns: dict[str, str] = {}
     for role in (*task_roles, "label"):
         usual = USUAL_NAMES.get(role, (role,)) + further.get(role, ())
@@ -111,9 +150,12 @@ def _match_usual_names(table: Table, task: str, input_names: Sequence[str]) -> d
         if names:
             columns[role] = names[0]
     if not task_roles:
-        wanted = input_names or [name for name in table.names if name not in USUAL_NAMES["label"]]
+        wanted = input_names or [name for name in table.names if name not in (*USUAL_NAMES[LABEL], *slices)]
         columns |= {name: name for name in wanted if name in table.lengths}
     return columns
+
+
+USUAL_MASKS = MaskIds()
 
 
 @dataclass(frozen=True)
@@ -125,6 +167,9 @@ class ColumnReader:
     task: TorchTask
     n_classes: int | None = None
     class_names: tuple[str, ...] = ()
+    images: bool = False
+    """Inputs are made of images, whatever the task."""
+    masks: MaskIds = USUAL_MASKS
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
@@ -136,15 +181,31 @@ class ColumnReader:
             raise self.fail(roles["label"], *misfit)
         return columns
 
+    def read_slice(self, name: str, column: str) -> list[str]:
+        """Read a column as texts, one a row, by which samples are told apart. SourceError for lists."""
+        raw = self.table.read(column, self.rows)
+        names = self.table.label_names.get(column)
+        texts = []
+        for i, value in enumerate(raw):
+            value = value.item() if isinstance(value, np.generic | np.ndarray) and np.size(value) == 1 else value
+            if not isinstance(value, str | int | float) and value is not None:
+                problem = f"slice '{name}' is {type(value).__name__}: give a text or a number for each sample"
+                raise self.fail(column, i, problem)
+            if names is not None and isinstance(value, int) and 0 <= value < len(names):
+                value = names[value]
+            texts.append(f"{value:g}" if isinstance(value, float) else str(value))
+        return texts
+
     def values(self, role: str, column: str) -> Any:
         """Read a column, as `Samples` has it. SourceError for the first value that the role cannot have."""
         raw = self.table.read(column, self.rows)
         if role == "label":
             return self.task.read_labels(self, column, raw)
-        if role in self.task.task.columns:  # of a generic model "image" is an input's name, whatever that takes
+        # without `images`, "image" may be the name of a generic model's input, whatever that takes
+        if role in sample_roles(self.task.name, self.images):
             if role == "image":
                 return self._load_images(column, raw)
-            if role in TEXT_COLUMNS:
+            if role in TEXT_COLUMNS or self.task.task.reads_texts:
                 return self._check_texts(column, [self.task.make_text(item) for item in raw])
         return self._check_finite(column, self._to_numbers(column, raw))
 
@@ -156,7 +217,7 @@ class ColumnReader:
         images = []
         for i, item in enumerate(raw):
             try:
-                images.append(load_pixels(item))
+                images.append(load_pixels(self._find_file(item)))
             except UsageError as error:
                 raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1
@@ -226,7 +287,11 @@ class ColumnReader:
 
     def knows_classes(self) -> bool:
         """Return whether the number of the model's classes is known."""
-        return bool(self.n_classes or self.class_names)
+        return self.count_classes() is not None
+
+    def count_classes(self) -> int | None:
+        """Return the number of the model's classes; None where it is not known."""
+        return self.n_classes or len(self.class_names) or None
 
     def read_class_ids(self, column: str, values: Array, least: int) -> Array:
         """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
@@ -234,7 +299,7 @@ class ColumnReader:
         if len(broken):
             raise self.fail(column, int(broken[0]), f"label {values[broken[0]]} is not a class number")
         labels = values.astype(np.int64)
-        n_classes = self.n_classes or len(self.class_names) or None
+        n_classes = self.count_classes()
         bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
         if len(bad):
             limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"
@@ -267,10 +332,12 @@ class ColumnReader:
         """Convert texts to numbers: int where all are written so, else float."""
         if not any(isinstance(label, str) for label in raw):
             return raw
-        for i, label in enumerate(raw):
-            if not _is_number(str(label)):
-                known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
-                raise self.fail(column, i, f"label '{label}' is neither a number nor one of the class names ({known})")
+        wrong = [i for i, label in enumerate(raw) if not _is_number(str(label))]
+        if wrong:
+            names = {name.casefold() for name in self.class_names}
+            i = next((i for i in wrong if str(raw[i]).casefold() not in names), wrong[0])
+            known = ", ".join(self.class_names) or "none: set `class_names` in the recipe's model"
+            raise self.fail(column, i, f"label '{raw[i]}' is neither a number nor one of the class names ({known})")
         texts = [str(label).strip() for label in raw]
         return (
             [int(text) for text in texts]

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.columns import ColumnReader, resolve_roles, same_roles
-from compress.data.samples import draw_rows, n_rows
-from compress.data.table import open_table
+from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles
+from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
 from compress.tasks import find_torch_task
@@ -44,14 +43,20 @@ class DataFacts:
 
 
 def inspect_data(
-    spec: DataSpec, root: Path, task: str, input_names: Sequence[str], class_names: Sequence[str] = ()
+    spec: DataSpec,
+    root: Path,
+    task: str,
+    input_names: Sequence[str],
+    class_names: Sequence[str] = (),
+    images: bool = False,
+    slices: Sequence[str] = (),
 ) -> DataFacts:
-    """Return the facts of a data set without loading it.
+    """Return the facts of a data set without loading it. Arguments as for `load_samples`.
 
     Checked are that the file is there and readable, that its columns fit the task and that it has the samples asked
     for; of the values only the first row's. Raises SourceError naming file, column, rule and way out.
     """
-    parts = [_inspect_part(part, root, task, input_names, class_names) for part in spec.parts]
+    parts = [_inspect_part(part, root, task, input_names, class_names, images, slices) for part in spec.parts]
     same_roles([(part.source, part.columns) for part in parts])
     return parts[0] if len(parts) == 1 else _merge_facts(parts)
 
@@ -69,14 +74,29 @@ def _merge_facts(parts: Sequence[DataFacts]) -> DataFacts:
 
 
 def _inspect_part(
-    spec: DataSpec, root: Path, task: str, input_names: Sequence[str], class_names: Sequence[str]
+    spec: DataSpec,
+    root: Path,
+    task: str,
+    input_names: Sequence[str],
+    class_names: Sequence[str],
+    images: bool,
+    slices: Sequence[str],
 ) -> DataFacts:
-    table = open_table(spec, root)
-    roles = resolve_roles(spec, table, task, input_names)
+    table = open_source(spec, root, task)
+    roles = resolve_roles(spec, table, task, input_names, images, slices)
     n = n_rows(table, roles)
     n_samples = len(draw_rows(spec, table, n, seed=0))
-    reader = ColumnReader(table, np.array([0]), find_torch_task(task), class_names=tuple(class_names))
+    reader = ColumnReader(
+        table,
+        np.array([0]),
+        find_torch_task(task),
+        class_names=tuple(class_names),
+        images=images,
+        masks=spec.masks,
+    )
     first = reader.read_all(roles)
+    for name, column in resolve_slices(spec, table, slices).items():
+        reader.read_slice(name, column)
     shapes = {role: _shape(values) for role, values in first.items()}
     rate = int(first[RATE][0]) if AUDIO in first and RATE in first else None
     return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest, rate)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from compress.data.columns import ColumnReader, resolve_roles, same_roles
-from compress.data.table import Table, open_table
+from compress.data.boxes import arrange_objects, open_coco, open_voc
+from compress.data.columns import LABEL, ColumnReader, resolve_roles, resolve_slices, same_roles
+from compress.data.table import Table, check_path, open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
+from compress.store.paths import resolve_path
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Array
 from runtime.bundle.samples import digest_columns
+from runtime.judge.slices import SET
+from runtime.tasks import find_task
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,15 @@ class Samples:
 
     "image": uint8 [N, H, W(, C)], or a list of such images where sizes differ; "text", "text_pair": list[str]; model
     inputs: [N, ...]; "label": int64 [N] classes or float64 [N] scores. `digest`: sha256 over all columns in order, as
-    the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only.
+    the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only. `slices`: column -> a
+    text for each sample, by which samples are told apart and which no model reads; "set": its evaluation set's name.
     """
 
     columns: dict[str, Any]
     n: int
     digest: str
     row_digests: tuple[str, ...]
+    slices: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_samples(
@@ -42,24 +48,62 @@ def load_samples(
     seed: int,
     n_classes: int | None = None,
     class_names: Sequence[str] = (),
+    images: bool = False,
+    slices: Sequence[str] = (),
+    set_names: Sequence[str] = (),
 ) -> Samples:
     """Load and check the samples of `spec`. Labels that are names are mapped through `class_names`.
+
+    `images`: the model's preprocessing makes its input of images, whatever the task. `slices`: columns to read beside.
+    `set_names`: of each of the spec's parts, the evaluation set that it is of.
 
     With `shuffle`, rows come in the order drawn by the spec's seed (or else `seed`); two specs on one file with one
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
     Raises SourceError naming file, column, row and rule.
     """
     parts = []
-    for part in spec.parts:
-        table = open_table(part, root)
-        roles = resolve_roles(part, table, task, input_names)
+    sliced: dict[str, list[str]] = {name: [] for name in slices if name != LABEL}
+    for number, part in enumerate(spec.parts):
+        table = open_source(part, root, task)
+        roles = resolve_roles(part, table, task, input_names, images, slices)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
-        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names))
+        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images, part.masks)
         parts.append(reader.read_all(roles))
+        for name, column in resolve_slices(part, table, slices).items():
+            sliced[name] += reader.read_slice(name, column)
+        if set_names:
+            sliced[SET] = [*sliced.get(SET, []), *[set_names[number]] * len(rows)]
     same_roles([(part.source, columns) for part, columns in zip(spec.parts, parts, strict=True)])
-    return samples_of(
+    filler = find_torch_task(task).filler
+    if filler is not None and LABEL in parts[0]:
+        labels = _fill_up([part[LABEL] for part in parts], filler)
+        parts = [{**part, LABEL: label} for part, label in zip(parts, labels, strict=True)]
+    samples = samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
     )
+    return replace(samples, slices=sliced)
+
+
+def open_source(spec: DataSpec, root: Path, task: str) -> Table:
+    """Open a source as a table, boxes in one form where the task finds them. SourceError."""
+    kind, _, rest = spec.source.partition(":")
+    if kind in ("coco", "voc"):
+        path = check_path(spec.source, resolve_path(root, rest), folder=kind == "voc")
+        images = path.parent if spec.images is None else resolve_path(root, spec.images)
+        table = open_voc(path, spec.split) if kind == "voc" else open_coco(path, images)
+    else:
+        table = open_table(spec, root)
+    return arrange_objects(table, spec) if find_task(task).outputs == "boxes" else table
+
+
+def _fill_up(pieces: Sequence[Array], filler: int) -> list[Array]:
+    """Fill labels [N, most, ...] of several files up to the longest of all."""
+    most = max(piece.shape[1] for piece in pieces)
+    widths = [(0, 0), (0, 0), (0, 0)]
+    return [
+        np.pad(piece, [(0, 0), (0, most - piece.shape[1]), *widths[: piece.ndim - 2]], constant_values=filler)
+        for piece in pieces
+    ]
 
 
 def _concat_columns(pieces: Sequence[Any]) -> Any:

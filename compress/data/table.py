@@ -58,7 +58,7 @@ def open_table(spec: DataSpec, root: Path) -> Table:
     kind, _, rest = spec.source.partition(":")
     if kind == "hf":
         return open_hub(rest, spec.split)
-    path = _check_path(spec.source, resolve_path(root, rest), folder=kind in FOLDERS)
+    path = check_path(spec.source, resolve_path(root, rest), folder=kind in FOLDERS)
     if kind in ("csv", "tsv"):
         return open_csv(path, spec, "\t" if kind == "tsv" else ",")
     if kind in FOLDERS:
@@ -67,7 +67,8 @@ def open_table(spec: DataSpec, root: Path) -> Table:
     return readers[kind](path)
 
 
-def _check_path(source: str, path: Path, folder: bool) -> Path:
+def check_path(source: str, path: Path, folder: bool) -> Path:
+    """Return the path if it is a folder, or a file that is not empty, as is needed; SourceError else."""
     if path.is_dir() != folder:
         raise SourceError(f"{source}: {path} is {'a file, a folder is' if folder else 'a folder, a file is'} needed")
     if not folder and path.stat().st_size == 0:
@@ -236,6 +237,61 @@ def open_imagefolder(folder: Path, split: str | None) -> Table:
     return Table(str(folder), lengths, read, files, digest, _label_names(data))
 
 
+IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image"), ("masks", "mask", "annotations", "labels")
+
+
+def open_maskfolder(folder: Path, split: str | None) -> Table:
+    """Open images and their masks as a table: columns image and label, paths of files of one name but for its ending.
+
+    They lie in images/ and masks/ (or annotations/, labels/); those of a split in SPLIT/images or in images/SPLIT.
+    """
+    images, masks = (_find_half(folder, split, names) for names in (IMAGE_FOLDERS, MASK_FOLDERS))
+    halves = [_list_by_stem(half) for half in (images, masks)]
+    alone = sorted(set(halves[0]) ^ set(halves[1]))
+    if alone:
+        where, other = (images, masks) if alone[0] in halves[0] else (masks, images)
+        raise SourceError(
+            f"{folder}: {where.name}/{alone[0]} has no file of its name in {other} ({len(alone)} such files); give "
+            "each image its mask, or use imagefolder: for images without"
+        )
+    stems = sorted(halves[0])
+    columns = {name: [half[stem] for stem in stems] for name, half in zip(("image", "label"), halves, strict=True)}
+    files = tuple(sorted(file for column in columns.values() for file in column))
+    digests = "".join(f"{sha256_of(file)} {file.relative_to(folder).as_posix()}\n" for file in files)
+
+    def read(column: str, rows: Array) -> list[str]:
+        return [str(columns[column][row]) for row in rows]
+
+    def place(row: int) -> str:
+        return columns["label"][row].relative_to(folder).as_posix()
+
+    digest = hashlib.sha256(digests.encode()).hexdigest()
+    return Table(str(folder), dict.fromkeys(columns, len(stems)), read, files, digest, place=place)
+
+
+def _find_half(folder: Path, split: str | None, names: tuple[str, ...]) -> Path:
+    """Find the one folder of these names that there is."""
+    places = [Path(name) for name in names]
+    if split is not None:
+        places = [place for name in names for place in (Path(split, name), Path(name, split))]
+    found = [folder / place for place in places if (folder / place).is_dir()]
+    if len(found) != 1:
+        has = " and ".join(str(place.relative_to(folder)) for place in found) or "none of them"
+        raise SourceError(f"{folder}: one of {', '.join(f'{p.as_posix()}/' for p in places)} is needed; it has {has}")
+    return found[0]
+
+
+def _list_by_stem(folder: Path) -> dict[str, Path]:
+    """List the files, those in folders inside too, by their path without the ending."""
+    files: dict[str, Path] = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")):
+        stem = file.relative_to(folder).with_suffix("").as_posix()
+        if stem in files:
+            raise SourceError(f"{file}: {files[stem].name} has the same name but for its ending; keep one of them")
+        files[stem] = file
+    return files
+
+
 @contextmanager
 def _hide_bars() -> Iterator[None]:
     """Keep `datasets` from drawing bars while the context is open: it calls reading local files "Downloading data"."""
@@ -286,7 +342,7 @@ def open_audiofolder(folder: Path, split: str | None) -> Table:
 
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
-FOLDERS = {"imagefolder": open_imagefolder, "audiofolder": open_audiofolder}
+FOLDERS = {"imagefolder": open_imagefolder, "audiofolder": open_audiofolder, "maskfolder": open_maskfolder}
 """Kind of source -> what opens such a folder."""
 
 
@@ -326,7 +382,17 @@ def _decode_cell(where: str, data: Dataset, column: str, row: int) -> Any:
 
 
 def _label_names(data: Dataset) -> dict[str, tuple[str, ...]]:
+    named = {name: _find_class_label(kind) for name, kind in data.features.items()}
+    return {name: tuple(kind.names) for name, kind in named.items() if kind is not None}
+
+
+def _find_class_label(kind: Any) -> Any:
+    """Find the only ClassLabel of a feature, of lists and objects, too; None where there is none, or several."""
     from datasets import ClassLabel
 
-    kinds = {name: getattr(kind, "feature", kind) for name, kind in data.features.items()}  # lists of them, too
-    return {name: tuple(kind.names) for name, kind in kinds.items() if isinstance(kind, ClassLabel)}
+    kind = getattr(kind, "feature", kind)
+    if isinstance(kind, ClassLabel):
+        return kind
+    inside = [_find_class_label(part) for part in kind.values()] if isinstance(kind, dict) else []
+    found = [part for part in inside if part is not None]
+    return found[0] if len(found) == 1 else None

@@ -11,7 +11,8 @@ import numpy as np
 from compress.data.samples import Samples
 from compress.errors import SourceError
 from compress.tasks import find_torch_task
-from runtime.encode.preprocess import Preprocessor
+from runtime.bundle.columns import count
+from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
@@ -23,7 +24,7 @@ Feeds = dict[str, np.ndarray]
 class EncodedSet:
     """A `TrainSet`. Where two texts of a sample are read apart (embeddings), each is a row of its own, without label.
 
-    `views`: the columns that are encoded one by one, each of `size` samples.
+    `views`: the columns that are encoded one by one, each of `size` rows: samples, or windows of long texts.
     """
 
     views: Sequence[Mapping[str, Any]]
@@ -52,9 +53,10 @@ class EncodedSet:
 
 def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:
     """Make the encoded set of a task's samples, for the model that `preprocessor` feeds."""
-    views = encoding_views(task, samples.columns)
+    views = [split_samples(preprocessor, view)[0] for view in encoding_views(task, samples.columns)]
     labels = find_torch_task(task).make_targets(samples.columns, preprocessor)
-    return EncodedSet(views, samples.n, preprocessor, None if labels is None or len(views) > 1 else np.asarray(labels))
+    labels = None if labels is None or len(views) > 1 else np.asarray(labels)
+    return EncodedSet(views, count(views[0]), preprocessor, labels)
 
 
 def _gather_rows(

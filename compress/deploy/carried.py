@@ -18,6 +18,7 @@ SAMPLES = {
     "seq2seq": ("tokenizers",),
     "image": ("pillow",),
     "audio": ("soundfile", "soxr"),
+    "image-text": ("pillow", "tokenizers"),
 }
 """Kind of preprocessing -> what reads its samples."""
 

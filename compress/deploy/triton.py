@@ -26,13 +26,14 @@ from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, ve
 from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import AUDIO, RATE
+from runtime.encode.preprocess import ImageTextPreprocess, spec_from_dict
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
-from runtime.tasks.base import IMAGE_SIZE, TEXT, TEXT_PAIR
+from runtime.tasks.base import IMAGE_SIZE, OFFSETS, TEXT, TEXT_PAIR
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",
-    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "bool": "TYPE_BOOL",
+    "int32": "TYPE_INT32", "int8": "TYPE_INT8", "uint8": "TYPE_UINT8", "uint16": "TYPE_UINT16", "bool": "TYPE_BOOL",
 }  # fmt: skip
 """numpy's name -> Triton's."""
 PLATFORMS = {"onnx": ("onnxruntime_onnx", "model.onnx"), "engine": ("tensorrt_plan", "model.plan")}
@@ -43,7 +44,7 @@ For the Python of Triton's Python backend. numpy 2 changed how an array's type l
 pybind11 before 2.12 (servers up to 2.52) reads it wrongly and hands over wrong data; numpy 1.26 is right for every one.
 """
 """Shown by benchmarks/triton_server.py."""
-ENCODED = ("image", "audio", "text")
+ENCODED = ("image", "audio", "image-text", "text")
 """Kinds of preprocessing that need an ensemble; tensors are taken as they are."""
 
 
@@ -67,6 +68,11 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
     if manifest.generates:
         raise ExportError(
             "triton: a decoder with a key-value cache is served by onnxruntime-genai or vLLM; use --to genai"
+        )
+    if OFFSETS in find_task(manifest.task).facts:
+        raise ExportError(
+            "triton: a long text is several rows of the model, and an ensemble keeps one for each sample; use "
+            "`compress-run serve`"
         )
     artifact = manifest.candidate_for(serving.backend or manifest.target)
     if artifact.kind not in PLATFORMS:
@@ -230,6 +236,10 @@ def _sample_specs(served: _Served) -> tuple[TensorSpec, ...]:
     if manifest.preprocess["kind"] == "image":
         channels = {"L": 1, "RGB": 3}[str(manifest.preprocess.get("channels", "RGB"))]
         return (TensorSpec(IMAGE, "uint8", ("height", "width", channels)),)
+    spec = spec_from_dict(manifest.preprocess)
+    if isinstance(spec, ImageTextPreprocess):
+        image = TensorSpec(IMAGE, "uint8", ("height", "width", spec.image.n_channels))
+        return image, TensorSpec(TEXT, "object", (1,))
     if manifest.preprocess["kind"] == "audio":
         return (TensorSpec(AUDIO, "float32", ("samples",)), TensorSpec(RATE, "int64", (1,)))
     together = not find_task(manifest.task).facts  # two texts of one answer
@@ -261,7 +271,9 @@ def _answer_input_specs(served: _Served) -> tuple[TensorSpec, ...]:
 
 
 def _answer_output_specs(served: _Served) -> tuple[TensorSpec, ...]:
-    specs = find_task(served.manifest.task).answer_specs(served.artifact.outputs)
+    task, outputs = find_task(served.manifest.task), served.artifact.outputs
+    added = task.postprocess_specs(served.manifest.postprocess, outputs[0].shape[0])
+    specs = task.answer_specs((*outputs, *added))
     return tuple(replace(spec, shape=spec.shape[1:]) for spec in specs)
 
 

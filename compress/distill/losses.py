@@ -34,6 +34,22 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, kind:
     return total * temperature**2 * (0.5 if kind == "symmetric" else 1.0)
 
 
+def each_label(logits: Tensor) -> Tensor:
+    """Return logits [..., C] of labels that are told apart one by one as those of yes and no, [..., C, 2]."""
+    return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
+
+
+def set_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the binary cross-entropy, mean over labels: outputs [b, C], labels 0 or 1 [b, C] -> [b]."""
+    return F.binary_cross_entropy_with_logits(outputs.float(), labels.float(), reduction="none").mean(1)
+
+
+def number_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error of numbers: [b] or [b, K] -> [b]."""
+    gaps = (outputs.float().reshape(len(targets), -1) - targets.float().reshape(len(targets), -1)).square()
+    return gaps.mean(1)
+
+
 def label_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy for classes, the squared error for scores.
 

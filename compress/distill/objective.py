@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.distill.batch import Batch
+from compress.distill.detections import box_error, class_error, read_head
 from compress.distill.losses import (
     Distance,
     Divergence,
@@ -20,12 +21,16 @@ from compress.distill.losses import (
     average_masked,
     cosine_error,
     divergence,
+    each_label,
     label_loss,
+    number_error,
     pool_tokens,
     relative_error,
+    set_loss,
 )
 from compress.distill.watch import Seen
 from compress.errors import PassError
+from runtime.boxes.spec import Detections
 
 Term = Callable[[Batch, Seen, Seen], Tensor]
 """(batch, what the student gave, what the teacher gave) -> [b]."""
@@ -34,6 +39,10 @@ Pairs = tuple[tuple[str, str], ...]
 LayerMap = str | Pairs
 """Pairs, "uniform", or `re:` and a regular expression."""
 UNIFORM, REGEX = "uniform", "re:"
+IMPOSSIBLE = -1e4
+"""A logit of what cannot be."""
+UNLABELLED = -100
+"""Of labels [b, 2]: nothing is learned of it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,18 @@ def logits_term(temperature: float, kind: Divergence) -> Term:
     )
 
 
+def set_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of each label of the first outputs [b, C], as a choice of yes or no; mean."""
+    return lambda batch, student, teacher: average_masked(
+        divergence(each_label(student.first), each_label(teacher.first), temperature, kind), None
+    )
+
+
+def numbers_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: the squared error of the first outputs, numbers; they have no distribution to be softened."""
+    return lambda batch, student, teacher: number_error(student.first, teacher.first)
+
+
 def token_logits_term(temperature: float, kind: Divergence) -> Term:
     """Return a term: KL divergence of the first outputs [b, T, C], mean over a text's tokens."""
     return lambda batch, student, teacher: average_masked(
@@ -77,14 +98,18 @@ def next_token_logits_term(temperature: float, kind: Divergence) -> Term:
     return term
 
 
-def labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
-    """Return the loss [b] of the first outputs against the labels; of a blended sample against both of its."""
-    assert batch.labels is not None
-    loss = label_loss(student.first, batch.labels)
-    if batch.mixed is None or batch.mixed.labels is None:
-        return loss
-    other = label_loss(student.first, batch.mixed.labels)
-    return batch.mixed.share * loss + (1 - batch.mixed.share) * other
+def labels_term(measure: Callable[[Tensor, Tensor], Tensor]) -> Term:
+    """Return a term: `measure` of the first outputs and the labels; of a blended sample, of both of its."""
+
+    def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+        assert batch.labels is not None
+        loss = measure(student.first, batch.labels)
+        if batch.mixed is None or batch.mixed.labels is None:
+            return loss
+        other = measure(student.first, batch.mixed.labels)
+        return batch.mixed.share * loss + (1 - batch.mixed.share) * other
+
+    return term
 
 
 def next_token_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
@@ -116,9 +141,84 @@ def target_token_logits_term(temperature: float, kind: Divergence) -> Term:
     return term
 
 
+def head_classes_term(spec: Detections, n_classes: int, temperature: float, kind: Divergence) -> Term:
+    """Return a term: the divergence of a detector's classes, place by place."""
+    return lambda batch, student, teacher: class_error(
+        read_head(student.outputs, spec, n_classes),
+        read_head(teacher.outputs, spec, n_classes),
+        spec,
+        temperature,
+        kind,
+    )
+
+
+def head_boxes_term(spec: Detections, n_classes: int) -> Term:
+    """Return a term: the distance of a detector's boxes where the teacher sees objects."""
+    return lambda batch, student, teacher: box_error(
+        read_head(student.outputs, spec, n_classes), read_head(teacher.outputs, spec, n_classes), spec
+    )
+
+
+def pixel_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, C, h, w], mean over an image's pixels."""
+    return lambda batch, student, teacher: average_masked(
+        divergence(_read_pixels(student), _read_pixels(teacher), temperature, kind), None
+    )
+
+
+def pixel_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+    """Return the cross-entropy of each pixel's class, mean over an image's that have one: labels [b, H, W], else -1.
+
+    Logits are resized to the labels.
+    """
+    assert batch.labels is not None
+    logits = _read_pixels(student).movedim(-1, 1)
+    resized = F.interpolate(logits, batch.labels.shape[1:], mode="bilinear", align_corners=False)
+    chosen = batch.labels >= 0
+    gaps = F.cross_entropy(resized, batch.labels.clamp_min(0), reduction="none")
+    return (gaps * chosen).flatten(1).sum(1) / chosen.flatten(1).sum(1).clamp_min(1)
+
+
+def _read_pixels(seen: Seen) -> Tensor:
+    """Return the first output's logits [b, C, h, w] as [b, h, w, C]; one channel's as those of two classes."""
+    logits = features_last(seen.first).float()
+    return F.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
+
+
+def span_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of where an answer begins and ends, mean of the outputs [b, T] without padding."""
+
+    def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+        gaps = [
+            divergence(_hide_padding(own, batch), _hide_padding(teacher.outputs[name], batch), temperature, kind)
+            for name, own in student.outputs.items()
+        ]
+        return torch.stack(gaps).mean(0)
+
+    return term
+
+
+def span_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+    """Return the cross-entropy of an answer's first and last token, mean over both: labels [b, 2], 0 of no label."""
+    assert batch.labels is not None
+    gaps = [
+        F.cross_entropy(_hide_padding(logits, batch), batch.labels[:, k], ignore_index=UNLABELLED, reduction="none")
+        for k, logits in enumerate(student.outputs.values())
+    ]
+    return torch.stack(gaps).mean(0)
+
+
+def _hide_padding(logits: Tensor, batch: Batch) -> Tensor:
+    return logits.float() if batch.mask is None else logits.float().masked_fill(batch.mask == 0, IMPOSSIBLE)
+
+
 LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
-    "classes": (logits_term, labels_term),
+    "classes": (logits_term, labels_term(label_loss)),
+    "label sets": (set_logits_term, labels_term(set_loss)),
+    "numbers": (numbers_term, labels_term(number_error)),
     "token classes": (token_logits_term, token_labels_term),
+    "pixel classes": (pixel_logits_term, pixel_labels_term),
+    "answer spans": (span_logits_term, span_labels_term),
     "next tokens": (next_token_logits_term, next_token_term),
     "target tokens": (target_token_logits_term, token_labels_term),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,18 @@ from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
 from compress.export.parity import check_decoder_parity, check_encoder_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
+from compress.graph.cleanup import describe_clean_up
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
 from compress.passes import Pass
-from compress.planning.inputs import Batches, Inputs
+from compress.planning.inputs import Batches, Inputs, example_feeds
 from compress.quantize.state import GraphState, restore_state
 from compress.store.cache import CachedResult, ResultCache
 from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext
-from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import from_json, to_json
-from runtime.bundle.samples import read_npz, write_npz
+from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.bundle.tensors import TensorSpec
 from runtime.metrics import NonFiniteOutputs, check_finite
 from runtime.tasks import find_task
@@ -55,7 +55,19 @@ class FloatModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     class_names: tuple[str, ...]
-    parity: float
+    parity: float | None
+    """Largest relative difference to the source on real inputs; None: the source, an ONNX file, does not run."""
+    clean_up: Mapping[str, int] = field(default_factory=dict)
+    """What was done to an ONNX source, and how often."""
+
+    def notes(self) -> list[Note]:
+        """Return what the report says of a graph that came as a file."""
+        if not self.clean_up:
+            return []
+        compared = "ONNX Runtime does not run the file as it is, so that the two are not compared"
+        if self.parity is not None:
+            compared = f"outputs differ from the file's by at most {self.parity:.1e} of the largest"
+        return [Note("info", f"{describe_clean_up(self.clean_up)}; {compared}")]
 
 
 def float_model(
@@ -77,7 +89,8 @@ def float_model(
             "inputs": to_json(inputs),
             "outputs": to_json(outputs),
             "class_names": list(loaded.class_names),
-            "parity": float(f"{parity:.2e}"),
+            "parity": None if parity is None else float(f"{parity:.2e}"),
+            "clean_up": list(loaded.clean_up.done.items()) if isinstance(loaded, OnnxModel) else [],  # in its order
         }
 
     cached = cache.get(key) or cache.put(key, write)
@@ -90,11 +103,12 @@ def float_model(
         tuple(from_json(TensorSpec, spec, "outputs") for spec in record["outputs"]),
         tuple(record["class_names"]),
         record["parity"],
+        dict(record["clean_up"]),
     )
 
 
-Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float]
-"""The graph, what it reads and gives, and by how much it differs from torch on real inputs."""
+Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float | None]
+"""The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
 
 
 def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
@@ -187,7 +201,7 @@ def run_baseline(
         return {}
 
     cached = cache.get(key) or cache.put(key, write)
-    return {name: np.asarray(values) for name, values in read_npz(cached.folder / "outputs.npz").items()}
+    return read_outputs_npz(cached.folder / "outputs.npz")
 
 
 def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
@@ -200,10 +214,7 @@ def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
 
 def example_batch(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
-    feeds: dict[str, np.ndarray] = batches[0]
-    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
-        return {name: np.concatenate([values, values]) for name, values in feeds.items()}
-    return feeds
+    return example_feeds(batches[0], specs)
 
 
 def _write_result(folder: Path, result: PassResult[GraphState]) -> dict[str, Any]:
@@ -221,6 +232,7 @@ def result_to_record(result: PassResult[object]) -> dict[str, Any]:
         "notes": [asdict(note) for note in result.notes],
         "measured": result.measured,
         "seconds": round(result.seconds, 3),
+        "choice": result.choice,
     }
 
 
@@ -232,6 +244,7 @@ def result_from_record(cached: CachedResult, model: Form) -> PassResult[Form]:
         tuple(Note(**note) for note in cached.record["notes"]),
         cached.record["measured"],
         cached.record["seconds"],
+        cached.record["choice"],
     )
 
 

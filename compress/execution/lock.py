@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path as File
 from typing import Any
 
 from compress.context import PassResult
 from compress.data.samples import Samples
+from compress.execution.cached import FloatModel
 from compress.planning.cache_keys import CacheKeys, list_plugins
 from compress.planning.inputs import Inputs
+from compress.planning.own_metrics import digest_own_metrics
+from compress.recipe.places import Path
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe
 from compress.store.cache import code_version, library_versions
@@ -23,29 +26,32 @@ def make_lock(
     inputs: Inputs,
     keys: CacheKeys,
     sets: Mapping[str, Samples],
-    parity: float | None,
+    exported: FloatModel | None,
     results: Sequence[PassResult[object]],
     portable: Portable,
 ) -> dict[str, Any]:
-    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine."""
+    """Return JSON values that are the same for the same recipe, inputs and versions, on any machine.
+
+    But for `training` and `choices`: what a clock decided, which `compress reproduce` repeats.
+    """
     recipe = inputs.recipe
     return {
         "compress": {"version": __version__, "code": code_version()},
         "versions": {"python": platform.python_version(), **library_versions()},
         "plugins": list_plugins(recipe),
+        "metrics": digest_own_metrics(recipe),
         "seed": recipe.seed,
         "model": {
             "source": portable.texts["model", "source"],
             "digest": inputs.digest,
             "architecture": inputs.facts.architecture,
-            "parity_torch_onnx": parity,
+            "parity_torch_onnx": exported.parity if exported else None,
+            "clean_up": dict(exported.clean_up) if exported else {},
         },
-        "data": {
-            name: _describe_data(inputs, name, samples, portable.texts["data", name, "source"])
-            for name, samples in sets.items()
-        },
+        "data": {name: _describe_data(inputs, name, samples, portable.texts) for name, samples in sets.items()},
         "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
         "training": dict(steps_by_the_clock(recipe, results)),
+        "choices": {str(number): result.choice for number, result in enumerate(results) if result.choice},
     }
 
 
@@ -53,7 +59,7 @@ def describe_host(recipe: Recipe, portable: Portable) -> dict[str, Any]:
     """Return where the build runs and where its files lie, as JSON values: `compress reproduce` looks there first."""
     return {
         "recipe_folder": str(recipe.root.resolve()),
-        "folders": {name: str(Path(folder).expanduser()) for name, folder in portable.folders.items()},
+        "folders": {name: str(File(folder).expanduser()) for name, folder in portable.folders.items()},
         "system": platform.system(),
         "machine": platform.machine(),
         "cpu": cpu_info()[0],
@@ -61,8 +67,11 @@ def describe_host(recipe: Recipe, portable: Portable) -> dict[str, Any]:
     }
 
 
-def _describe_data(inputs: Inputs, name: str, samples: Samples, source: str) -> dict[str, Any]:
-    digest = inputs.data[name].digest
+def _describe_data(inputs: Inputs, name: str, samples: Samples, texts: Mapping[Path, str]) -> dict[str, Any]:
+    digest, sets = inputs.data[name].digest, inputs.recipe.data.evaluation_names
+    source: str | dict[str, str] = texts.get(("data", name, "source"), "")
+    if name == "evaluation" and sets:
+        source = {part: texts["data", name, part, "source"] for part in sets}
     return {"source": source, "file_digest": digest, "samples": samples.n, "digest": samples.digest}
 
 

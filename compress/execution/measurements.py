@@ -19,14 +19,13 @@ from compress.errors import CompressError
 from compress.execution.cached import FloatModel, example_batch
 from compress.execution.quality import run_graph
 from compress.export.onnx import export_float, finish, float_graph, save_graph
-from compress.formats.targets import TARGETS, Target
 from compress.graph.specs import cache_of, input_specs
 from compress.models.load import TorchModel
 from compress.planning.inputs import Batches
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
+from compress.planning.timing import flavour_of
 from compress.quantize.state import GraphState
-from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
 from compress.store.durable import temporary_folder
@@ -34,9 +33,9 @@ from compress.store.run_log import Journal
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import model_size
-from runtime.bundle.samples import read_npz, write_npz
+from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.errors import RuntimeFailure
-from runtime.measure.benchmark import choose_backend, graph_backend
+from runtime.measure.benchmark import choose_backend
 from runtime.measure.timing import time_rounds
 from runtime.report.passes import PassModel
 
@@ -134,11 +133,4 @@ class Chain:
             return {}
 
         cached = self.cache.get(key) or self.cache.put(key, write)
-        return {name: np.asarray(values) for name, values in read_npz(cached.folder / "outputs.npz").items()}
-
-
-def flavour_of(recipe: Recipe) -> Target:
-    """Return the target whose form of the graph is judged: the backend's own where a file is written for it."""
-    backend = graph_backend(recipe.target, recipe.model.generates)
-    written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
-    return TARGETS[next((name for name in written if name == backend), recipe.target)]
+        return read_outputs_npz(cached.folder / "outputs.npz")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,27 +17,33 @@ from compress.data.samples import Samples
 from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
 from compress.execution.blocks import hold_shared_work, open_streamed, run_block_pass
-from compress.execution.cached import FloatModel, float_model, run_graph_pass, run_model_pass
+from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
+from compress.export.parity import TOLERANCE, check_parity
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.models.load import OnnxModel, TorchModel, load_model
+from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
+from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
-from compress.store.cache import ResultCache, cache_key
+from compress.store.cache import ResultCache, cache_key, measured_file
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form
-from compress.work.contexts import GraphContext, ModelContext, Timing
+from compress.work.contexts import GraphContext, GraphTiming, ModelContext, Timing
+from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
+from runtime.measure.environment import cpu_info
+from runtime.measure.workload import make_feeds
+from runtime.tasks.predict import encoding_views
 
 Context = TypeVar("Context", ModelContext, GraphContext)
 
@@ -93,7 +100,7 @@ def run_passes(
     graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
         state, graphed = _run_graph_passes(run, state, exported, baseline, left)
-    results = (*modelled, *blocked, *graphed)
+    results = _note_rebuilt(run, (*modelled, *blocked, *graphed))
     for note in (note for result in results for note in result.notes):
         run.journal.log(note.text)
     return Passed(results, state, source, streamed)
@@ -113,9 +120,12 @@ def block_passes_alone(run: RunContext) -> None:
 
 def export(run: RunContext, key: str, load: Callable[[], TorchModel | OnnxModel]) -> FloatModel:
     """Export the model as a float graph; check parity on calibration samples (evaluation samples without a set)."""
-    plan = run.plan
-    samples = run.sets.get("calibration", run.sets["evaluation"])
+    plan, samples = run.plan, _parity_samples(run)
     return float_model(run.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset)
+
+
+def _parity_samples(run: RunContext) -> Samples:
+    return run.sets.get("calibration", run.sets["evaluation"])
 
 
 def load(plan: Plan) -> TorchModel | OnnxModel:
@@ -124,10 +134,46 @@ def load(plan: Plan) -> TorchModel | OnnxModel:
         return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
 
 
-def _load_torch(plan: Plan) -> TorchModel:
-    loaded = load(plan)
-    assert isinstance(loaded, TorchModel)
+def _load_torch(run: RunContext) -> TorchModel:
+    """Load the recipe's model as a torch module; ExportError where one rebuilt from an ONNX file differs from it."""
+    plan = run.plan
+    with blame(plan.recipe.root, SourceError):
+        loaded = load_torch_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+    if plan.before.source == "onnx":
+        check_rebuilt(run, lambda: loaded)
     return loaded
+
+
+def check_rebuilt(run: RunContext, rebuilt: Callable[[], TorchModel]) -> float:
+    """Compare the module rebuilt from an ONNX file with the file, on the samples that exports are checked with.
+
+    Returns the largest difference, relative to the largest output. Raises ExportError beyond the exports' tolerance.
+    """
+    plan = run.plan
+    key = cache_key("rebuilt", plan.keys.float_graph)
+
+    def write(folder: Path) -> dict[str, Any]:
+        exported = export(run, plan.keys.float_graph, lambda: load(plan))
+        batches = Batches(_parity_samples(run), plan.inputs, exported.inputs)[:PARITY_BATCHES]
+        return {"parity": float(f"{check_parity(rebuilt(), exported.state.model, batches):.2e}")}
+
+    cached = run.cache.get(key) or run.cache.put(key, write)
+    return float(cached.record["parity"])
+
+
+def _note_rebuilt(run: RunContext, results: tuple[PassResult[object], ...]) -> tuple[PassResult[object], ...]:
+    """Say with the first pass that worked on, or learned of, a module rebuilt from an ONNX file how near that came."""
+    recipe, before = run.plan.recipe, run.plan.before
+    if not before.rebuilt:
+        return results
+    parity = check_rebuilt(run, partial(_load_torch, run))
+    text = (
+        f"the torch module rebuilt from the ONNX file differs from it by {parity:.1e} of the largest output on real "
+        f"inputs (allowed {TOLERANCE:.0e})"
+    )
+    first = next(i for i, pass_ in enumerate(recipe.passes) if pass_.stage_on(before) == "model" or pass_.needs_train)
+    noted = replace(results[first], notes=(Note("info", text), *results[first].notes))
+    return (*results[:first], noted, *results[first + 1 :])
 
 
 def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]]:
@@ -155,7 +201,7 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, An
 def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
     loaded, results = None, list[PassResult[TorchModel]]()
     for index, config, key in _iter_stage(run, "model"):
-        loaded = loaded or _load_torch(run.plan)
+        loaded = loaded or _load_torch(run)
         context = _make_model_context(run, loaded)
         run_pass = partial(run_model_pass, run.cache, key, config, loaded)
         with run.journal.time_stage(config.kind):
@@ -191,20 +237,38 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
 def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     recipe = run.plan.recipe
     samples = run.sets.get("calibration", run.sets["evaluation"])
-    folder = run.cache.root / "measured"
     return Timing(
         module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
         recipe.validate_.benchmark.threads,
-        lambda key: folder / f"{cache_key('measured', to_json(key))}.json",
+        partial(_find_measured_file, run),
     )
+
+
+def _find_measured_file(run: RunContext, key: Sequence[object]) -> Path:
+    return measured_file(run.cache.root, to_json(key))
+
+
+def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> GraphTiming | None:
+    """Return how a pass that chooses by time measures it; None for any other, and where nothing is timed."""
+    plan = run.plan
+    if not config.chooses_by_time or explain_untimed(plan.recipe) is not None:
+        return None
+    inputs, recipe = plan.inputs, plan.recipe
+    speed = recipe.validate_.benchmark
+    preprocessor = make_preprocessor(inputs.preprocess, exported.inputs, inputs.tokenizer)
+    view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
+    size = fixed_batch(exported.inputs) or speed.batch_size
+    feeds = make_feeds(preprocessor, view, size, recipe.seed, speed.sequence_length)
+    file_of = partial(_find_measured_file, run)
+    return GraphTiming(make_stopwatch(recipe), feeds, cpu_info()[0], file_of, describe_call(recipe))
 
 
 def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
     """Return the fields of a TrainingContext beside a PassContext's, for a model with these inputs."""
-    source_is_torch = run.plan.before.source == "torch"
+    before = run.plan.before
     return {
         "train": _train_set(run, specs),
-        "teacher": (lambda: _load_torch(run.plan)) if source_is_torch else None,
+        "teacher": (lambda: _load_torch(run)) if before.source == "torch" or before.rebuilt else None,
     }
 
 
@@ -239,7 +303,10 @@ def _run_block_passes(
 
 
 def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
-    """Export what passes over the torch module left, as a graph."""
+    """Export what passes over the torch module left, as a graph: of an ONNX file, with its inputs and outputs."""
+    before = run.plan.before
+    if before.source == "onnx":
+        loaded = replace(loaded, inputs=before.inputs, outputs=before.outputs)
     return with_rounded_layers(export(run, key, lambda: loaded).state, loaded.rounded)
 
 
@@ -278,12 +345,14 @@ def _run_graph_passes(
     run: RunContext, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray], left: Left
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
-    finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, run.journal.log)
+    log, slices = run.journal.log, evaluation.slices
+    finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, log, slices)
     context = GraphContext(
         **_list_fields(run, exported.inputs), **_list_training_fields(run, exported.inputs), shortfalls=finder
     )
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
+        context = replace(context, timing=_make_graph_timing(run, config, exported))
         run_pass = partial(run_graph_pass, run.cache, key, config, state)
         with run.journal.time_stage(config.kind):
             results.append(

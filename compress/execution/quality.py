@@ -18,8 +18,10 @@ from compress.blocks.stream import Stream
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
+from compress.execution.own_metrics import load_own_metrics
 from compress.planning.cache_keys import quality_gates
 from compress.planning.inputs import Inputs
+from compress.planning.own_metrics import find_own_metrics
 from compress.store.durable import temporary_folder
 from runtime.backends import find_backend, open_model
 from runtime.bundle.tensors import TensorSpec
@@ -27,8 +29,10 @@ from runtime.decode.scoring import reduce_sample
 from runtime.encode.preprocess import make_preprocessor
 from runtime.judge.evidence import quality_evidence, select_metrics
 from runtime.judge.gates import GateResult, judge
+from runtime.judge.slices import find_groups
 from runtime.measure.benchmark import graph_backend
 from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
+from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
 VERDICTS = ("fail", "undecided", "pass")
@@ -52,10 +56,11 @@ def run_graph(
                 sessions.append(open_model(find_backend(name), file, recipe.validate_.benchmark.threads, {}))
                 stack.callback(sessions[-1].close)
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
-        size, beside_session = recipe.validate_.batch_size, sessions[1] if beside is not None else None
-        return run_samples(
-            sessions[0], preprocessor, recipe.model.task, columns, size, beside_session, inputs.class_names
+        facts = BatchFacts(
+            class_names=inputs.class_names, detections=inputs.facts.detections, postprocess=recipe.postprocess
         )
+        size, beside_session = recipe.validate_.batch_size, sessions[1] if beside is not None else None
+        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, beside_session, facts)
 
 
 def shortfall_finder(
@@ -65,10 +70,11 @@ def shortfall_finder(
     baseline: Outputs,
     save: Callable[[ir.Model, Path], None],
     log: Callable[[str], None],
+    slices: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[ir.Model], list[str]] | None:
     """Return a function: graph -> the quality gates that it holds less well than the float model ([]: none).
 
-    Gates come as sentences.
+    Gates come as sentences. `slices`: the samples' own, for gates on the worst of them.
 
     A gate that the float model itself does not hold (too few samples, a bound out of reach) asks for no better than
     what the float model reaches. None when the recipe has no quality gate, and for language models.
@@ -77,10 +83,15 @@ def shortfall_finder(
     if not judgement.gates or inputs.recipe.model.generates:
         return None
     labels = columns.get("label")
-    metrics = select_metrics(inputs.recipe.model.task, baseline, labels, judgement)
+    task = inputs.recipe.model.task
+    metrics = select_metrics(task, baseline, labels, judgement)
+    gated = {gate.metric for gate in judgement.gates}
+    own = [metric for metric in find_own_metrics(inputs.recipe) if metric.name in gated]
+    metrics += [loaded.as_live() for loaded in load_own_metrics(own, baseline, labels)]
+    groups = find_groups(judgement, slices or {}, labels, task, inputs.class_names)
 
     def judge_gates(outputs: Outputs) -> tuple[GateResult, ...]:
-        return judge(judgement, quality_evidence(metrics, outputs, baseline, labels, judgement))
+        return judge(judgement, quality_evidence(metrics, outputs, baseline, labels, judgement, groups))
 
     @cache
     def reachable_verdicts() -> dict[tuple[str, str], int]:

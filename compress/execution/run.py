@@ -15,22 +15,28 @@ from compress.blocks.engine_arithmetic import rounding_notes
 from compress.blocks.sharing import main_process
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
-from compress.errors import PlaceError
+from compress.errors import PlaceError, PlanError
 from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, run_baseline
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import Chain
+from compress.execution.own_metrics import check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
+from compress.execution.quality import run_graph
 from compress.export.bundle import Contents, Graphs, assemble, note_rows
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
+from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
+from compress.graph.specs import cache_of, input_specs
 from compress.models.source import locate
 from compress.planning.inputs import TEXTS, Batches, generation_of, load_set, student_spec
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import measures_passes, pass_names
+from compress.planning.own_metrics import find_own_metrics, shorten_names
 from compress.planning.plan import Plan
+from compress.planning.timing import flavour_of
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
@@ -40,6 +46,8 @@ from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
+from runtime.errors import UsageError
+from runtime.judge.slices import find_groups
 from runtime.judge.validate import validate
 from runtime.processes.memory import available_bytes
 from runtime.report.passes import PassModel
@@ -110,7 +118,7 @@ def _run_as_worker(recipe: Recipe, cache: ResultCache) -> None:
 
 def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal) -> RunContext:
     """Make the plan and load the data."""
-    plan = make_plan(recipe, cache.root)
+    plan = make_plan(recipe, cache.root, twins=False, log=journal.log)
     for note in plan.notes:
         journal.log(note.text)
     with journal.time_stage("loading data"):
@@ -141,6 +149,12 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
         with journal.time_stage("baseline outputs"):
             baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
+    own_metrics = find_own_metrics(recipe)
+    distinct = list({metric.short_name: metric for metric in own_metrics}.values())  # one may be named in two ways
+    labels = evaluation.columns.get("label")
+    own = load_own_metrics(distinct, baseline, labels) if baseline is not None else []
+    judgement = shorten_names(recipe.validate_, own_metrics)
+    check_sliced(own, judgement)
     chain = None
     if exported is not None and measures_passes(recipe, plan.before):
         chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
@@ -149,20 +163,32 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         with journal.time_stage("scoring the model in torch"):
             baseline, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed)
-    portable, parity = make_portable(recipe), exported.parity if exported else None
+        own = load_own_metrics(distinct, baseline, labels)
+        check_sliced(own, judgement)
+    if own:
+        with journal.time_stage("the recipe's own metrics"):
+            outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
+            recorded = [metric.compute_or_mark(outputs, labels) for metric in own]
+    portable = make_portable(recipe)
+    if exported is not None:
+        scoring += exported.notes()
     with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,
             Contents(
                 recipe=recipe,
                 recipe_yaml=recipe_to_yaml(recipe, portable),
-                lock=make_lock(inputs, plan.keys, run.sets, parity, passed.results, portable),
+                lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
                 host=describe_host(recipe, portable),
                 preprocess=inputs.preprocess,
                 folder=inputs.folder,
                 tokenizer=inputs.tokenizer,
                 samples=evaluation.columns,
+                slices=evaluation.slices,
                 baseline_outputs=baseline,
+                judgement=judgement,
+                recorded=tuple(metric.record for metric in own),
+                recorded_values=([metric.baseline for metric in own], recorded) if own else None,
                 layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows(scoring)],
                 graphs=_collect_graphs(exported, passed),
                 streamed=passed.streamed,
@@ -172,6 +198,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 generation=generation_of(plan.inputs),
                 cache=run.cache.root,
                 load_back=_prepare_load_back(run) if passed.streamed is not None else None,
+                detections=inputs.facts.detections,
                 source_bytes=None if exported else _source_bytes(plan),
             ),
         )
@@ -193,6 +220,21 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
         if (student := config.find_student()) is not None:
             spec = student_spec(spec, student)
     return LoadBack(spec, recipe.root, feeds, allowed, run.journal.log)
+
+
+def _run_candidate(
+    run: RunContext, exported: FloatModel | None, passed: Passed, between: Path
+) -> dict[str, np.ndarray]:
+    """Return the outputs over the evaluation samples of the graph that will be judged."""
+    assert exported is not None and passed.state is not None
+    path, beside = between / "candidate" / "model.onnx", None
+    model, _ = finish(passed.state, flavour_of(run.plan.recipe))
+    save_graph(model, path)
+    if run.plan.recipe.model.generates:
+        beside = between / "baseline" / "model.onnx"
+        save_graph(float_graph(exported.state.model), beside)
+    specs = exported.inputs if cache_of(model) is None else input_specs(model)
+    return run_graph(path, run.plan.inputs, specs, run.sets["evaluation"].columns, beside)
 
 
 def _collect_graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
@@ -232,15 +274,23 @@ def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[N
 
 def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap."""
-    task, outputs = plan.recipe.model.task, plan.before.outputs
-    width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
-    n_classes = width if find_torch_task(task).chooses and isinstance(width, int) else None
+    n_classes = find_torch_task(plan.recipe.model.task).count_classes(plan.before.outputs)
     sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
+    _check_slices(plan, sets["evaluation"])
     shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
     if shared:
         of = f"{shared} of {sets['evaluation'].n} evaluation samples"
         journal.log(f"data: {of} are also calibration samples; the verdict is optimistic")
     return sets
+
+
+def _check_slices(plan: Plan, evaluation: Samples) -> None:
+    """Raise PlanError, before any work, for slices that the samples do not have."""
+    recipe, labels = plan.recipe, evaluation.columns.get("label")
+    try:
+        find_groups(recipe.validate_, evaluation.slices, labels, recipe.model.task, plan.inputs.class_names)
+    except UsageError as error:
+        raise PlanError([f"validate: {problem}" for problem in error.problems]) from error
 
 
 def layer_rows(names: Sequence[str], results: Sequence[PassResult[object]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport
 from compress.recipe.schema import Recipe
 from compress.version import __version__
+from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import write_whole
 from runtime.bundle.format import (
@@ -36,12 +37,15 @@ from runtime.bundle.format import (
     Artifact,
     BuildScore,
     Generation,
+    Judgement,
     Manifest,
+    RecordedMetric,
     checkpoint_size,
     model_size,
     write_bundle,
     write_candidate_outputs,
     write_outputs,
+    write_recorded,
     write_samples,
 )
 from runtime.bundle.tensors import TensorSpec
@@ -90,6 +94,13 @@ class Contents:
     samples: Mapping[str, Any]
     baseline_outputs: Mapping[str, np.ndarray]
     layers: Sequence[Mapping[str, Any]]
+    judgement: Judgement
+    """The recipe's, with the names that own metrics have in a bundle."""
+    slices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By which samples are told apart."""
+    recorded: tuple[RecordedMetric, ...] = ()
+    recorded_values: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
+    """Of the metrics `recorded`, for baseline and candidate."""
     graphs: Graphs | None = None
     """None: no ONNX file is written."""
     streamed: StreamedModel | None = None
@@ -106,6 +117,8 @@ class Contents:
     """What checkpoints are loaded back with; None: they are not."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where no baseline is written."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
 
 
 def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
@@ -115,10 +128,12 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     """
     recipe = contents.recipe
     artifacts, orders, notes = _write_artifacts(staging, contents)
-    evaluation = write_samples(staging, contents.samples)
+    evaluation = write_samples(staging, contents.samples, contents.slices)
     write_outputs(staging, contents.baseline_outputs)
     if contents.candidate_outputs is not None:
         write_candidate_outputs(staging, contents.candidate_outputs)
+    if contents.recorded_values is not None:
+        write_recorded(staging, *contents.recorded_values)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
     write_json(staging / "lock.json", contents.lock)
     here = [note.text for note in notes if isinstance(note, HostNote)]
@@ -131,9 +146,12 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         target=recipe.target,
         class_names=contents.class_names,
         preprocess=spec_to_dict(contents.preprocess),
+        detections=contents.detections,
         artifacts=tuple(artifacts),
         evaluation=evaluation,
-        judgement=recipe.validate_,
+        judgement=contents.judgement,
+        postprocess=recipe.postprocess,
+        recorded=contents.recorded,
         generation=contents.generation,
         source_bytes=contents.source_bytes,
         score=contents.score,

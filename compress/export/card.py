@@ -84,8 +84,16 @@ def usage_of(manifest: Manifest) -> Usage:
     if kind == "audio":
         needs = "numpy, onnxruntime and, for other files than 16-bit wav, `soundfile`; `soxr` for other rates"
         return Usage("compress-run predict DIR sound.wav", f"The commands need {needs}.")
+    if kind == "image-text":
+        return Usage(
+            "compress-run predict DIR pairs.npz --output embeddings.npz",
+            "The commands need numpy, onnxruntime and `tokenizers`; `pillow` where sizes are changed.",
+            "`pairs.npz` holds `image`, uint8 [N, H, W, 3], and `text`, N strings.",
+        )
     if kind == "text":
-        return Usage('compress-run predict DIR "a text"', "The commands need numpy, onnxruntime and `tokenizers`.")
+        task = find_task(manifest.task)
+        texts = " ".join(f'"a {name}"' for name in task.columns[: task.required])
+        return Usage(f"compress-run predict DIR {texts}", "The commands need numpy, onnxruntime and `tokenizers`.")
     inputs = ", ".join(f"`{spec.name}` {list(spec.shape)} {spec.dtype}" for spec in candidate.inputs)
     return Usage(
         "compress-run predict DIR inputs.npz --output outputs.npz",

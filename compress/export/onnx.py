@@ -22,11 +22,11 @@ from torch import nn
 
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.streamed import StreamedModel
-from compress.errors import ExportError, SourceError
-from compress.facts import LOWEST_OPSET, Note
+from compress.errors import ExportError
+from compress.facts import Note
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
-from compress.graph.edit import normalize, strip_metadata, tidy
+from compress.graph.edit import strip_metadata, tidy
 from compress.graph.fast_forms import (
     divide_by_root,
     keep_norms_apart,
@@ -44,7 +44,6 @@ from compress.models.load import OnnxModel, TorchModel
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
-from compress.store.durable import blame
 from runtime.backends.onnxruntime_cpu import failures
 from runtime.bundle.files import ENCODER
 
@@ -60,7 +59,7 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
     Raises ExportError with what the exporter said.
     """
     if isinstance(loaded, OnnxModel):
-        return read_graph(loaded.path)
+        return loaded.graph
     arguments = {
         loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names
     }
@@ -73,21 +72,6 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
         _make_dynamic_shapes(loaded),
         opset,
     )
-
-
-def read_graph(path: Path) -> ir.Model:
-    """Read an ONNX file as a graph with inferred shapes, converted to LOWEST_OPSET if it is older. ExportError."""
-    try:
-        with blame(path, SourceError):
-            model = ir.from_proto(onnx.load(path))
-        normalize(model)  # before the conversion, which may add nodes: names are those that the plan knows
-        if model.opset_imports.get("", LOWEST_OPSET) < LOWEST_OPSET:
-            model = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), LOWEST_OPSET))
-            normalize(model)
-        ShapeInferencePass()(model)
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ExportError(f"{path}: cannot be read as a graph: {_first_lines(error)}") from error
-    return model
 
 
 def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:

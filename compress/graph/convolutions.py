@@ -6,46 +6,132 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.graph.edit import alone_reads, initializer, take_over, tidy, uses_of
-from compress.graph.layers import constant, is_constant
+from compress.graph.layers import constant, float_attribute, int_attribute, is_constant
+
+Affine = tuple[np.ndarray, np.ndarray]
+"""(gain, shift) of each channel, float64 [channels] or [1]: y = gain * x + shift."""
+WEIGHT_AXIS = {"Conv": 0, "ConvTranspose": 1, "BatchNormalization": 0}
+"""Operators that a gain of each output channel can be folded into -> that channel's axis in their second input."""
 
 
-def fold_batchnorms(model: ir.Model) -> list[str]:
-    """Fold each BatchNormalization that alone reads a Conv's output, in place; graph outputs keep their names.
+def fold_channel_scales(model: ir.Model) -> list[str]:
+    """Fold what scales or shifts each channel of a convolution, and alone reads it, into it, in place.
 
-    W' = W * g, b' = (b - mean) * g + beta with g = gamma / sqrt(variance + epsilon), computed in float64.
-    Returns the names of the nodes that went (the exporter folds most of them itself).
+    Graph outputs keep their names. Folded are BatchNormalization and Mul, Div, Add, Sub with a constant of each
+    channel, into Conv, ConvTranspose of one group, Gemm, or a BatchNormalization that nothing takes up.
+    W' = W * gain, b' = b * gain + shift, in float64. Returns the names of the nodes that went (torch's exporter folds
+    most norms itself).
     """
     folded = []
-    for node in [node for node in model.graph if node.op_type == "BatchNormalization"]:
-        conv = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if conv is None or conv.op_type != "Conv" or not all(is_constant(v) for v in conv.inputs[1:] if v is not None):
+    for node in list(model.graph):
+        if node.op_type not in AFFINE or not node.inputs:
             continue
-        if not alone_reads(node, conv.outputs[0]) or not all(is_constant(v) for v in node.inputs[1:]):
+        index = next(
+            (i for i, value in enumerate(node.inputs[:2]) if value is not None and not is_constant(value)), None
+        )
+        value = node.inputs[index] if index is not None else None
+        layer = value.producer() if value is not None else None
+        if value is None or layer is None or not alone_reads(node, value) or not _takes_scale(layer):
             continue
-        _fold(model, conv, node)
-        folded.append(node.name or "BatchNormalization")
+        affine = _read_affine(node, index or 0, layer)
+        if affine is not None:
+            _fold(model, layer, node, *affine)
+            folded.append(node.name or node.op_type)
     tidy(model)
     return folded
 
 
-def _fold(model: ir.Model, conv: ir.Node, norm: ir.Node) -> None:
-    gamma, beta, mean, variance = (constant(value).astype(np.float64) for value in norm.inputs[1:])
-    epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
-    gain = gamma / np.sqrt(variance + epsilon)  # [out]
-    weight, value = constant(conv.inputs[1]), conv.inputs[1]
+AFFINE = {"BatchNormalization", "Mul", "Div", "Add", "Sub"}
+
+
+def _takes_scale(layer: ir.Node) -> bool:
+    """Return whether gain and shift of each output channel of `layer` can become part of its constants."""
+    if layer.op_type == "BatchNormalization":
+        return _is_inference(layer)
+    if not all(is_constant(value) for value in layer.inputs[1:] if value is not None) or len(layer.inputs) < 2:
+        return False
+    if layer.op_type == "ConvTranspose":
+        return int_attribute(layer, "group", 1) == 1
+    if layer.op_type == "Gemm":
+        plain = all(float_attribute(layer, name, 1.0) == 1.0 for name in ("alpha", "beta"))
+        return plain and (len(layer.inputs) < 3 or constant(layer.inputs[2]).ndim == 1)
+    return layer.op_type == "Conv"
+
+
+def _is_inference(norm: ir.Node) -> bool:
+    """Return whether a BatchNormalization has constants for all that it needs, and one output."""
+    used = [value for value in norm.outputs[1:] if value.name and value.uses()]
+    constants = len(norm.inputs) == 5 and all(is_constant(value) for value in norm.inputs[1:])
+    return constants and not used and not int_attribute(norm, "training_mode", 0)
+
+
+def _count_channels(layer: ir.Node) -> tuple[int, int | None]:
+    """Return (output channels, dimensions of the output; None: not known)."""
+    weight = constant(layer.inputs[1])
+    if layer.op_type == "Gemm":
+        return weight.shape[0 if int_attribute(layer, "transB", 0) else 1], 2
+    if layer.op_type == "BatchNormalization":
+        shape = layer.outputs[0].shape
+        return len(weight), len(shape) if shape is not None else None
+    return weight.shape[WEIGHT_AXIS[layer.op_type]], weight.ndim
+
+
+def _read_affine(node: ir.Node, index: int, layer: ir.Node) -> Affine | None:
+    """Return what `node`, whose input of that number `layer` gives, does to each channel; None: something else."""
+    if node.op_type == "BatchNormalization":
+        if not _is_inference(node):
+            return None
+        gamma, beta, mean, variance = (constant(value).astype(np.float64) for value in node.inputs[1:])
+        gain = gamma / np.sqrt(variance + float_attribute(node, "epsilon", 1e-5))
+        return gain, beta - mean * gain
+    other = node.inputs[1 - index]
+    if other is None or not is_constant(other) or constant(other).dtype.kind != "f":
+        return None
+    channels, rank = _count_channels(layer)
+    values = _read_channels(constant(other).astype(np.float64), channels, rank)
+    if values is None:
+        return None
+    one, zero = np.ones(1), np.zeros(1)
+    if node.op_type == "Mul":
+        return values, zero
+    if node.op_type == "Add":
+        return one, values
+    if node.op_type == "Sub":
+        return (one, -values) if index == 0 else (-one, values)
+    return (1 / values, zero) if index == 0 and values.all() else None
+
+
+def _read_channels(values: np.ndarray, channels: int, rank: int | None) -> np.ndarray | None:
+    """Return a constant as one number for each channel (axis 1 of `rank`), or one for all; None: it is neither."""
+    if rank is None or values.ndim > rank:
+        return None
+    whole = (1,) * (rank - values.ndim) + values.shape
+    fits = whole[1] in (1, channels) and all(size == 1 for axis, size in enumerate(whole) if axis != 1)
+    return values.reshape(-1) if fits else None
+
+
+def _fold(model: ir.Model, layer: ir.Node, node: ir.Node, gain: np.ndarray, shift: np.ndarray) -> None:
+    """Fold y = gain * x + shift, done by `node`, into the constants of `layer`."""
+    channels, _ = _count_channels(layer)
+    gain, shift = np.broadcast_to(gain, (channels,)), np.broadcast_to(shift, (channels,))
+    value = layer.inputs[1]
     assert value is not None
+    weight = constant(value)
+    axis = WEIGHT_AXIS.get(layer.op_type, 0 if int_attribute(layer, "transB", 0) else 1)
+    shape = [channels if i == axis else 1 for i in range(weight.ndim)]
     shared = len(uses_of(value)) > 1  # then it is folded into a copy
-    name = f"{conv.name}/{value.name}" if shared else value.name
-    has_bias = len(conv.inputs) > 2 and conv.inputs[2] is not None
-    bias = constant(conv.inputs[2]).astype(np.float64) if has_bias else np.zeros(len(gain))
-    folded = (weight * gain.reshape(-1, *[1] * (weight.ndim - 1))).astype(np.float32)
+    name = f"{layer.name}/{value.name}" if shared else value.name
+    bias = layer.inputs[2] if len(layer.inputs) > 2 else None
+    before = np.zeros(channels) if bias is None else constant(bias).astype(np.float64)
+    folded = (weight * gain.reshape(shape)).astype(weight.dtype)
     weight_value = initializer(model, str(name), folded)
-    bias_value = initializer(model, f"{name}_bias", ((bias - mean) * gain + beta).astype(np.float32))
-    conv.replace_input_with(1, weight_value)
-    if len(conv.inputs) < 3:
-        conv.resize_inputs(3)
-    conv.replace_input_with(2, bias_value)
-    take_over(model, norm.outputs[0], conv.outputs[0])
+    bias_value = initializer(model, f"{layer.name}/{name}_bias", (before * gain + shift).astype(weight.dtype))
+    layer.replace_input_with(1, weight_value)
+    if len(layer.inputs) < 3:
+        layer.resize_inputs(3)
+    layer.replace_input_with(2, bias_value)
+    take_over(model, node.outputs[0], layer.outputs[0])
+    model.graph.remove(node, safe=True)  # still there, it would read what the next of a chain is to read alone
 
 
 def shortcuts_to_convolutions(model: ir.Model) -> list[str]:

@@ -108,6 +108,11 @@ def normalize(model: ir.Model) -> None:
     """Make constants initializers, take initializers from the inputs, and name every node, in place."""
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     RemoveInitializersFromInputsPass()(model)
+    name_nodes(model)
+
+
+def name_nodes(model: ir.Model) -> None:
+    """Name the nodes that have no name after their operator and place, in place."""
     for index, node in enumerate(model.graph):
         if not node.name:
             node.name = f"{node.op_type}_{index}"

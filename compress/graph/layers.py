@@ -87,7 +87,7 @@ def find_layers(model: ir.Model) -> list[GraphLayer]:
 
 def as_layer(node: ir.Node) -> GraphLayer | None:
     """Return the layer that `node` is, or None."""
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ("", "ai.onnx") or not any(_is_float_constant(value) for value in node.inputs[:2]):
         return None
     if node.op_type == "Conv" and is_constant(node.inputs[1]):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -144,6 +144,11 @@ def _is_linear(gemm: ir.Node) -> bool:
     """Return whether a Gemm is x W + b and nothing more: no factors, no transposed input."""
     plain = all(name not in gemm.attributes or gemm.attributes[name].as_float() == 1.0 for name in ("alpha", "beta"))
     return plain and not int_attribute(gemm, "transA", 0)
+
+
+def _is_float_constant(value: ir.Value | None) -> bool:
+    """Return whether a value is a weight, told without reading it."""
+    return value is not None and value.const_value is not None and value.const_value.dtype.is_floating_point()
 
 
 def _is_embedding(node: ir.Node) -> bool:

@@ -20,6 +20,8 @@ from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
 from compress.models.onnx_facts import onnx_facts
+from compress.models.onnx_graph import open_onnx
+from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate
 from compress.prune.coupling import Coupling, find_coupling
 from compress.specs import ModelSpec
@@ -73,6 +75,54 @@ def model_facts(
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
         notes=(*notes, *more, *_make_layer_notes(layers, traced)),
+        structure=structure,
+        prunable=pruning.facts if pruning else None,
+        unprunable=pruning.kept if pruning else {},
+        removable=_trace_removable(spec, source, root, module, feeds, structure) if blocks else None,
+    )
+
+
+def rebuilt_facts(
+    facts: ModelFacts,
+    spec: ModelSpec,
+    root: Path,
+    feeds_shapes: SampleShapes,
+    layers: bool = True,
+    coupling: bool = False,
+    blocks: bool = False,
+) -> ModelFacts:
+    """Return an ONNX file's facts with what the torch module shows that can be rebuilt from it, or why none can be.
+
+    `layers`: as the module has them, and what is known of a torch model alone; without it, the graph's. `coupling`,
+    `blocks`: as for `model_facts`.
+    """
+    source = locate(spec, root)
+    assert source.onnx is not None
+    try:
+        rebuilt = rebuild_onnx(open_onnx(source.onnx).model, facts.inputs, feeds_shapes)
+    except SourceError as error:
+        return replace(facts, not_rebuilt="; ".join(error.problems))
+    notes = facts.notes
+    if rebuilt.bound_to is not None:
+        notes += (
+            f"the graph is bound to batches of {rebuilt.bound_to}, and its torch module reads larger ones in parts of "
+            "that size: batch norms learn from few samples at once (freeze_batchnorm leaves them as they are)",
+        )
+    if not layers:
+        return replace(facts, rebuilt=True, notes=notes)
+    module, feeds = rebuilt.module, {rebuilt.parameters[name]: feeds_shapes[name] for name in rebuilt.parameters}
+    traced, more = _trace_module(spec, source, root, module, feeds)
+    found = _describe_layers(module, traced)
+    pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
+    structure = _trace_structure(spec, source, root, module, feeds)
+    return replace(
+        facts,
+        rebuilt=True,
+        layers=found,
+        other_bytes=_count_other_bytes(module, found),
+        peak_activation_bytes=traced.peak_activation_bytes,
+        notes=(*notes, *more, *_make_layer_notes(found, traced)),
+        opset=None,
         structure=structure,
         prunable=pruning.facts if pruning else None,
         unprunable=pruning.kept if pruning else {},

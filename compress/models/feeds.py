@@ -16,6 +16,7 @@ from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, read_onnx
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
+from compress.tasks.base import FREE_AXES
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import MASKS, feature_shape
 from runtime.encode.images import compute_resized
@@ -23,6 +24,7 @@ from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
     AudioPreprocess,
     ImagePreprocess,
+    ImageTextPreprocess,
     PreprocessSpec,
     Seq2SeqPreprocess,
     TextPreprocess,
@@ -54,9 +56,11 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
         source = feeds_shapes_of_source(spec, root, preprocess, samples, read)
         return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
     if isinstance(preprocess, ImagePreprocess):
-        size = _image_size(preprocess, samples)
-        shape = (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
+        shape = _image_shape(preprocess, samples)
         return {name: (shape, _image_dtype(spec, root)) for name in names}
+    if isinstance(preprocess, ImageTextPreprocess):
+        text, image = (preprocess.text.max_length,), _image_shape(preprocess.image, samples)
+        return {name: (text, "int64") if name in FEEDS else (image, "float32") for name in names}
     if isinstance(preprocess, AudioPreprocess):
         return _audio_shapes(spec, root, preprocess, samples, names)
     missing = [name for name in names if name not in samples]
@@ -93,8 +97,8 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
     if task.reads_texts:
         positional = [p for p in positional if p.name in FEEDS]
     else:
-        masks = MASKS if task.preprocess == "audio" else ()
-        positional = [p for p in positional if p.default is p.empty or p.name in masks]
+        optional = {"audio": MASKS, "image-text": FEEDS}.get(task.preprocess or "", ())
+        positional = [p for p in positional if p.default is p.empty or p.name in optional]
     of_images = task.preprocess == "image"
     single = [p for p in positional if p.name not in MASKS]
     if not positional or (task.preprocess in ("image", "audio") and len(single) != 1):
@@ -135,29 +139,44 @@ def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) 
 def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ...]:
     """Return the outputs under their final names: "logits", "last_hidden_state", or forward's own for a generic task.
 
-    The shapes in `outputs` are [1, ...]: batch dimension included. SourceError where the task needs another output.
+    Of several outputs a forward gives a dict with the task's names, or a tuple in the task's order. The shapes in
+    `outputs` are [1, ...]: batch dimension included. SourceError where the task needs other outputs.
     """
     task = find_torch_task(spec.task)
-    if not task.axes:
+    any_fit = task.any_outputs and not spec.source.startswith(("hf:", "dir:"))
+    if any_fit or not any(task.outputs.values()):
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
-    shape, dtype = next(iter(outputs.values()))
-    if len(outputs) != 1 or len(shape) != len(task.axes):
+    names = tuple(outputs if outputs.keys() == task.outputs.keys() else task.outputs)  # or in the task's order
+    ranks = [len(shape) for shape, _ in outputs.values()]
+    if len(outputs) != len(names) or ranks != [len(task.outputs[name]) for name in names]:
         shown = ", ".join(f"{key} {list(s)}" for key, (s, _) in outputs.items())
-        raise SourceError(
-            f"{spec.source}: task {spec.task} needs one output [{', '.join(task.axes)}], but forward gives {shown}"
-        )
-    if task.chooses and spec.class_names and len(spec.class_names) != shape[-1]:
-        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {shape[-1]} classes")
-    return (TensorSpec(task.output or next(iter(outputs)), dtype, (*task.axes[:-1], shape[-1])),)
+        raise SourceError(f"{spec.source}: task {spec.task} needs {task.describe_outputs()}, but forward gives {shown}")
+    specs = []
+    for name, (shape, dtype) in zip(names, outputs.values(), strict=True):
+        dims = (axis if axis in FREE_AXES else size for axis, size in zip(task.outputs[name], shape, strict=True))
+        specs.append(TensorSpec(name, dtype, tuple(dims)))
+    n_classes = task.count_classes(specs)
+    if n_classes is not None and spec.class_names and len(spec.class_names) != n_classes:
+        raise SourceError(f"model.class_names: {len(spec.class_names)} names, but the model has {n_classes} classes")
+    return tuple(specs)
+
+
+def _image_shape(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, ...]:
+    size = _image_size(preprocess, samples)
+    return (preprocess.n_channels, *size) if preprocess.layout == "NCHW" else (*size, preprocess.n_channels)
 
 
 def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int, int]:
+    if preprocess.letterbox is not None:
+        return preprocess.letterbox
     if preprocess.crop is not None:
         return preprocess.crop
     if isinstance(preprocess.resize, tuple):
         return preprocess.resize
     if "image" not in samples:
-        raise SourceError("preprocess: the size of the images is not known; set resize [h, w] or crop, or give data")
+        raise SourceError(
+            "preprocess: the size of the images is not known; set resize [h, w], crop or letterbox, or give data"
+        )
     height, width = samples["image"][0][:2]
     return compute_resized(height, width, preprocess.resize)
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: the class for the task, wrapped to take encoded inputs by name and give one tensor.
+"""Hugging Face folders: the class for the task, wrapped to take encoded inputs by name and give the task's outputs.
 
 What a config.json says is looked at before anything is built of it: its numbers, and the task that its model has.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
 from compress.models.packed import has_packed_zeros, quantization_of
-from compress.models.preprocess import reads_audio_mask
+from compress.models.preprocess import reads_audio_mask, reads_token_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
@@ -39,31 +39,40 @@ SPARE_PARAMETERS = 1000
 REASON_CHARACTERS = 400
 
 
-class TextModel(nn.Module):
-    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> logits [B, C] or [B, T, C], or states [B, T, D]."""
+Given = Tensor | dict[str, Tensor]
+"""The output of a task that has one, or several by name."""
 
-    def __init__(self, wrapped: nn.Module, output: str) -> None:
+
+class TextModel(nn.Module):
+    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> the task's outputs: logits, states, spans."""
+
+    def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
         super().__init__()
         self.wrapped = wrapped
-        self.output = output
+        self.outputs = outputs
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Given:
         feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             feeds["token_type_ids"] = token_type_ids
-        return self.wrapped(**feeds, return_dict=True)[self.output]
+        return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
 class ImageModel(nn.Module):
-    """pixel_values float32 [B, C, H, W] -> logits [B, C]."""
+    """pixel_values float32 [B, C, H, W] -> the task's outputs: logits [B, C] and the like."""
 
-    def __init__(self, wrapped: nn.Module, output: str) -> None:
+    def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
         super().__init__()
         self.wrapped = wrapped
-        self.output = output
+        self.outputs = outputs
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.wrapped(pixel_values=pixel_values, return_dict=True)[self.output]
+    def forward(self, pixel_values: Tensor) -> Given:
+        return select_outputs(self.wrapped(pixel_values=pixel_values, return_dict=True), self.outputs)
+
+
+def select_outputs(given: Mapping[str, Tensor], names: tuple[str, ...]) -> Given:
+    """Return the field of transformers' outputs of that name; of several a dict of them, in their order."""
+    return given[names[0]] if len(names) == 1 else {name: given[name] for name in names}
 
 
 class EncoderDecoderModel(nn.Module):
@@ -84,16 +93,31 @@ class EncoderDecoderModel(nn.Module):
 class AudioModel(nn.Module):
     """sound float32 [B, T], [B, bins, T] or [B, T, bins] (, attention_mask int64 [B, T]) -> logits [B, C]."""
 
-    def __init__(self, wrapped: nn.Module, output: str) -> None:
+    def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
         super().__init__()
         self.wrapped = wrapped
-        self.output = output
+        self.outputs = outputs
 
-    def forward(self, sound: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, sound: Tensor, attention_mask: Tensor | None = None) -> Given:
         feeds = {str(self.wrapped.main_input_name): sound}
         if attention_mask is not None:
             feeds["attention_mask"] = attention_mask
-        return self.wrapped(**feeds, return_dict=True)[self.output]
+        return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
+
+
+class ImageTextModel(nn.Module):
+    """pixel_values float32 [B, C, H, W], input_ids (, attention_mask) int64 [B, T] -> embeddings of both, [B, D]."""
+
+    def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.outputs = outputs
+
+    def forward(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> Given:
+        feeds = {"pixel_values": pixel_values, "input_ids": input_ids}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
 def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
@@ -154,6 +178,9 @@ def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | N
         main = str(getattr(model, "main_input_name", "input_ids"))
         return (main, DECODER_IDS, *(("attention_mask",) if main == "input_ids" else ()))
     takes = inspect.signature(model.forward).parameters
+    if kind == "image-text":
+        masked = "attention_mask" in takes and (folder is None or reads_token_mask(folder))
+        return ("pixel_values", "input_ids", *(["attention_mask"] if masked else []))
     if kind == "audio":
         masked = "attention_mask" in takes and folder is not None and reads_audio_mask(folder)
         return (str(model.main_input_name), *(["attention_mask"] if masked else []))
@@ -209,8 +236,8 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
 
 def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
     task = find_torch_task(spec.task)
-    if task.output is None:
-        known = [name for name, other in TORCH_TASKS.items() if other.output is not None]
+    if not task.outputs or task.task.preprocess is None:
+        known = [name for name, other in TORCH_TASKS.items() if other.outputs and other.task.preprocess]
         raise SourceError(
             f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(known)}"
         )
@@ -218,7 +245,7 @@ def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, 
 
     config = load_config(spec, source)
     kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
-    auto = TasksManager.get_model_class_for_task(spec.task, model_type=config.model_type)
+    auto = TasksManager.get_model_class_for_task(task.model_task or spec.task, model_type=config.model_type)
     _check_task(spec.source, spec.task, config, auto)
     return auto, config, kwargs
 
@@ -247,13 +274,12 @@ def load_config(spec: ModelSpec, source: Source) -> Any:
 
 def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     task = find_torch_task(spec.task)
-    assert task.output is not None  # `_choose_class` refused it
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
     if task.task.encodes:
-        return EncoderDecoderModel(model, task.output).eval()
-    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel}
-    return wrappers.get(task.task.preprocess, TextModel)(model, task.output).eval()
+        return EncoderDecoderModel(model, *task.outputs).eval()
+    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel, "image-text": ImageTextModel}
+    return wrappers.get(task.task.preprocess, TextModel)(model, *task.outputs).eval()
 
 
 @contextlib.contextmanager
@@ -343,8 +369,8 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     """
     kind = type(config).__name__
     known = _find_tasks({name: other.tables for name, other in TORCH_TASKS.items()}, config.model_type)
-    other = _find_tasks(OTHER_TASKS, config.model_type)
-    is_for = f"; transformers has it for {', '.join(other)}, not supported here yet" if other else ""
+    elsewhere = _find_tasks(OTHER_TASKS, config.model_type)
+    is_for = f"; transformers has it for {', '.join(elsewhere)}, not supported here yet" if elsewhere else ""
     is_for = f"; give task: {' or '.join(known)}" if known and task not in known else is_for
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     if find_task(task).generates and not find_task(task).encodes and encodes:
@@ -356,6 +382,10 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
         raise SourceError(f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here" + is_for)
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
+    own = find_torch_task(task)
+    if own.loss == "classes" and getattr(config, "problem_type", None) == "multi_label_classification":
+        other = next(n for n, t in TORCH_TASKS.items() if t.loss == "label sets" and t.model_task == task)
+        raise SourceError(f"{where}: config.json has problem_type multi_label_classification: use task: {other}")
     if mapping is not None and type(config) not in mapping and not remote:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 

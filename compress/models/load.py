@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import onnx_ir as ir
 import torch
 from torch import nn
 
@@ -15,16 +14,20 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.trace import run
-from compress.errors import SourceError
 from compress.facts import SampleShapes
+from compress.graph.cleanup import CleanUp
 from compress.models import factory, huggingface
+from compress.models.detections import read_detections
 from compress.models.facts import architecture, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_facts import onnx_io
+from compress.models.onnx_graph import check_finite_onnx, open_onnx
+from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate, read_onnx
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
+from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import TensorSpec
 from runtime.tasks.base import Task
 
@@ -43,6 +46,8 @@ class SourceModel:
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
     task: str = Task.name
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -70,9 +75,11 @@ class TorchModel(SourceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxModel(SourceModel):
-    """A model that came as an ONNX file."""
+    """A model that came as an ONNX file. `graph`: cleaned, as `clean_up` lists it."""
 
     path: Path
+    graph: ir.Model
+    clean_up: CleanUp
 
 
 def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
@@ -82,16 +89,33 @@ def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> Torch
 
 
 def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
-    """Load a torch model with its weights.
+    """Load a torch model with its weights; of an ONNX file, the module that is rebuilt from its graph.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
     """
     source = locate(spec, root)
     if source.onnx is not None:
-        raise SourceError(f"{spec.source}: an ONNX file has no torch model; give the model that it was exported from")
+        return _load_rebuilt(spec, root, source, source.onnx, feeds_shapes)
     module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
     check_finite(module, spec.source)
+    return _describe_model(spec, root, source, module, feeds_shapes)
+
+
+def build_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    """Build a torch model with random weights; none are read. Otherwise as `load_torch_model`."""
+    source = locate(spec, root)
+    if source.kind == "huggingface":
+        module = huggingface.build_untrained(spec, source)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            module = factory.build(spec, source, root)
+    return _describe_model(spec, root, source, module.float().eval().requires_grad_(False), feeds_shapes)
+
+
+def _describe_model(
+    spec: ModelSpec, root: Path, source: Source, module: nn.Module, feeds_shapes: SampleShapes
+) -> TorchModel:
     unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
@@ -101,15 +125,17 @@ def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) ->
     except factory.USER_ERRORS as error:
         raise forward_failure(spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
+    specs = output_specs(spec, shapes)
     return TorchModel(
         architecture=architecture(module),
         inputs=input_specs(spec, names, feeds_shapes),
-        outputs=output_specs(spec, shapes),
+        outputs=specs,
         module=module,
         parameters=names,
         folder=source.folder,
         class_names=spec.class_names or _read_class_names(spec, source),
         task=spec.task,
+        detections=read_detections(spec, root, specs),
         shapes=read_shapes_record(source.shapes),
     )
 
@@ -125,36 +151,43 @@ def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 
 def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    if source.kind != "huggingface" or not find_torch_task(spec.task).chooses:
+    task = find_torch_task(spec.task)
+    if source.kind != "huggingface" or not (task.chooses or task.needs_class_names):
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))
 
 
 def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
+    opened = open_onnx(path)
+    ir.external_data.load_to_model(opened.model)  # a session made of bytes finds no files
+    check_finite_onnx(opened.model, path)
     proto = read_onnx(path)
-    _check_finite_onnx(proto, path)
     inputs, outputs = onnx_io(proto, spec.task)
     return OnnxModel(
         architecture=proto.graph.name or path.stem,
         inputs=inputs,
         outputs=outputs,
         path=path,
+        graph=opened.model,
+        clean_up=opened.clean_up,
         folder=source.folder,
         class_names=spec.class_names,
         task=spec.task,
     )
 
 
-def _check_finite_onnx(proto: Any, path: Path) -> None:
-    from onnx import numpy_helper
-
-    bad = []
-    for tensor in proto.graph.initializer:
-        try:
-            array = numpy_helper.to_array(tensor, base_dir=str(path.parent))
-        except (ValueError, OSError) as error:
-            raise SourceError(f"{path}: weight '{tensor.name}' cannot be read: {error}") from error
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            bad.append(tensor.name)
-    if bad:
-        raise SourceError(f"{path}: NaN or infinity in {', '.join(bad)}; the weights are not usable")
+def _load_rebuilt(spec: ModelSpec, root: Path, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    file = _load_onnx(spec, source, path)
+    check_feeds(spec, {name: name for name in file.input_names}, feeds_shapes)
+    rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
+    return TorchModel(
+        architecture=file.architecture,
+        inputs=rebuilt.inputs,
+        outputs=file.outputs,
+        module=rebuilt.module,
+        parameters=rebuilt.parameters,
+        folder=file.folder,
+        class_names=file.class_names,
+        task=file.task,
+        detections=read_detections(spec, root, file.outputs),
+    )

@@ -90,8 +90,10 @@ def examine(path: Path) -> str:
                 return f"it holds a name that is not UTF-8: {name[:60]!r}"
             if isinstance(message, onnx.TensorProto) and (problem := _find_tensor_problem(message, path.parent)):
                 return f"tensor '{message.name}' {problem}"
-        onnx.checker.check_model(path, full_check=True)
-        onnx.shape_inference.infer_shapes(_drop_weights(model), check_type=True, strict_mode=True, data_prop=True)
+        onnx.checker.check_model(path)  # not `full_check`: its inference reads no shapes from external data
+        onnx.shape_inference.infer_shapes(
+            _drop_weights(model, path.parent), check_type=True, strict_mode=True, data_prop=True
+        )
     except (*refusals, ValueError, RuntimeError) as error:
         return " ".join(str(error).split())[:500] or type(error).__name__
     return ""
@@ -157,9 +159,16 @@ def _find_list_problem(tensor: Any, n: int) -> str | None:
     return None if has == wanted else f"has shape {list(tensor.dims)} and {has} values"
 
 
-def _drop_weights(model: Any) -> Any:
-    """Drop, in place, the values that no shape depends on, which inference would copy; return the model."""
+def _drop_weights(model: Any, folder: Path) -> Any:
+    """Drop, in place, the values that no shape depends on, which inference would copy, and load the external others.
+
+    Returns the model.
+    """
+    import onnx
+
     for tensor in model.graph.initializer:
         if math.prod(tensor.dims) > _LONG:
             tensor.ClearField("raw_data")
+        elif tensor.data_location == onnx.TensorProto.EXTERNAL:
+            onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
     return model

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes
-from compress.graph.edit import normalize
-from compress.graph.layers import GraphLayer, find_layers
-from compress.graph.run import weight_bytes
+from compress.graph.layers import GraphLayer, find_layers, is_constant
+from compress.graph.run import clone, weight_bytes
+from compress.models.onnx_graph import SHORT, open_onnx
 from compress.models.source import read_onnx
 from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
@@ -34,22 +33,24 @@ DTYPES = {
 }
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Tensor name -> (shape, bytes per element)."""
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
-    """Return layers, work and memory of the graph in `path` for one sample of the shapes in `feeds`, by input."""
+    """Return layers, work and memory of the graph in `path` for one sample of the shapes in `feeds`, by input.
+
+    The graph is the cleaned one, which passes work on.
+    """
     proto = read_onnx(path)
     inputs, outputs = onnx_io(proto, task)
     _check_feeds(path, inputs, feeds)
     _check_outputs(path, task, outputs)
-    model = _open_graph(path)
-    shapes, batch = _sample_shapes(proto, feeds, path), _read_fixed_batch(proto)
+    opened = open_onnx(path)
+    model = opened.model
+    light = _without_weights(model)
+    shapes, batch = _sample_shapes(light, feeds, path), _read_fixed_batch(light)
     graph_layers = find_layers(model)
     layers = tuple(_describe_layer(layer, shapes, batch) for layer in graph_layers)
-    unknown = [
-        layer.name for layer, facts in zip(graph_layers, layers, strict=True) if not facts.macs and layer.op != "Gather"
-    ]
-    notes = (f"work is not known (the graph does not tell its shape): {', '.join(unknown)}",) if unknown else ()
     in_layers = sum(facts.n_bytes for facts in {facts.weight: facts for facts in layers}.values())
     return ModelFacts(
         source="onnx",
@@ -59,21 +60,42 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
         outputs=outputs,
         layers=layers,
         other_bytes=max(0, weight_bytes(model) - in_layers),
-        peak_activation_bytes=_count_peak_bytes(proto, shapes) // batch,
-        operators=tuple(sorted({node.op_type for node in proto.graph.node})),
-        notes=notes,
+        peak_activation_bytes=_count_peak_bytes(light, shapes, feeds) // batch,
+        operators=tuple(sorted({node.op_type for node in model.graph})),
+        notes=(*opened.clean_up.problems, *_list_notes(model, layers)),
         opset=model.opset_imports.get(""),
+        clean_up=opened.clean_up.done,
     )
 
 
-def _open_graph(path: Path) -> ir.Model:
-    """Read the graph in its normal form. SourceError: it cannot be read."""
-    try:
-        model = ir.load(path)
-        normalize(model)
-    except (ir.serde.SerdeError, ValueError, TypeError) as error:
-        raise SourceError(f"{path}: cannot be read as a graph: {' '.join(str(error).split())[:500]}") from error
-    return model
+def _list_notes(model: ir.Model, layers: Sequence[LayerFacts]) -> Iterator[str]:
+    """Yield what a user should know of a graph: whose work is not known, and what no pass can take."""
+    unknown = [layer.name for layer in layers if not layer.macs and layer.op != "Gather"]
+    if unknown:
+        yield f"work is not known (the graph does not tell its shape): {', '.join(unknown)}"
+    every = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    inner = [node for node in every if node.graph is not model.graph and node.op_type in PRODUCTS]
+    if inner:
+        yield f"{len(inner)} products lie within the body of an If, Loop or Scan, and stay as they are"
+    integers = [node for node in every if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0])]
+    if integers:
+        yield (
+            f"{len(integers)} constants are stored as integers already, and layers that read them stay as they are; "
+            "give the float model to have them compressed"
+        )
+
+
+def _without_weights(model: ir.Model) -> onnx.ModelProto:
+    """Return the graph as a proto whose large constants are inputs: protobuf holds no more than 2 GiB."""
+    copy = clone(model)
+    for name, value in list(copy.graph.initializers.items()):
+        if value.const_value is not None and value.const_value.size > SHORT:
+            del copy.graph.initializers[name]
+            value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(value.const_value.shape.numpy())
+            value.const_value = None
+            if not value.is_graph_input():
+                copy.graph.inputs.append(value)
+    return ir.to_proto(copy)
 
 
 def onnx_io(proto: onnx.ModelProto, task: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -122,19 +144,24 @@ def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes
 
 
 def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
-    """Raise SourceError unless a task of classes has one output of them: that by its name, else the only one."""
+    """Raise SourceError unless the outputs of a task that needs certain ones are there.
+
+    Of classes there is one output: that by its name, else the only one. Several are told by their names alone.
+    """
     wanted = find_torch_task(task)
-    if not wanted.chooses:
+    if wanted.any_outputs or (not wanted.chooses and len(wanted.outputs) < 2):
         return
-    rank = len(wanted.axes)
-    named = [out for out in outputs if out.name == wanted.output]
-    candidates = named or [out for out in outputs if len(out.shape) == rank]
-    if len(candidates) != 1 or len(candidates[0].shape) != rank:
-        shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
-        raise SourceError(
-            f"{path}: task {task} needs one output [{', '.join(wanted.axes)}], but the graph gives {shown}; call that "
-            f"output '{wanted.output}', or use task: generic"
-        )
+    for name, axes in wanted.outputs.items():
+        rank = len(axes)
+        named = [out for out in outputs if out.name == name]
+        candidates = named or [out for out in outputs if len(out.shape) == rank and len(wanted.outputs) == 1]
+        if len(candidates) != 1 or len(candidates[0].shape) != rank:
+            shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
+            called = f"that output '{name}'" if len(wanted.outputs) == 1 else "them so"
+            raise SourceError(
+                f"{path}: task {task} needs {wanted.describe_outputs()}, but the graph gives {shown}; call {called}, "
+                "or use task: generic"
+            )
 
 
 def _describe_layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:
@@ -149,12 +176,12 @@ def _describe_layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts
     return LayerFacts(layer.name, layer.type, layer.op, layer.weight.name or layer.name, shape, macs, bits)
 
 
-def _count_peak_bytes(proto: Any, shapes: Shapes) -> int:
+def _count_peak_bytes(proto: Any, shapes: Shapes, fed: Collection[str]) -> int:
     """Return the largest sum of tensors alive at once, in the graph's order; those of unknown shape count nothing."""
     nodes = proto.graph.node
     keep = {value.name for value in proto.graph.output}
     last = {name: i for i, node in enumerate(nodes) for name in node.input}
-    alive = {value.name: _count_bytes(shapes, value.name) for value in proto.graph.input}
+    alive = {value.name: _count_bytes(shapes, value.name) for value in proto.graph.input if value.name in fed}
     peak = sum(alive.values())
     for i, node in enumerate(nodes):
         alive |= {name: _count_bytes(shapes, name) for name in node.output}
@@ -175,9 +202,6 @@ def _sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, path: Path) -> S
     """
     fixed = onnx.ModelProto()
     fixed.CopyFrom(proto)
-    for tensor in fixed.graph.initializer:  # shapes and axes are read even where weights are not
-        if tensor.data_location == onnx.TensorProto.EXTERNAL and math.prod(tensor.dims) <= 64:
-            load_external_data_for_tensor(tensor, str(path.parent))
     sizes = _bind_inputs(fixed, feeds)
     declared = _collect_known_shapes((*fixed.graph.value_info, *fixed.graph.output), sizes)
     del fixed.graph.value_info[:]  # they may name dimensions that are numbers here

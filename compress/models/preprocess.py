@@ -17,15 +17,19 @@ from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
     AudioPreprocess,
     ImagePreprocess,
+    ImageTextPreprocess,
     PreprocessSpec,
     Seq2SeqPreprocess,
     TensorPreprocess,
     TextPreprocess,
 )
 from runtime.tasks import find_task
+from runtime.tasks.base import OFFSETS
 
 USUAL_CONTEXT = 2048
 """Tokens of a language model's text where a recipe does not say."""
+USUAL_STRIDE = 128
+"""Tokens that two windows of a long context share, where a recipe does not say (as in BERT's own code)."""
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -59,30 +63,33 @@ def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: S
     if source.kind != "huggingface" or source.folder is None:
         raise SourceError(f"{spec.source}: a {spec.task} model is a Hugging Face folder: give dir: or hf:")
     kind = find_task(spec.task).columns[0]
-    if isinstance(declared, ImagePreprocess | LanguagePreprocess):
+    if isinstance(declared, ImagePreprocess | ImageTextPreprocess | LanguagePreprocess):
         raise SourceError(f"preprocess: kind: {declared.kind} does not fit the task {spec.task}")
     whole = declared if isinstance(declared, Seq2SeqPreprocess) else Seq2SeqPreprocess(source=declared)
     read = whole.source or _READERS[kind](source.folder)
-    if isinstance(read, ImagePreprocess | LanguagePreprocess | Seq2SeqPreprocess) or read.kind not in (kind, "tensor"):
+    if not isinstance(read, TextPreprocess | AudioPreprocess | TensorPreprocess) or read.kind not in (kind, "tensor"):
         raise SourceError(f"preprocess: source of kind: {read.kind} does not fit the task {spec.task}")
     if isinstance(read, TextPreprocess):
-        _check_tokenizer(source.folder, read.tokenizer, "text")
+        _check_tokenizer(source, "text", read.tokenizer)
         _check_positions(source.folder, read.max_length)
-    _check_tokenizer(source.folder, whole.target.tokenizer, "seq2seq")
+    _check_tokenizer(source, "seq2seq", whole.target.tokenizer)
     return replace(whole, source=read, target=resolve_target(source.folder, whole.target))
 
 
 def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
-    """Return the names that the recipe gives the classes; else, where the task needs them, those of config.json.
+    """Return the names that the recipe gives the classes; else, where the task uses them, those of config.json.
 
     SourceError where the task needs them and there are none.
     """
-    if spec.class_names or not find_torch_task(spec.task).needs_class_names:
+    task = find_torch_task(spec.task)
+    if spec.class_names or not (task.needs_class_names or task.uses_class_names):
         return spec.class_names
     folder = locate(spec, root).folder
     labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
     names = tuple(str(labels[key]) for key in sorted(labels, key=int)) if isinstance(labels, dict) else ()
     if not names or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+        if not task.needs_class_names:
+            return ()
         raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [O, B-PER, ...]")
     return names
 
@@ -91,35 +98,66 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
-    if isinstance(preprocess, ImagePreprocess | AudioPreprocess) and task.preprocess != preprocess.kind:
+    others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess | Seq2SeqPreprocess
+    given = ("image", None) if isinstance(preprocess, ImagePreprocess) else (preprocess.kind,)
+    if isinstance(preprocess, others) and task.preprocess not in given:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
-    if isinstance(preprocess, TensorPreprocess) and task.reads_texts and task.facts:
-        raise SourceError(f"preprocess: {task.name} answers by tokens, so it needs kind: {task.preprocess}")
+    if isinstance(preprocess, ImageTextPreprocess):
+        _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
+    if isinstance(preprocess, TensorPreprocess) and task.facts:
+        parts = "tokens" if task.reads_texts else "the pixels of images as they came"
+        raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
+    if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
+        return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
+    if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts and preprocess.stride is not None:
+        raise SourceError(f"preprocess: stride: {task.name} reads the beginning of a text alone; leave stride out")
     return preprocess
+
+
+def shifts_masks(folder: Path | None) -> bool:
+    """Return whether a model's folder says that its first class is 1 in masks, and 0 there is none."""
+    config = _read_object(folder / "preprocessor_config.json") if folder is not None else {}
+    return bool(config.get("do_reduce_labels", config.get("reduce_labels", False)))
 
 
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
     if find_task(spec.task).preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
-    _check_tokenizer(source.folder, preprocess.tokenizer, preprocess.kind)
-    assert source.folder is not None  # checked just above
-    _check_positions(source.folder, preprocess.max_length)
-
-
-def _check_tokenizer(folder: Path | None, name: str, kind: str) -> None:
-    if folder is None:
-        raise SourceError(f"preprocess: kind: {kind} needs {name} beside the weights; copy it there")
-    if not (folder / name).is_file():
-        raise SourceError(
-            f"preprocess: {folder} has no {name}; write one with "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
+    _check_positions(_check_tokenizer(source, preprocess.kind, preprocess.tokenizer), preprocess.max_length)
 
 
 def _check_positions(folder: Path, max_length: int) -> None:
     positions = _count_positions(_read_object(folder / "config.json"))
     if positions is not None and max_length > positions:
         raise SourceError(f"preprocess: max_length {max_length} is more than the model's {positions} positions")
+
+
+def _check_tokenizer(source: Source, kind: str, tokenizer: str) -> Path:
+    """Return the folder that holds the tokenizer. SourceError where there is none."""
+    if source.folder is None:
+        raise SourceError(f"preprocess: kind: {kind} needs {tokenizer} beside the weights; copy it there")
+    if not (source.folder / tokenizer).is_file():
+        raise SourceError(
+            f"preprocess: {source.folder} has no {tokenizer}; write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    return source.folder
+
+
+def reads_token_mask(folder: Path) -> bool:
+    """Return whether the folder's tokenizer gives its model a mask; SigLIP's does not."""
+    names = _read_object(folder / "tokenizer_config.json").get("model_input_names")
+    return names is None or "attention_mask" in names
+
+
+def _read_pair(folder: Path) -> ImageTextPreprocess:
+    """Read both halves; a text is as long as the model's text tower has positions."""
+    positions = (_read_object(folder / "config.json").get("text_config") or {}).get("max_position_embeddings")
+    stated = _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]
+    length = min(known, default=TextPreprocess.max_length)
+    text = TextPreprocess(max_length=length, padding="max_length", pooling="none")
+    return ImageTextPreprocess(image=_read_image(folder), text=text)
 
 
 def _read_language(folder: Path) -> LanguagePreprocess:
@@ -363,5 +401,6 @@ _READERS: dict[str, Callable[[Path], PreprocessSpec]] = {
     "language": _read_language,
     "image": _read_image,
     "audio": _read_audio,
+    "image-text": _read_pair,
 }
 """Kind -> what reads it from a model's folder."""

@@ -73,6 +73,11 @@ class Pass(Record):
         """
         raise NotImplementedError
 
+    @property
+    def chooses_by_time(self) -> bool:
+        """Return whether the work depends on what is measured on this machine."""
+        return False
+
     def find_student(self) -> Student | None:
         """Return the model that learns in the place of the given one; None where the given one goes on."""
         return None

@@ -30,6 +30,8 @@ def choose_layers(
             reason = "not among targets"
         elif layer.bits < 16:
             reason = f"already in {layer.bits:g} bits"
+        elif layer.bits > 32:
+            reason = f"computed in {layer.bits:g} bits, which nothing rounds; convert the model to float32"
         else:
             reason = unfit(layer)
         if reason is None:

@@ -39,10 +39,11 @@ class Int8(EightBit):
     """How a range is chosen from what was observed."""
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
     """With calibration: percentile, how much of what was observed lies inside the range, in per cent."""
-    placement: Placement = "auto"
-    """all: activations stay int8 between operators (convolutional nets). inputs: only the inputs of matrix products are
-    quantized, and what convolutions read and write; the residual stream stays float (transformers). auto: decided from
-    the graph."""
+    placement: Literal["fastest", "auto", "all", "inputs"] = "fastest"
+    """fastest: as auto, but layers that int8 makes slower stay float, by times measured on this machine; where nothing
+    can be timed (a target that does not run here) it is auto. all: activations stay int8 between operators
+    (convolutional nets). inputs: only the inputs of matrix products are quantized, and what convolutions read and
+    write; the residual stream stays float (transformers). auto: one of these two, decided from the graph."""
     overrides: tuple[Int8Override, ...] = ()
     """Exceptions for some of the layers."""
 
@@ -60,7 +61,11 @@ class Int8(EightBit):
 
     @property
     def placement_is_given(self) -> bool:
-        return self.placement != "auto"
+        return self.placement in ("all", "inputs")
+
+    @property
+    def chooses_by_time(self) -> bool:
+        return self.placement == "fastest"
 
     def unfit(self, layer: LayerFacts) -> str | None:
         if layer.type == "Embedding":
@@ -70,7 +75,9 @@ class Int8(EightBit):
         return None if layer.op in ("Conv", "Gemm", "MatMul") else f"{layer.op} has no int8 form"
 
     def choose_tensors(self) -> Placement:
-        return "inputs" if self.placement == "auto" and (self.is_dynamic or self.attention) else self.placement
+        if self.placement in ("all", "inputs"):
+            return self.placement
+        return "inputs" if self.is_dynamic or self.attention else "auto"
 
     def patterns(self) -> dict[str, tuple[LayerPattern, ...]]:
         return super().patterns() | {

@@ -19,6 +19,7 @@ from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
 from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
+from runtime.boxes.spec import Detections
 from runtime.tasks import find_task
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ class TrainingPass(Pass):
 
     def training_problems(self, facts: ModelFacts) -> list[str]:
         """Return what is wrong with the settings for such a model."""
-        if facts.source == "onnx":
-            return [f"{self.kind}: trains a torch model, and an onnx: source is none"]
+        if why := facts.explain_no_module():
+            return [f"{self.kind}: trains a torch model, and {why}"]
         if self.augment.any and find_task(facts.task).preprocess != "image":
             return [f"{self.kind}: augment is for images, and the task is {facts.task}; leave it out"]
         return [
@@ -217,7 +218,8 @@ class AttentionTerm(Record):
 
 
 class OutputTerm(Record):
-    """Distance between the model's outputs: embeddings, regressions."""
+    """Distance between the model's outputs: embeddings, regressions; of a detector between its boxes, where the teacher
+    sees objects (smooth L1 in parts of a box, whatever `loss` says)."""
 
     loss: Literal["mse", "cosine"] = "cosine"
     """mse: squared error over the teacher's mean square; cosine: 1 - cosine."""
@@ -250,9 +252,14 @@ class Terms:
 _USUAL: dict[Loss, Terms] = {
     "classes": Terms(logits=LogitsTerm(temperature=4.0)),
     "token classes": Terms(logits=LogitsTerm(temperature=4.0)),
+    "label sets": Terms(logits=LogitsTerm(temperature=2.0)),
+    "pixel classes": Terms(logits=LogitsTerm()),
+    "answer spans": Terms(logits=LogitsTerm(temperature=2.0)),
     "next tokens": Terms(logits=LogitsTerm()),
     "target tokens": Terms(logits=LogitsTerm()),
+    "numbers": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
+    "detections": Terms(logits=LogitsTerm(), output=OutputTerm(loss="mse", pooling="none")),
     "outputs": Terms(output=OutputTerm(loss="mse", pooling="none")),
 }
 """The terms of a loss that a recipe leaves to the task."""
@@ -261,8 +268,10 @@ _USUAL: dict[Loss, Terms] = {
 class LearningPass(TrainingPass):
     """A pass that trains by a sum of terms.
 
-    Without any term: for classes KL at temperature 4, for text KL of every predicted token, for embeddings the cosine
-    of the pooled ones and the blocks' hidden states, else the squared error of the outputs.
+    Without any term: for classes KL at temperature 4, for answers in a text and for each of a set of labels at 2, for
+    pixels and for text KL of each pixel and predicted token, for numbers their squared error, for embeddings the cosine
+    of the pooled ones and the blocks' hidden states, for a detector's head the divergence of its classes and smooth L1
+    of its boxes, else the squared error of the outputs.
     """
 
     logits: LogitsTerm | None = None
@@ -298,6 +307,15 @@ class LearningPass(TrainingPass):
         problems, terms = [], self.terms(facts.task)
         if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
+        softened = terms.logits is not None and (terms.logits.temperature, terms.logits.divergence) != (1.0, "forward")
+        if find_torch_task(facts.task).loss == "numbers" and softened:
+            problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
+        if facts.detections is not None:
+            problems += _head_problems(self.kind, terms, facts.detections)
+        if self.augment.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
+            problems.append(
+                f"{self.kind}: augment changes images, and labels of pixels would stay: leave one of them out"
+            )
         if self.augment.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"
@@ -314,11 +332,15 @@ class LearningPass(TrainingPass):
         terms = self.terms(task)
         parts = []
         if terms.logits is not None:
-            parts.append(f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}")
+            of_numbers = find_torch_task(task).loss == "numbers"
+            softened = f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}"
+            parts.append("squared error of the numbers" if of_numbers else softened)
         if terms.labels is not None:
             learned = {"next tokens": "the next tokens", "target tokens": "the references' tokens"}
             parts.append(learned.get(find_torch_task(task).loss, "the labels"))
-        if terms.output is not None:
+        if terms.output is not None and find_torch_task(task).loss == "detections":
+            parts.append("smooth L1 of the boxes")
+        elif terms.output is not None:
             pooling = terms.pooling(task)
             parts.append(f"{terms.output.loss} of the outputs" + ("" if pooling == "none" else f" ({pooling} pooling)"))
         parts += [f"{terms.hidden.loss} of hidden states"] if terms.hidden is not None else []
@@ -354,6 +376,20 @@ class LearningPass(TrainingPass):
         course, n_bytes = self.course(n_samples, 0), self.cache_bytes(facts, n_samples)
         kept = f"its outputs are kept on disk ({n_bytes / 1e6:.1f} MB)" if n_bytes else "it is run in every step"
         return [Note("info", f"{self.kind}: {course.steps} steps of {course.samples} samples; the teacher: {kept}")]
+
+
+def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:
+    """Report what a detector's head cannot learn from."""
+    problems = []
+    if terms.labels is not None:
+        problems.append(
+            f"{kind}: labels: which place of a head learns which box is for its own training; use logits and output"
+        )
+    if spec.outputs is not None and spec.outputs.final and (terms.logits or terms.output):
+        problems.append(
+            f"{kind}: the model ends in boxes, after suppression, which teach nothing: give it without that end"
+        )
+    return problems
 
 
 def _layer_problems(config: LearningPass, facts: ModelFacts) -> list[str]:

@@ -8,14 +8,17 @@ from typing import Any
 
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
+from compress.planning.own_metrics import digest_own_metrics
+from compress.planning.timing import describe_call, explain_untimed
 from compress.recipe.schema import Recipe
 from compress.store.cache import cache_key
+from runtime.boxes.spec import Detections
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import Seq2SeqPreprocess, TextPreprocess
-from runtime.metrics import METRICS
+from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
+from runtime.metrics import METRICS, is_own
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 
 
@@ -49,16 +52,17 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     keys, previous = [], source
     staged = [(pass_, pass_.stage_on(inputs.facts)) for pass_ in recipe.passes]
     for pass_, stage in ((pass_, stage) for pass_, stage in staged if stage != "graph"):
-        uses = [*_list_dependencies(pass_, recipe, data), *_digest_student(pass_, inputs)]
+        uses = [*_list_dependencies(pass_, inputs, data), *_digest_student(pass_, inputs)]
         previous = cache_key(f"{stage} pass", previous, uses, _describe_preprocess(inputs))
         keys.append(previous)
     exports = [cache_key("export", key, export) for key in keys]
     previous = passed_graph = exports[-1] if exports else float_graph
     for pass_ in (pass_ for pass_, stage in staged if stage == "graph"):
-        previous = cache_key("pass", previous, _list_dependencies(pass_, recipe, data))
+        previous = cache_key("pass", previous, _list_dependencies(pass_, inputs, data))
         keys.append(previous)
     judged = recipe.validate_
-    how = [recipe.target, judged.batch_size, judged.benchmark.threads]
+    how = [recipe.target, judged.batch_size, judged.benchmark.threads, to_json(recipe.postprocess)]
+    how += _describe_detections(inputs)
     baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
     left = [*exports, *keys[len(exports) :]]
@@ -66,16 +70,32 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     return CacheKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
 
 
-def _list_dependencies(pass_: Pass, recipe: Recipe, data: Mapping[str, list[Any]]) -> list[Any]:
+def _list_dependencies(pass_: Pass, inputs: Inputs, data: Mapping[str, list[Any]]) -> list[Any]:
     """List what a pass's result depends on, beside the pass before it."""
+    recipe = inputs.recipe
     uses: list[Any] = [pass_.model_dump(mode="json"), recipe.target, recipe.seed]
     if pass_.needs_calibration:
         uses.append(data.get("calibration"))
     if pass_.needs_train:
-        uses.append(data.get("train"))
+        uses += [data.get("train"), *_describe_detections(inputs, of_head=True)]
+    if pass_.chooses_by_time:
+        uses.append(describe_call(recipe) if explain_untimed(recipe) is None else "not timed")
     if pass_.uses_gates:
-        uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation")]
+        uses += [to_json(quality_gates(recipe.validate_)), data.get("evaluation"), *_describe_detections(inputs)]
+        uses += [list(recipe.data.evaluation_names), to_json(recipe.postprocess), digest_own_metrics(recipe)]
     return uses
+
+
+def _describe_detections(inputs: Inputs, of_head: bool = False) -> list[Any]:
+    """Describe what a detector's outputs mean, in a list; `of_head`: without the bounds of what is kept."""
+    known = inputs.facts.detections
+    if known is None:
+        return []
+    if of_head:
+        usual = Detections()
+        bounds = ("score_threshold", "iou_threshold", "most", "suppress", "multi_label")
+        known = replace(known, **{name: getattr(usual, name) for name in bounds})
+    return [to_json(known)]
 
 
 def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
@@ -86,7 +106,7 @@ def _digest_student(pass_: Pass, inputs: Inputs) -> list[str]:
 
 def quality_gates(judgement: Judgement) -> Judgement:
     """Return the judgement with only the gates that speak of outputs, without speed, size and what passes left."""
-    gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS)
+    gates = tuple(gate for gate in judgement.gates if gate.metric in METRICS or is_own(gate.metric))
     return replace(judgement, gates=gates, benchmark=Benchmark(), steps="auto")
 
 
@@ -96,7 +116,10 @@ def _describe_preprocess(inputs: Inputs) -> list[Any]:
     if isinstance(preprocess, Seq2SeqPreprocess) and inputs.tokenizer is not None:
         names = {preprocess.target.tokenizer, getattr(preprocess.source, "tokenizer", preprocess.target.tokenizer)}
         return [to_json(preprocess), *(sha256_of(inputs.tokenizer / name) for name in sorted(names))]
-    if not isinstance(preprocess, TextPreprocess | LanguagePreprocess) or inputs.tokenizer is None:
+    if (
+        not isinstance(preprocess, TextPreprocess | LanguagePreprocess | ImageTextPreprocess)
+        or inputs.tokenizer is None
+    ):
         return [to_json(preprocess)]
     return [to_json(preprocess), sha256_of(inputs.tokenizer / preprocess.tokenizer)]
 

@@ -22,22 +22,32 @@ from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
 from compress.models.answers import describe_not_followed
-from compress.models.facts import model_facts
+from compress.models.detections import read_detections
+from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
-from compress.models.preprocess import find_class_names, resolve_preprocess
+from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, locate, model_digest
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
 from compress.store.durable import blame
+from compress.tasks import find_torch_task
+from compress.tasks.base import MaskIds
+from runtime.bundle.columns import count
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
-from runtime.encode.preprocess import AudioPreprocess, PreprocessSpec, Seq2SeqPreprocess, make_preprocessor
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    PreprocessSpec,
+    Seq2SeqPreprocess,
+    make_preprocessor,
+    split_samples,
+)
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
@@ -86,7 +96,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     data, problems = {}, []
     for name, declared in recipe.data.declared.items():
         try:
-            data[name] = inspect_data(declared, root, spec.task, names, class_names)
+            slices, images = recipe.validate_.slices if name == "evaluation" else (), preprocess.kind == "image"
+            data[name] = inspect_data(declared, root, spec.task, names, class_names, images, slices)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -100,12 +111,17 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts = model_facts(spec, root, feeds, coupling, blocks)
+    rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
+    if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
+        facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
     digest, folder = model_digest(spec, root), locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
+    detections = read_detections(spec, root, facts.outputs)
+    notes = [*notes, *_note_masks(recipe, data, folder)]
     if spec.encodes and folder is not None:
         notes += describe_not_followed(folder)
-    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts)
+    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections)
     problems += students.problems
     return Inputs(
         recipe,
@@ -135,13 +151,29 @@ def _find_rate_problems(preprocess: PreprocessSpec, data: Mapping[str, DataFacts
     ]
 
 
+def _note_masks(recipe: Recipe, data: Mapping[str, DataFacts], folder: Path | None) -> list[str]:
+    """Return a note for each set whose masks are read as they are, where the model's folder says otherwise."""
+    if find_torch_task(recipe.model.task).loss != "pixel classes" or not shifts_masks(folder):
+        return []
+    return [
+        f"data.{name}: the model's preprocessor_config.json says do_reduce_labels: 1 is the first class in its masks, "
+        "and 0 none; if these are so, add `masks: {first: 1, ignore: 0}`"
+        for name, facts in data.items()
+        if facts.has_labels and recipe.data.declared[name].masks == MaskIds()
+    ]
+
+
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     """Load the samples of a set that the recipe declares. Raises SourceError."""
     recipe = inputs.recipe
     spec = recipe.data.declared[name]
     task, class_names = recipe.model.task, inputs.class_names
+    slices, sets = (recipe.validate_.slices, recipe.data.evaluation_names) if name == "evaluation" else ((), ())
     with blame(recipe.root, SourceError):
-        samples = load_samples(spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names)
+        images = inputs.preprocess.kind == "image"
+        samples = load_samples(
+            spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, images, slices, sets
+        )
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 
@@ -211,13 +243,13 @@ class Batches(Sequence[Feeds]):
     ) -> None:
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
-        self.views = encoding_views(task, samples.columns)
+        views = encoding_views(task, samples.columns)
+        self.views = [split_samples(self.preprocessor, view)[0] for view in views]
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
-        starts = range(0, samples.n - samples.n % self.size if fixed else samples.n, self.size)
-        self.rows = [
-            (view, np.arange(start, min(start + self.size, samples.n))) for view in self.views for start in starts
-        ]
+        n = count(self.views[0])
+        starts = range(0, n - n % self.size if fixed else n, self.size)
+        self.rows = [(view, np.arange(start, min(start + self.size, n))) for view in self.views for start in starts]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -230,6 +262,13 @@ class Batches(Sequence[Feeds]):
 
     def __iter__(self) -> Iterator[Feeds]:
         return (self[i] for i in range(len(self)))
+
+
+def example_feeds(feeds: Feeds, specs: Sequence[TensorSpec]) -> Feeds:
+    """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
+    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
+        return {name: np.concatenate([values, values]) for name, values in feeds.items()}
+    return feeds
 
 
 @dataclass(frozen=True)

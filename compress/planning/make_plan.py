@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_proble
 from compress.facts import ModelFacts, Note, SampleShapes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
+from compress.graph.cleanup import describe_clean_up
 from compress.models.facts import short_feeds, zeros
 from compress.models.feeds import parameters
 from compress.models.meta import module_on_meta
@@ -24,6 +25,7 @@ from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
+from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import engine_notes, objections
@@ -47,9 +49,13 @@ Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
 
 
-def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe, cache: Path | None = None, twins: bool = True, log: Callable[[str], None] | None = None
+) -> Plan:
     """Check that the recipe can work and say how. Loads no weights, and no network but for a recipe that names the hub.
 
+    Its forecast of speed is measured, which takes seconds the first time; `twins`: also where a torch model has to be
+    built and exported for it. `log`: told what is measured; None: stderr.
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
@@ -74,14 +80,19 @@ def make_plan(recipe: Recipe, cache: Path | None = None) -> Plan:
         problems = [problem for found, _ in checkpoints for problem in found]
     if problems:
         raise PlanError(problems)
+    cleaned = (Note("info", describe_clean_up(before.clean_up)),) if before.clean_up else ()
     first = [
-        PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes)
-        for name, key in (("export to float ONNX", keys.float_graph), ("baseline outputs", keys.baseline))
+        PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
+        for name, key, notes in (
+            ("export to float ONNX", keys.float_graph, cleaned),
+            ("baseline outputs", keys.baseline, ()),
+        )
     ]
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
     notes = (*_collect_notes(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
-    return Plan(recipe, inputs, work, keys, before, after, notes, expected)
+    latency, told = forecast_latency(inputs, keys, store.root, twins, log)
+    return Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from compress.facts import LayerDecision, ModelFacts, Note
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.forecast import Forecast
 from compress.planning.inputs import Inputs
+from compress.planning.latency import LatencyForecast
 from compress.recipe.schema import Recipe
-from runtime.report.units import size_text
+from runtime.report.units import ms_text, size_text
 
 MOST_LAYERS = 12
 
@@ -47,6 +48,7 @@ class Plan:
     after: ModelFacts
     notes: tuple[Note, ...]
     forecast: Forecast
+    latency: LatencyForecast | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values, for `compress plan --json`."""
@@ -88,6 +90,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             for name, f in plan.inputs.data.items()
         },
         "forecast": asdict(plan.forecast),
+        "latency": None if plan.latency is None else asdict(plan.latency),
         "notes": [asdict(note) for note in plan.notes],
     }
 
@@ -130,9 +133,20 @@ def _format_forecast(plan: Plan) -> str:
     expected = plan.forecast
     ratio = plan.before.n_bytes / max(plan.after.n_bytes, 1)
     return (
+        f"{_format_latency(plan.latency)}"
         f"weights {size_text(plan.before.n_bytes)} -> {size_text(plan.after.n_bytes)} ({ratio:.1f}x smaller); about "
         f"{expected.seconds:.0f} s, {size_text(expected.memory_bytes)} of memory at the peak, "
         f"{size_text(expected.disk_bytes)} of disk"
+    )
+
+
+def _format_latency(latency: LatencyForecast | None) -> str:
+    if latency is None:
+        return ""
+    what = {"latency_p50": "a call", "tpot": "a token"}[latency.metric]
+    return (
+        f"{what} takes about {ms_text(latency.float_ms)} -> {ms_text(latency.compressed_ms)} on {latency.backend} "
+        f"({latency.speedup:.2f}x as fast, measured on models of this shape)\n"
     )
 
 

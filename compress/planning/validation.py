@@ -14,6 +14,7 @@ from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
 from compress.planning.measurements import measurement_problems
+from compress.planning.own_metrics import own_metric_problems
 from compress.recipe.exports import Engine, GraphExport, OnnxExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
@@ -22,8 +23,10 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.judge.gates import check_gates
+from runtime.judge.slices import LABEL, SET
 from runtime.measure.workload import MOST_FEED_BYTES, check_room
 from runtime.metrics import MEASURED, SIZES
+from runtime.tasks import find_task
 
 STAGES = ("model", "blocks", "graph")
 """In the order in which they run."""
@@ -41,6 +44,9 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *export_problems(recipe, facts),
         *opset_problems(recipe, facts),
         *gate_problems(inputs),
+        *slice_problems(inputs),
+        *postprocess_problems(inputs),
+        *own_metric_problems(recipe),
         *measurement_problems(recipe),
         *benchmark_problems(inputs),
         *judging_problems(recipe),
@@ -79,8 +85,10 @@ def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
         rank = STAGES.index(pass_.stage_on(facts))
         if ended and rank == latest:
             problems.append(f"passes.{index}: {pass_.kind} would change what {ended} rounded, and must come before it")
-        if rank < STAGES.index("graph") and facts.source == "onnx":
+        if STAGES[rank] == "blocks" and facts.source == "onnx":
             problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and an onnx: source is none")
+        elif STAGES[rank] == "model" and (why := facts.explain_no_module()):
+            problems.append(f"passes.{index}: {pass_.kind} rewrites a torch model, and {why}")
         elif rank < latest:
             what = ("the whole torch model", "the torch model's blocks")[rank]
             problems.append(f"passes.{index}: {pass_.kind} rewrites {what} and must come before {kind}")
@@ -138,12 +146,15 @@ def opset_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """Report passes that need operators which the graph's opset lacks."""
     opset, mend = recipe.opset, "set it as export.0.opset"
     if facts.opset is not None:
-        opset, mend = facts.opset, "convert the file, with onnx.version_converter"
+        why = next((note for note in facts.notes if "cannot be raised" in note), "")
+        opset, mend = facts.opset, f"export it anew with a later one ({why})"
     return [
         f"passes.{index}: {pass_.kind} needs a graph of opset {pass_.lowest_opset} or later; "
         f"this one has {opset}: {mend}"
         for index, pass_ in enumerate(recipe.passes)
-        if opset < pass_.lowest_opset and pass_.lowest_opset > LOWEST_OPSET and recipe.has_onnx
+        if opset < pass_.lowest_opset
+        and (facts.opset is not None or pass_.lowest_opset > LOWEST_OPSET)
+        and recipe.has_onnx
     ]
 
 
@@ -153,7 +164,7 @@ def gate_problems(inputs: Inputs) -> list[str]:
     if evaluation is None:
         return []
     try:
-        check_gates(recipe.validate_, recipe.model.task, evaluation.has_labels)
+        check_gates(recipe.validate_, recipe.model.task, evaluation.has_labels, recipe.postprocess)
     except UsageError as error:
         return [f"validate: {problem}" for problem in error.problems]
     if recipe.has_onnx:
@@ -164,6 +175,40 @@ def gate_problems(inputs: Inputs) -> list[str]:
         for index, gate in enumerate(recipe.validate_.gates)
         if gate.metric in MEASURED and gate.metric not in SIZES
     ]
+
+
+def slice_problems(inputs: Inputs) -> list[str]:
+    """Report slices that there cannot be: of named sets where none is named, of scores, of texts that are joined."""
+    recipe, judged = inputs.recipe, inputs.recipe.validate_
+    sets, problems = recipe.data.evaluation_names, []
+    if SET in judged.slices and sets:
+        problems.append("validate.slices: 'set' is the named evaluation sets', always there; leave it out")
+    asked = {gate.worst or (gate.slice or "").partition("=")[0] for gate in judged.gates}
+    if SET in asked and not sets and SET not in judged.slices:
+        problems.append(
+            "validate.gates: there are no slices by 'set': data.evaluation is one set; name several, such as "
+            "evaluation: {day: {source: ...}, night: {source: ...}}"
+        )
+    evaluation = inputs.data.get("evaluation")
+    _, dtype = evaluation.shapes.get(LABEL, ((), "int64")) if evaluation is not None else ((), "int64")
+    if LABEL in judged.slices and dtype.startswith("float"):
+        problems.append(f"validate.slices: label: the labels are {dtype}, no classes; slice by a column of few values")
+    if (sets or judged.slices) and getattr(inputs.preprocess, "pack", False):
+        what = "validate.slices" if judged.slices else "data.evaluation"
+        problems.append(f"{what}: preprocess.pack joins all texts, so that none is of one slice; leave pack out")
+    return problems
+
+
+def postprocess_problems(inputs: Inputs) -> list[str]:
+    """Report fields of `postprocess` that the task does not take, or the model's classes do not allow."""
+    outputs = inputs.facts.outputs
+    width = outputs[0].shape[-1] if outputs and outputs[0].shape else None
+    try:
+        task = find_task(inputs.recipe.model.task)
+        task.check_postprocess(inputs.recipe.postprocess, width if isinstance(width, int) else None)
+    except UsageError as error:
+        return list(error.problems)
+    return []
 
 
 def benchmark_problems(inputs: Inputs) -> list[str]:

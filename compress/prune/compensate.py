@@ -319,8 +319,7 @@ def solve(sums: Sums, ridge: float, free_bias: bool) -> tuple[Tensor, Tensor]:
     xx, xy, _ = sums.without_means() if free_bias else sums.plain()
     factors = torch.stack([factor_of(gram, ridge) for gram in xx])
     weight = torch.cholesky_solve(xy, factors).mT
-    n = max(sums.n, 1)
-    bias = (sums.y - (weight @ sums.x[:, :, None])[:, :, 0]) / n
+    bias = sums.y / max(sums.n, 1) - (weight @ sums.mean[:, :, None])[:, :, 0]
     return weight, bias if free_bias else torch.zeros_like(bias)
 
 
@@ -329,6 +328,7 @@ def distance(sums: Sums, weight: Tensor | None = None, bias: Tensor | None = Non
     n = max(sums.n, 1)
     total = sums.yy.sum()
     if weight is not None and bias is not None:
+        bias = bias + (weight @ sums.shift[:, :, None])[:, :, 0]  # rows are counted from there
         wx = (weight @ sums.x[:, :, None])[:, :, 0]  # [groups, outputs]
         total = total + ((weight @ sums.xx) * weight).sum() - 2 * (weight * sums.xy.mT).sum()
         total = total + (2 * bias * (wx - sums.y) + sums.n * bias.square()).sum()

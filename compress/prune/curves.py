@@ -29,7 +29,7 @@ from compress.prune.layers import features_of, layers_of, n_groups, read_weight,
 from compress.prune.obs import Elimination, ReadingLayer, compensate_weight, eliminate
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import list_outputs, square_distance
 from compress.store.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
@@ -139,7 +139,7 @@ def _find_curves_from_inputs(
         return [rank_units(damage(own), comparison) for own in readings]
     held = batches[-MEASURED_BATCHES:]
     with torch.no_grad():
-        targets = [first_output(module(**batch)) for batch in held]
+        targets = [list_outputs(module(**batch), batch) for batch in held]
     curves = []
     for dimension, own, weighed in zip(dimensions, readers, readings, strict=True):
         curve = eliminate(weighed)
@@ -218,7 +218,11 @@ def _output_weights(
 
 
 def measure_damage(
-    module: nn.Module, readers: Sequence[Reader], gone: np.ndarray, batches: Sequence[Batch], targets: Sequence[Tensor]
+    module: nn.Module,
+    readers: Sequence[Reader],
+    gone: np.ndarray,
+    batches: Sequence[Batch],
+    targets: Sequence[list[Tensor]],
 ) -> float:
     """Return the squared error per sample of the model's outputs without the units `gone`, their readers compensated.
 
@@ -235,10 +239,10 @@ def measure_damage(
     """
     with _compensate_readers(readers, gone), torch.no_grad():
         squares = sum(
-            float((first_output(module(**batch)) - target).double().square().sum())
+            square_distance(list_outputs(module(**batch), batch), target)
             for batch, target in zip(batches, targets, strict=True)
         )
-    return squares / sum(len(target) for target in targets)
+    return squares / sum(len(target[0]) for target in targets)
 
 
 def calibrate_curve(curve: Elimination, n_units: int, measured: Mapping[int, float]) -> Elimination:
@@ -284,5 +288,5 @@ def _write_with_bias(reader: Reader, before: Tensor, after: Tensor) -> None:
     rows, columns = before.shape[0] // groups, before.shape[1] // groups
     blocks = [after[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]
     write_weight(place.layer, torch.stack(blocks))
-    mean = (reader.sums.x / max(reader.sums.n, 1)).flatten()
+    mean = reader.sums.mean.flatten()
     place.shift((before - after) @ mean * place.scale())

@@ -23,7 +23,7 @@ from compress.blocks.materialise import empty_weights, plain
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_config
 from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import first_output, model_output
 from compress.store.progress import Progress, no_progress
 
 CLOSE = 1e-4
@@ -174,7 +174,7 @@ class Outputs:
 def _compute_rows(module: nn.Module, batch: MicroBatch) -> Tensor:
     """Return a module's first output as rows [n, width], float32, without padding."""
     with torch.no_grad():
-        out = first_output(module(**batch.feeds)).float()
+        out = model_output(module(**batch.feeds), batch.feeds).float()
     if batch.rows is not None and out.dim() == 3:
         return out[batch.rows]
     return out.flatten(0, -2)

@@ -21,7 +21,7 @@ from compress.errors import PassError
 from compress.prune.coupling import Dimension
 from compress.prune.obs import Elimination, ReadingLayer
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import list_outputs, measure_units, model_output
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 """What a module's outputs on a batch are worth, summed over the batch's samples; a scalar with a gradient."""
@@ -146,13 +146,16 @@ def n_in(batch: Batch) -> int:
 def draw_label_loss(seed: int = 0) -> Loss:
     """Return the cross entropy with labels drawn from the model itself, as a loss.
 
-    For logits [batch, classes] or [batch, tokens, classes]. Its squared gradients are the Fisher information: the
-    curvature of the KL divergence from the model as it is.
+    For logits [batch, classes], [batch, tokens, classes] or [batch, classes, height, width]. Its squared gradients are
+    the Fisher information: the curvature of the KL divergence from the model as it is.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
-        logits = first_output(module(**batch)).float()
+        logits = model_output(module(**batch), batch).float()
+        if logits.dim() == 4:
+            logits = logits.movedim(1, -1)
+            logits = nn.functional.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits  # one channel: two classes
         drawn = torch.multinomial(logits.detach().softmax(-1).flatten(0, -2), 1, generator=generator)[:, 0]
         per_row = nn.functional.cross_entropy(logits.flatten(0, -2), drawn, reduction="none").reshape(logits.shape[:-1])
         mask = batch.get("attention_mask")
@@ -162,16 +165,19 @@ def draw_label_loss(seed: int = 0) -> Loss:
 
 
 def random_projection_loss(seed: int = 0) -> Loss:
-    """Return the product of the first output with random signs, as a loss for any model.
+    """Return the product of the outputs with random signs, as a loss for any model.
 
-    Its squared gradients are the curvature of |outputs|^2 / 2.
+    Its squared gradients are the curvature of |outputs|^2 / 2; several outputs are each taken in their own unit.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
-        out = first_output(module(**batch)).float()
-        signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
-        return (out * signs).sum()
+        outputs = [out.float() for out in list_outputs(module(**batch), batch)]
+        total = outputs[0].new_zeros(())
+        for out, unit in zip(outputs, measure_units(outputs), strict=True):
+            signs = torch.randint(0, 2, out.shape, generator=generator) * 2.0 - 1.0
+            total = total + (out * signs).sum() / unit
+        return total
 
     return loss
 

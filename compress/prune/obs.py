@@ -20,6 +20,9 @@ from compress.errors import PassError
 DAMPING = 1e-5
 """Added to the Gram matrix's diagonal, times its mean: a feature that never varies must not be worth anything."""
 
+MOST_DAMPING = 1e-2
+"""Rounding beyond that leaves nothing to fit."""
+
 
 @dataclass(frozen=True, eq=False)
 class ReadingLayer:
@@ -105,15 +108,21 @@ class _LayerElimination:
 
 
 def factor_of(gram: Tensor, damping: float) -> Tensor:
-    """Return the damped Gram matrix's Cholesky factor, float64. PassError where rounding has made it indefinite."""
-    factor, failed = torch.linalg.cholesky_ex(damp_diagonal(gram, damping))
-    if int(failed):
-        raise PassError(
-            f"least squares: inputs that hardly vary against their mean cannot be told from rounding (feature "
-            f"{int(failed) - 1} of {len(gram)}, damping {damping:g}); give more calibration data, or choose "
-            "importance: l2 with compensate: false"
-        )
-    return factor
+    """Return the damped Gram matrix's Cholesky factor, float64.
+
+    Where rounding has made it indefinite the damping is raised above the rounding; PassError beyond MOST_DAMPING.
+    """
+    while True:
+        factor, failed = torch.linalg.cholesky_ex(damp_diagonal(gram, damping))
+        if not int(failed):
+            return factor
+        if damping >= MOST_DAMPING:
+            raise PassError(
+                f"least squares: inputs that hardly vary against their mean cannot be told from rounding (feature "
+                f"{int(failed) - 1} of {len(gram)}, damping {damping:g}); give more calibration data, or choose "
+                "importance: l2 with compensate: false"
+            )
+        damping *= 10
 
 
 def damp_diagonal(gram: Tensor, damping: float = DAMPING) -> Tensor:

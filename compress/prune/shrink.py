@@ -17,7 +17,7 @@ from compress.prune.layers import layers_of, weight_names
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import first_output
+from compress.quantize.outputs import list_outputs
 from compress.store.progress import Progress, no_progress
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
@@ -135,13 +135,20 @@ def find_kept_outputs(
 
 
 def output_error(module: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> float:
-    """Return the squared error of a model's outputs over the squared distance of the teacher's from their mean."""
-    n, apart, total, squares = 0, 0.0, torch.zeros(()), 0.0
+    """Return the squared error of a model's outputs over the squared distance of the teacher's from their mean.
+
+    Of several outputs the mean.
+    """
     with torch.no_grad():
-        for batch in batches:
-            outputs, whole = (first_output(model(**batch)).flatten(0, -2).double() for model in (module, teacher))
+        pairs = [(list_outputs(module(**batch), batch), list_outputs(teacher(**batch), batch)) for batch in batches]
+    errors = []
+    for place in range(len(pairs[0][1])):
+        n, apart, total, squares = 0, 0.0, torch.zeros(()), 0.0
+        for outputs, whole in (
+            (own[place].flatten(0, -2).double(), t[place].flatten(0, -2).double()) for own, t in pairs
+        ):
             n += len(whole)
             apart += float((outputs - whole).square().sum())
             total, squares = total + whole.sum(0), squares + float(whole.square().sum())
-    spread = squares - float(total.square().sum()) / max(n, 1)
-    return apart / max(spread, 1e-300)
+        errors.append(apart / max(squares - float(total.square().sum()) / max(n, 1), 1e-300))
+    return sum(errors) / len(errors)

@@ -22,8 +22,8 @@ MAX_FEATURES = 12288
 """One float64 matrix of so many features squared is 1.2 GB; a layer with more is refused."""
 GRAM_BYTES = 2**31
 """Most that the Gram matrices held at once may take; with more, several forward passes are made."""
-CONSTANT = 4e-6
-"""Variance over squared mean below which a feature's is rounding."""
+CONSTANT = 1e-11
+"""Variance over squared mean below which a feature's is rounding: of float32, in what computed it."""
 ROWS_AT_ONCE = 8192
 """Products in float32 of so many rows are summed in float64: their rounding stays near 1e-6 of the diagonal."""
 
@@ -33,10 +33,12 @@ class Sums:
     """Sums over rows x [features] and y [outputs] of each group, float64; `n` rows. Sums of two sets add up.
 
     `xx` [groups, features, features], `x` [groups, features], `xy` [groups, features, outputs], `y` and `yy`
-    [groups, outputs].
+    [groups, outputs]. Each x is counted from `shift` [groups, features], the mean of the first rows: features that vary
+    little against their mean (behind a ReLU6 that is open, of a channel that is dead) would drown in rounding.
     """
 
     n: int
+    shift: Tensor
     xx: Tensor
     x: Tensor
     xy: Tensor
@@ -48,41 +50,61 @@ class Sums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(groups, *shape, dtype=torch.float64)
 
-        return cls(
-            0, zeros(features, features), zeros(features), zeros(features, outputs), zeros(outputs), zeros(outputs)
-        )
+        sums = zeros(features, features), zeros(features), zeros(features, outputs), zeros(outputs), zeros(outputs)
+        return cls(0, zeros(features), *sums)
 
     def add(self, x: Tensor, y: Tensor | None = None) -> None:
         """Add rows `x` [groups, n, features] and `y` [groups, n, outputs]; without y the sums that hold it stay."""
+        if not self.n and x.shape[1]:
+            self.shift = x.double().mean(1).float().double()
         self.n += x.shape[1]
-        for start in range(0, x.shape[1], ROWS_AT_ONCE):
-            some = x[:, start : start + ROWS_AT_ONCE].float()
+        for some in self._split_rows(x):
             self.xx += some.mT @ some
-        self.x += x.sum(1, dtype=torch.float64)
+            self.x += some.sum(1, dtype=torch.float64)
         if y is not None:
             self.aim(x, y)
 
     def without_targets(self) -> Sums:
         """Return the same rows, as yet without their targets, which `aim` gives again."""
-        return Sums(self.n, self.xx, self.x, *(torch.zeros_like(total) for total in (self.xy, self.y, self.yy)))
+        targets = (torch.zeros_like(total) for total in (self.xy, self.y, self.yy))
+        return Sums(self.n, self.shift, self.xx, self.x, *targets)
 
     def aim(self, x: Tensor, y: Tensor) -> None:
         """Add new targets for rows that were added before."""
-        for start in range(0, x.shape[1], ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            self.xy += x[:, part].float().mT @ y[:, part].float()
+        for some, targets in zip(self._split_rows(x), y.split(ROWS_AT_ONCE, 1), strict=True):
+            self.xy += some.mT @ targets.float()
         self.y += y.sum(1, dtype=torch.float64)
         self.yy += y.double().square().sum(1)
 
+    def _split_rows(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield rows [groups, at most ROWS_AT_ONCE, features], float32, counted from `shift`."""
+        for part in x.split(ROWS_AT_ONCE, 1):
+            yield part.float() - self.shift.float()[:, None]
+
     def __add__(self, other: Sums) -> Sums:
+        other = other.counted_from(self.shift)
         return Sums(
             self.n + other.n,
+            self.shift,
             self.xx + other.xx,
             self.x + other.x,
             self.xy + other.xy,
             self.y + other.y,
             self.yy + other.yy,
         )
+
+    def counted_from(self, shift: Tensor) -> Sums:
+        """Return the sums of the same rows, counted from another shift [groups, features]."""
+        by = self.shift - shift
+        crossed = self.x[:, :, None] * by[:, None, :]
+        xx = self.xx + crossed + crossed.mT + self.n * by[:, :, None] * by[:, None, :]
+        xy = self.xy + by[:, :, None] * self.y[:, None, :]
+        return Sums(self.n, shift, xx, self.x + self.n * by, xy, self.y, self.yy)
+
+    @property
+    def mean(self) -> Tensor:
+        """Return the features' means, [groups, features]; zeros without rows."""
+        return self.shift + self.x / max(self.n, 1)
 
     def without_means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return per row and without the means, which a free bias takes up: xx, xy and yy.
@@ -92,15 +114,15 @@ class Sums:
         n = max(self.n, 1)
         mean, target = self.x / n, self.y / n
         xx = self.xx / n - mean[:, :, None] * mean[:, None, :]
-        varies = xx.diagonal(dim1=1, dim2=2) > CONSTANT * mean.square()
+        varies = xx.diagonal(dim1=1, dim2=2) > CONSTANT * self.mean.square()
         xx = xx * (varies[:, :, None] & varies[:, None, :])
         xy = (self.xy / n - mean[:, :, None] * target[:, None, :]) * varies[:, :, None]
         return xx, xy, self.yy / n - target.square()
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return xx, xy and yy per row, means left in: for a layer that can have no bias."""
-        n = max(self.n, 1)
-        return self.xx / n, self.xy / n, self.yy / n
+        n, sums = max(self.n, 1), self.counted_from(torch.zeros_like(self.shift))
+        return sums.xx / n, sums.xy / n, self.yy / n
 
 
 def choose_rows(layer: nn.Module, x: Tensor, out: Tensor, batch: Batch, limit: int, seed: int) -> Tensor:

@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+MASK = "attention_mask"
+
+
+def list_outputs(out: Any, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the floating tensors of what a model gives for some feeds: itself, or of several, by place or by name.
+
+    Those of one number for each token, [b, T] as the mask, are one side by side: [b, T, k], as the beginnings and ends
+    of answers. So the last dimension is of one size for all feeds.
+    """
+    values = [out] if isinstance(out, Tensor) else out.values() if hasattr(out, "values") else out
+    listed = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    mask = feeds.get(MASK)
+    of_tokens = [value for value in listed if mask is not None and value.shape == mask.shape]
+    if not of_tokens:
+        return listed
+    others = [value for value in listed if mask is None or value.shape != mask.shape]
+    joined = torch.stack(of_tokens, -1)
+    return [joined, *others] if listed[0] is of_tokens[0] else [*others, joined]
+
+
+def measure_units(outputs: list[Tensor]) -> list[float]:
+    """Return what each of several outputs is measured in, so that one in pixels hides none of small numbers.
+
+    Its standard deviation; 1 for an only one.
+    """
+    if len(outputs) == 1:
+        return [1.0]
+    return [max(float(out.detach().float().std(correction=0)), 1e-12) for out in outputs]
+
+
+def square_distance(outputs: list[Tensor], targets: list[Tensor]) -> float:
+    """Return the squared error of outputs against a whole model's, of several each in its unit, summed."""
+    units = measure_units(targets)
+    return sum(
+        float((out - target).double().square().sum()) / unit**2
+        for out, target, unit in zip(outputs, targets, units, strict=True)
+    )
 
 
 def first_output(out: Any) -> Tensor:
@@ -13,3 +53,8 @@ def first_output(out: Any) -> Tensor:
         return out
     values = out.values() if hasattr(out, "values") else out
     return next(value for value in values if isinstance(value, Tensor))
+
+
+def model_output(out: Any, feeds: Mapping[str, Tensor]) -> Tensor:
+    """Return the first of `list_outputs`."""
+    return list_outputs(out, feeds)[0]

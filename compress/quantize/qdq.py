@@ -9,6 +9,7 @@ has.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -18,11 +19,13 @@ from compress.graph.edit import append, initializer, reroute, take_over, tidy, u
 from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute
 from compress.graph.run import clone
 from compress.quantize.placement import Placement, Use, place
-from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 from compress.quantize.state import FLOAT8, Flavour, GraphState
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
+LARGEST_BIAS = 2.0**30
+"""Of an int32 bias: as much is left for the sum of the products that it is added to."""
 KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16), "s8s8": (128, 64, 32)}
 """Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
 
@@ -88,9 +91,13 @@ def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, 
         scales |= {node: scale for node, index in uses if index == 0}
         _insert_pair(model, value, uses, scale, zero_point)
     for layer in layers:
-        _write_weight(model, layer, state.weights[layer.name])
+        weight = state.weights[layer.name]
         whole = integer_bias(layer, flavour) and not state.in_float8
-        _write_bias(model, layer, state, scales.get(layer.node) if whole else None)
+        input_scale = scales.get(layer.node) if whole else None
+        if input_scale is not None:
+            weight = fit_scales_to_bias(weight, _get_bias(layer, state), input_scale)
+        _write_weight(model, layer, weight)
+        _write_bias(model, layer, state, None if input_scale is None else input_scale * weight.scales[:, 0])
 
 
 def find_rounded_tensors(
@@ -227,15 +234,35 @@ def _add_columns(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) ->
     return [_add_constant(model, layer, suffix, _to_tensor(array, 8)) for suffix, array in arrays.items()]
 
 
-def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, input_scale: np.ndarray | None) -> None:
-    """Write a bias: int32 with scale = input scale x weight scale where integer kernels add it; float otherwise."""
+def fit_scales_to_bias(weight: QuantizedWeight, bias: np.ndarray, input_scale: np.ndarray) -> QuantizedWeight:
+    """Return the weight [out, ...] with larger scales where the bias [out], in steps of both scales, is no int32.
+
+    A channel whose inputs and weights are that small beside its bias adds a hundredth of it at most: that its weights
+    keep fewer bits is seen nowhere, and a bias cut off would be.
+    """
+    least = np.abs(bias.astype(np.float64)) / (float(input_scale) * LARGEST_BIAS)  # [out]
+    growth = np.maximum(1.0, least / weight.scales[:, 0])
+    if (growth == 1.0).all():
+        return weight
+    values = np.round(weight.values / growth.reshape(-1, *[1] * (weight.values.ndim - 1))).astype(np.int8)
+    return replace(weight, values=values, scales=(weight.scales * growth[:, None]).astype(np.float32))
+
+
+def _get_bias(layer: GraphLayer, state: GraphState) -> np.ndarray:
+    """Return the bias [out] of a layer that has one: the corrected one, else its own."""
+    bias: np.ndarray = state.biases.get(layer.name, constant(layer.bias)).astype(np.float32)
+    return bias
+
+
+def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, scales: np.ndarray | None) -> None:
+    """Write a bias: int32 with `scales` [out], input scale x weight scale, where integer kernels add it; else float."""
     if layer.bias is None:
         return
-    bias = state.biases.get(layer.name, constant(layer.bias)).astype(np.float32)
-    if input_scale is None:
+    bias = _get_bias(layer, state)
+    if scales is None:
         value = initializer(model, f"{layer.name}/bias", bias)
     else:
-        scales = (input_scale * state.weights[layer.name].scales[:, 0]).astype(np.float32)
+        scales = np.maximum(scales, SMALLEST_SCALE).astype(np.float32)
         values = np.clip(np.round(bias.astype(np.float64) / scales), -(2**31) + 1, 2**31 - 1).astype(np.int32)
         q = initializer(model, f"{layer.name}/bias/int32", values)
         s = initializer(model, f"{layer.name}/bias/scale", scales)

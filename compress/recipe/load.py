@@ -91,12 +91,14 @@ def _validate_tree(root: Node, findings: RecipeFindings) -> Recipe | None:
 
 def _check_metrics(root: Node, findings: RecipeFindings) -> None:
     """Report every named metric that does not exist."""
-    from runtime.metrics import metric_names
+    from runtime.metrics import is_own, metric_names
 
     known = metric_names()
     for path, node in _walk(root, ()):
         named = path[:2] == ("validate", "metrics") or (path[:2] == ("validate", "gates") and path[3:] == ("metric",))
         if named and isinstance(node.value, str) and node.value not in known and not findings.covers(path):
+            if is_own(node.value):
+                continue  # its form is checked with the gates, its file when the recipe is planned
             findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, known)}")
 
 
@@ -115,14 +117,21 @@ def _check_gates(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
     """Report gates that could be judged on no data: a metric of another task, a rule that does not fit the metric."""
     from runtime.errors import UsageError
     from runtime.judge.gates import check_gates
+    from runtime.tasks import find_task
 
     wanted = recipe.validate_
     parts = {("gates", i): replace(wanted, gates=(gate,), metrics=()) for i, gate in enumerate(wanted.gates)}
     parts |= {("metrics", i): replace(wanted, gates=(), metrics=(name,)) for i, name in enumerate(wanted.metrics)}
+    try:
+        find_task(recipe.model.task).check_postprocess(recipe.postprocess)
+    except UsageError as error:
+        for problem in error.problems:
+            place: Path = ("postprocess", problem.partition(":")[0].partition(".")[2])
+            findings.add(root.find(place).place, place, problem.partition(": ")[2])
     for part, judgement in parts.items():
         path: Path = ("validate", *part)
         try:
-            check_gates(judgement, recipe.model.task, has_labels=True)
+            check_gates(judgement, recipe.model.task, has_labels=True, postprocess=recipe.postprocess)
         except UsageError as error:
             for problem in error.problems:
                 findings.add(root.find(path).place, path, problem)

@@ -14,9 +14,11 @@ from compress.recipe.places import Path
 from compress.recipe.schema import Recipe, Wording
 from compress.recipe.variables import escape, names_in
 from compress.specs import NamesPlace
+from runtime.bundle.format import Judgement
+from runtime.metrics import is_own
 
 _KIND = re.compile(r"([a-z]+:)?(.*)", re.DOTALL)
-_PLAIN = ("data", "passes", "also", "source")
+_PLAIN = ("data", "passes", "also", "source", "validate_", "gates")
 """Keys of a position that make no name for a folder."""
 
 
@@ -41,7 +43,8 @@ def make_portable(recipe: Recipe) -> Portable:
     """
     portable = Portable()
     for position, text in _walk_places(recipe, ()):
-        worded = recipe.wording.texts.get(position)
+        # a record's field may be called otherwise than its key, which pydantic keeps for itself: validate_
+        worded = recipe.wording.texts.get((str(position[0]).rstrip("_"), *position[1:]))
         known = worded is not None and names_in(worded) <= recipe.wording.variables.keys()
         if worded is not None and known and not _is_absolute(worded):
             portable.texts[position] = worded
@@ -62,6 +65,10 @@ def _walk_places(value: Any, position: Path) -> Iterator[tuple[Path, str]]:
                 yield (*position, name), inner
             elif not isinstance(inner, str):
                 yield from _walk_places(inner, (*position, name))
+    elif isinstance(value, Judgement):
+        named: list[tuple[Path, str]] = [(("metrics", i), name) for i, name in enumerate(value.metrics)]
+        named += [(("gates", i, "metric"), gate.metric) for i, gate in enumerate(value.gates)]
+        yield from (((*position, *place), text) for place, text in named if is_own(text))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _walk_places(inner, (*position, key))

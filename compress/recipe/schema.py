@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag
 
 from compress.formats.targets import TargetName
 from compress.passes import KINDS, Pass
 from compress.recipe.exports import CHECKPOINT_TARGET, AnyTarget, CheckpointExport, Export, GraphExport, OnnxExport
 from compress.specs import DataSpec, ModelSpec, Preprocess, Record
-from runtime.bundle.format import Judgement
+from runtime.bundle.format import Judgement, Postprocess
+from runtime.metrics import is_own
 
 if TYPE_CHECKING:
     AnyPass = Pass
@@ -40,6 +42,30 @@ class Wording:
     variables: Mapping[str, Variable] = field(default_factory=dict)
 
 
+def _tell_sets(value: object) -> str:
+    """Tell one set from several by name, which have mappings for values and no source."""
+    if not isinstance(value, Mapping) or "source" in value:
+        return "set"
+    return "sets" if any(isinstance(part, Mapping | DataSpec) for part in value.values()) else "set"
+
+
+def _check_set_names(sets: dict[str, DataSpec]) -> dict[str, DataSpec]:
+    """Raise ValueError for a name that a gate could not say: `slice: set=NAME`."""
+    for name in sets:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is None:
+            raise ValueError(f"'{name}' names a set: use letters, digits, dot, dash and underscore")
+    return sets
+
+
+if TYPE_CHECKING:
+    EvaluationSets = DataSpec | Mapping[str, DataSpec]
+else:
+    EvaluationSets = Annotated[
+        Annotated[DataSpec, Tag("set")] | Annotated[dict[str, DataSpec], AfterValidator(_check_set_names), Tag("sets")],
+        Discriminator(_tell_sets),
+    ]
+
+
 class DataSpecs(Record):
     """The named sets."""
 
@@ -47,13 +73,34 @@ class DataSpecs(Record):
     """What passes measure ranges and statistics on."""
     train: DataSpec | None = None
     """What passes that train learn from."""
-    evaluation: DataSpec | None = None
-    """What the verdict is measured on; the bundle holds a copy."""
+    evaluation: EvaluationSets | None = None
+    """What the verdict is measured on; the bundle holds a copy. One set, or several by name: {day: ..., night: ...}."""
 
     @property
     def declared(self) -> dict[str, DataSpec]:
-        """Return the sets that the recipe has, by name."""
-        return {name: spec for name in DataSpecs.model_fields if (spec := getattr(self, name)) is not None}
+        """Return the sets that the recipe has, by name; several evaluation sets as one, each behind the one before."""
+        named = {name: getattr(self, name) for name in ("calibration", "train")}
+        sets = list(self._evaluation_sets.values())
+        if sets:
+            named["evaluation"] = sets[0] if len(sets) == 1 else _join_sets(sets)
+        return {name: spec for name, spec in named.items() if spec is not None}
+
+    @property
+    def evaluation_names(self) -> tuple[str, ...]:
+        """Return of each of `declared["evaluation"].parts` the name of its evaluation set; () of a plain one."""
+        sets = self._evaluation_sets
+        return () if "" in sets else tuple(name for name, spec in sets.items() for _ in spec.parts)
+
+    @property
+    def _evaluation_sets(self) -> Mapping[str, DataSpec]:
+        if self.evaluation is None:
+            return {}
+        return {"": self.evaluation} if isinstance(self.evaluation, DataSpec) else self.evaluation
+
+
+def _join_sets(sets: Sequence[DataSpec]) -> DataSpec:
+    first, *others = sets
+    return first.model_copy(update={"also": (*first.also, *others)})
 
 
 class Limits(Record):
@@ -86,6 +133,8 @@ class Recipe(Record):
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()
     """What is done to the model, in this order."""
+    postprocess: Postprocess | None = None
+    """What is made of the outputs before they are answers; judged, and applied wherever the bundle runs."""
     export: Annotated[tuple[AnyExport, ...], Field(min_length=1)] = (OnnxExport(),)
     """The files that are written."""
     validate_: Annotated[Judgement, Field(alias="validate")] = Judgement()
@@ -129,6 +178,13 @@ class Recipe(Record):
         own = [self.model.source] if self.model.trust_remote_code else []
         named = [source for source in (self.model.source, *(student.source for student in students)) if source]
         return tuple(dict.fromkeys([*own, *(source for source in named if source.startswith("python:"))]))
+
+    @property
+    def own_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that are functions of the recipe's own, each once."""
+        judged = self.validate_
+        names = dict.fromkeys((*judged.metrics, *(gate.metric for gate in judged.gates)))
+        return tuple(name for name in names if is_own(name))
 
     def target_of(self, export: Export) -> TargetName:
         """Return the runtime that a file is for."""

@@ -41,7 +41,7 @@ name: my-model
 model:
   source: {json.dumps(source)}
   task: {task}
-{weights}data:
+{weights}{parts.model}data:
 {parts.data}target: onnxruntime-cpu        # the runtime that the result is made for
 passes:
 {parts.passes}validate:

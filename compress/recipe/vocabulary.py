@@ -196,8 +196,11 @@ def _relax_merged(schema: Schema) -> None:
 def _list_metrics(schema: Schema) -> None:
     from runtime.metrics import metric_names
 
-    names = {"type": "string", "enum": list(metric_names())}
-    schema["$defs"]["Gate"]["properties"]["metric"].update(names)
+    own = {"type": "string", "pattern": r"^python:.+\.py:\w+$", "examples": ["python:metrics.py:cost"]}
+    names = {"anyOf": [{"type": "string", "enum": list(metric_names())}, own]}
+    metric = schema["$defs"]["Gate"]["properties"]["metric"]
+    metric.pop("type")
+    metric.update(names)
     schema["$defs"]["Judgement"]["properties"]["metrics"]["items"] = names
 
 

@@ -232,6 +232,16 @@ def _read_whole_record(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def measured_file(root: Path, key: Any) -> Path:
+    """Return the file in the cache, there or not, that keeps what was measured for a key of JSON values."""
+    return measured_path(root, cache_key("measured", key))
+
+
+def measured_path(root: Path, name: str) -> Path:
+    """Return the file of that name among what was measured."""
+    return root / "measured" / f"{name}.json"
+
+
 def default_root() -> Path:
     """Return $COMPRESS_CACHE, else compress/ in the user's cache folder."""
     named = os.environ.get("COMPRESS_CACHE")

@@ -10,10 +10,16 @@ from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
+from compress.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from compress.tasks.object_detection import OBJECT_DETECTION
+from compress.tasks.question_answering import QUESTION_ANSWERING
+from compress.tasks.regression import REGRESSIONS
+from compress.tasks.semantic_segmentation import SEMANTIC_SEGMENTATION
 from compress.tasks.text2text_generation import TEXT2TEXT_GENERATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
+from compress.tasks.zero_shot_image_classification import ZERO_SHOT_IMAGE_CLASSIFICATION
 from runtime.plugins import TORCH_TASK_GROUP, PluginTable, check_entry
 
 _OWN = {
@@ -21,12 +27,18 @@ _OWN = {
     for task in (
         IMAGE_CLASSIFICATION,
         AUDIO_CLASSIFICATION,
+        OBJECT_DETECTION,
+        SEMANTIC_SEGMENTATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
+        QUESTION_ANSWERING,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
         TEXT2TEXT_GENERATION,
         AUTOMATIC_SPEECH_RECOGNITION,
+        ZERO_SHOT_IMAGE_CLASSIFICATION,
+        *MULTI_LABEL_TASKS,
+        *REGRESSIONS,
         GENERIC,
     )
 }

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.tasks import find_task
 from runtime.tasks.base import Task
 
 if TYPE_CHECKING:
+    from runtime.bundle.tensors import TensorSpec
     from runtime.encode.preprocess import Preprocessor
 
 Columns = Mapping[str, Any]
-Loss = Literal["classes", "token classes", "next tokens", "target tokens", "embeddings", "outputs"]
-"""What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, or of each
-token that is predicted (of a text that goes on, or of a reference); pooled embeddings and hidden states; the squared
-error of the outputs."""
+FREE_AXES = ("batch", "sequence")
+"""Dimensions of outputs that a model takes in any size."""
+Loss = Literal[
+    "classes",
+    "token classes",
+    "pixel classes",
+    "label sets",
+    "answer spans",
+    "next tokens",
+    "target tokens",
+    "embeddings",
+    "numbers",
+    "detections",
+    "outputs",
+]
+"""What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, of each
+pixel, of each label on its own, of where an answer begins and ends, or of each token that is predicted (of a text that
+goes on, or of a reference); pooled embeddings and hidden states; the squared error of numbers; classes and boxes of a
+head; the squared error of the outputs, over their size."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
@@ -41,10 +58,35 @@ class Starter:
     gates: str
     speed: str = "latency_p50"
     """The metric whose speed-up is a gate."""
+    model: str = ""
+    """What the model's own section says beyond its source, and what follows that."""
+
+
+@dataclass(frozen=True)
+class MaskIds:
+    """What the numbers in masks stand for."""
+
+    ignore: int = 255
+    """Pixels of this number have no class, and are neither scored nor learned; -1: all have one."""
+    first: int = 0
+    """The number of the model's first class; those of the others follow."""
+    ids: tuple[int, ...] = ()
+    """The number of each class, in the model's order, where they do not follow one another."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if len(set(self.ids)) < len(self.ids) or self.ignore in self.ids or (self.ids and self.first):
+            raise ValueError(f"ids {list(self.ids)} must differ from one another and from ignore, and go without first")
 
 
 class LabelReader(Protocol):
     """What reads a file's column of labels; every error names file, column and row."""
+
+    @property
+    def masks(self) -> MaskIds:
+        """Return what the numbers in masks stand for."""
+        ...
 
     def fail(self, column: str, row: int, problem: str) -> Exception:
         """Return the error of a row."""
@@ -58,12 +100,21 @@ class LabelReader(Protocol):
         """Return whole numbers as int64, checked: from `least` on, and classes of the model."""
         ...
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Return the names of the model's classes."""
+        ...
+
     def at(self, rows: np.ndarray) -> LabelReader:
         """Return a reader of values that stand in these rows, int64 [M], for several values of one row."""
         ...
 
     def knows_classes(self) -> bool:
         """Return whether the number of the model's classes is known."""
+        ...
+
+    def count_classes(self) -> int | None:
+        """Return the number of the model's classes; None where it is not known."""
         ...
 
 
@@ -96,16 +147,24 @@ class TorchTask:
     """Of the runtime's task."""
     starter: Starter
     loss: Loss
-    output: str | None = None
-    """Field of transformers' outputs, and name of the ONNX output; None: not for Hugging Face folders."""
-    axes: tuple[str, ...] = ()
-    """Dimensions of the output, of which there is one, each by name; (): any outputs."""
-    read_labels: Callable[[LabelReader, str, Sequence[Any]], np.ndarray] = read_classes_or_scores
-    """Reads a column of labels [N, ...]."""
+    outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Every output, by its field of transformers' outputs, which is its name in ONNX, with its dimensions by name:
+    "batch" and "sequence" are free, "classes" is where classes are; (): of any shape. {}: any outputs, and no Hugging
+    Face folders; nor of a task whose inputs are tensors."""
+    any_outputs: bool = False
+    """Whether a model that is no Hugging Face folder may have any others than `outputs`."""
+    read_labels: Callable[[LabelReader, str, Sequence[Any]], Any] = read_classes_or_scores
+    """Reads a column of labels: an array [N, ...], or a list of N arrays or texts."""
     usual_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Role -> further names that its column is found under where the recipe gives no `columns`."""
     needs_class_names: bool = False
     """Whether outputs and labels say nothing without the classes' names; those of the model's folder count, too."""
+    uses_class_names: bool = False
+    """Whether labels may be written as the names of the classes that the model's folder has."""
+    model_task: str = ""
+    """The task by which transformers' class is found; "": its own name."""
+    filler: int | None = None
+    """Fills the labels of a sample up to the longest one's, [N, most, ...]; None: all are as long."""
     make_text: Callable[[Any], Any] = lambda value: value
     """Makes a text of what a file has for one; anything else it leaves."""
     find_misfit: Callable[[Columns], tuple[int, str] | None] = lambda columns: None
@@ -124,5 +183,25 @@ class TorchTask:
 
     @property
     def chooses(self) -> bool:
-        """Return whether the last dimension of the output is classes."""
-        return "classes" in self.axes
+        """Return whether a dimension of an output is classes."""
+        return any("classes" in axes for axes in self.outputs.values())
+
+    def count_classes(self, outputs: Sequence[TensorSpec]) -> int | None:
+        """Return how many classes a model with these outputs has; None: it does not say, or the task has none.
+
+        One channel of pixels tells two classes apart.
+        """
+        for name, axes in self.outputs.items():
+            fitting = [out for out in outputs if out.name == name] or [o for o in outputs if len(o.shape) == len(axes)]
+            if "classes" in axes and fitting:
+                size = fitting[0].shape[axes.index("classes")]
+                lone = size == 1 and self.loss == "pixel classes"
+                return (2 if lone else size) if isinstance(size, int) else None
+        return None
+
+    def describe_outputs(self) -> str:
+        """Return the outputs that a model must have, in words for an error."""
+        named = [f"[{', '.join(axes)}]" for axes in self.outputs.values()]
+        if len(named) == 1:
+            return f"one output {named[0]}"
+        return "the outputs " + " and ".join(f"{name} {axes}" for name, axes in zip(self.outputs, named, strict=True))

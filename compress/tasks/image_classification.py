@@ -16,7 +16,6 @@ IMAGE_CLASSIFICATION = TorchTask(
         ACCURACY_GATE,
     ),
     loss="classes",
-    output="logits",
-    axes=("batch", "classes"),
+    outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
 )

@@ -8,7 +8,6 @@ TEXT_CLASSIFICATION = TorchTask(
     name="text-classification",
     starter=Starter("dir:model", TEXT_DATA, TEXT_PASSES, ACCURACY_GATE),
     loss="classes",
-    output="logits",
-    axes=("batch", "classes"),
+    outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
 )

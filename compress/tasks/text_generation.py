@@ -17,6 +17,5 @@ TEXT_GENERATION = TorchTask(
         "tpot",
     ),
     loss="next tokens",
-    output="logits",
-    axes=("batch", "sequence", "width"),
+    outputs={"logits": ("batch", "sequence", "width")},
 )

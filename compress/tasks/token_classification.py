@@ -48,7 +48,7 @@ def _label_first_tokens(columns: Columns, preprocessor: Preprocessor) -> np.ndar
     if "label" not in columns:
         return None
     assert isinstance(preprocessor, TextEncoder)
-    words = preprocessor.tokenize(columns, words=True)["word_ids"]
+    words = preprocessor.tokenize(columns, facts=("word_ids",))["word_ids"]
     if preprocessor.padding.left:  # a batch is as wide as its longest text, and places would move with it
         raise UsageError("the tokenizer pads on the left, where labels are counted from: set padding_side: right")
     labels = np.asarray(columns["label"])
@@ -68,12 +68,12 @@ TOKEN_CLASSIFICATION = TorchTask(
         "    - {metric: span_f1, max_drop: 0.01}\n",
     ),
     loss="token classes",
-    output="logits",
-    axes=("batch", "sequence", "classes"),
+    outputs={"logits": ("batch", "sequence", "classes")},
     read_labels=_read_tags,
     usual_names={"text": ("tokens", "words"), "label": ("ner_tags", "tags")},
     make_text=join_words,
     needs_class_names=True,
+    filler=UNLABELLED,
     find_misfit=_find_misaligned,
     make_targets=_label_first_tokens,
 )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
+from compress.facts import ModelFacts
 from compress.models.load import TorchModel
 from compress.passes import KINDS, Pass
 from compress.quantize.state import GraphState
@@ -47,6 +48,18 @@ WORK: dict[str, str] = {
 BEGINNINGS: dict[str, str] = {"distill": "compress.work.distill:begin_distill"}
 """Kind of pass over the whole torch model -> what makes the model that it works on, where that is not the given one."""
 
+TWINS: dict[str, str] = {
+    "autocast": "compress.work.autocast:foresee_autocast",
+    "fold_batchnorm": "compress.work.fold_batchnorm:foresee_fold_batchnorm",
+    "int8": "compress.work.eight_bit:foresee_eight_bit",
+    "prune_channels": "compress.work.prune_channels:foresee_prune_channels",
+    "prune_layers": "compress.work.prune_layers:foresee_prune_layers",
+}
+"""Kind of pass -> (record, model, its facts, context) -> a model as fast as what the pass will leave, made without
+data. Passes that round weights alone say how in their plan; the others change values and no speed, but for those in
+UNFORESEEN and those from outside."""
+UNFORESEEN = {"kv_cache"}
+
 
 def find_work(kind: str) -> Callable[..., Any]:
     """Return the function that does the work of passes of a kind. PluginError where one from outside has none."""
@@ -72,6 +85,13 @@ def begin_pass(config: Pass, model: TorchModel, context: ModelContext) -> TorchM
         return model
     begun: TorchModel = _import_function(BEGINNINGS[config.kind])(config, model, context)
     return begun
+
+
+def foresee_pass(config: Pass, model: Form, facts: ModelFacts, context: PassContext) -> tuple[Form, bool]:
+    """Return a model as fast as what the pass will leave, the given one changed in place, and whether that is known."""
+    if config.kind in TWINS:
+        return _import_function(TWINS[config.kind])(config, model, facts, context), True
+    return model, config.kind in WORK and config.kind not in UNFORESEEN
 
 
 def _import_function(path: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from compress.context import PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note
+from compress.facts import LayerDecision, ModelFacts, Note
 from compress.graph.half import layer_nodes
 from compress.graph.layers import find_layers
 from compress.passes.autocast import Autocast
@@ -40,6 +40,11 @@ def apply_autocast(config: Autocast, state: GraphState, context: GraphContext) -
         for layer in taken
     ]
     return PassResult(replace(state, half=config.dtype, half_kept=stays), (*decisions, *kept), tuple(notes))
+
+
+def foresee_autocast(config: Autocast, state: GraphState, facts: ModelFacts, context: GraphContext) -> GraphState:
+    """Return the state computed in the smaller type throughout: nothing is known of values that could overflow it."""
+    return replace(state, half=config.dtype)
 
 
 def _explain_nothing_left(config: Autocast, overflowing: dict[str, float]) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 import onnx_ir as ir
 from torch import nn
 
-from compress.context import PassContext, TrainSet
+from compress.context import Feeds, PassContext, TrainSet
 from compress.models.load import TorchModel
 from compress.passes.distill_student import Student
+from compress.quantize.latency import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,22 @@ class Timing:
     time_modules: Callable[[Sequence[nn.Module]], Sequence[float]] | None = None
     threads: int = 1
     file_of: Callable[[Sequence[object]], Path] | None = None
+
+
+@dataclass(frozen=True)
+class GraphTiming:
+    """How a pass over the graph measures speed on the target.
+
+    `stopwatch`: times graphs there. `feeds`: the batches that the result will be timed on. `machine`: the processor.
+    `file_of`: the file, there or not, that keeps what was measured or chosen for a key of JSON values. `call`: what a
+    choice depends on beside the graph, as JSON values: threads, batch size, length of a text.
+    """
+
+    stopwatch: Stopwatch
+    feeds: Sequence[Feeds]
+    machine: str
+    file_of: Callable[[Sequence[object]], Path]
+    call: Sequence[object]
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,8 @@ class GraphContext(TrainingContext):
     """What a pass over the ONNX graph is given.
 
     `shortfalls`: given a graph, the quality gates of the recipe that it does not hold, as sentences (empty: all hold);
-    None when the recipe has no quality gate to hold.
+    None when the recipe has no quality gate to hold. `timing`: how speed is measured; None where nothing is timed.
     """
 
     shortfalls: Callable[[ir.Model], list[str]] | None = None
+    timing: GraphTiming | None = None

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from compress.context import Feeds, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note, matches
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, matches
 from compress.graph.convolutions import shortcuts_to_convolutions
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.eight_bit import EightBit
 from compress.passes.int8 import Int8
+from compress.quantize.fastest import (
+    PlacementChoice,
+    choose_fastest,
+    digest_structure,
+    keep_choice,
+    keep_integer,
+    read_choice,
+)
 from compress.quantize.int8 import (
     Setting,
     choose_ranges,
@@ -22,6 +31,7 @@ from compress.quantize.int8 import (
     tensors_of,
     with_integer_layers,
 )
+from compress.quantize.latency import LayerTable, pretend_ranges, round_roughly
 from compress.quantize.measure import (
     COLLAPSE,
     Suspect,
@@ -45,15 +55,12 @@ MEASURE_BATCHES = 16
 
 
 def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
-    kind, dynamic = _choose_placement(knobs, state), knobs.is_dynamic
-    if kind == "all":
-        state = replace(state, model=clone(state.model))
-        shortcuts_to_convolutions(state.model)
-    taken, kept = knobs.choose(state.facts())
+    dynamic = knobs.is_dynamic
     try:
-        state = with_integer_layers(
-            state, [layer.name for layer in taken], kind, knobs.attention, dynamic, _choose_rounding(knobs)
-        )
+        state, taken, kept = place_layers(knobs, state, _choose_rounding(knobs))
+        state, choice = take_fastest(knobs, state, context)
+        if not state.integer:
+            return _leave_in_float(knobs, state, taken, kept, choice)
         seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
     except ValueError as error:
         raise PassError(f"{knobs.kind}: {error}") from error
@@ -65,8 +72,106 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
     state, notes = _heal_collapse(knobs, state, seen, sample, context)
     state, sensitivity, more = _restore(knobs, state, context)
     measured = _measure(state, seen, sensitivity, sample, context)
-    decisions = [_decide(knobs, layer.name, layer.type, state) for layer in taken]
-    return PassResult(state, (*decisions, *kept), (*notes, *more), measured)
+    for name, numbers in _list_times(choice).items():
+        measured.setdefault(name, {}).update(numbers)
+    decisions = [_decide(knobs, layer.name, layer.type, state, choice) for layer in taken]
+    told = [*_tell_choice(knobs, choice), *notes, *more]
+    return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
+
+
+def place_layers(
+    knobs: EightBit, state: GraphState, rounded: Callable[[GraphLayer], QuantizedWeight] | None
+) -> tuple[GraphState, list[LayerFacts], list[LayerDecision]]:
+    """Return the state with all layers that the pass takes in eight bits, `rounded` so, and those it takes and leaves.
+
+    Raises ValueError as `with_integer_layers` does.
+    """
+    kind = _choose_placement(knobs, state)
+    if kind == "all":
+        state = replace(state, model=clone(state.model))
+        shortcuts_to_convolutions(state.model)
+    taken, kept = knobs.choose(state.facts())
+    names = [layer.name for layer in taken]
+    return with_integer_layers(state, names, kind, knobs.attention, knobs.is_dynamic, rounded), taken, kept
+
+
+def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, context: GraphContext) -> GraphState:
+    """Return the state with the layers in eight bits that will be so if the gates allow, with ranges that are none."""
+    try:
+        state, _, _ = place_layers(knobs, state, round_roughly)
+    except ValueError as error:
+        raise PassError(f"{knobs.kind}: {error}") from error
+    state, _ = take_fastest(knobs, state, context)
+    return pretend_ranges(state)
+
+
+Chosen = tuple[PlacementChoice, str]
+"""What was found fastest, and the name of the cache's file that keeps it."""
+
+
+def take_fastest(knobs: EightBit, state: GraphState, context: GraphContext) -> tuple[GraphState, Chosen | None]:
+    """Return the state with the layers in int8 that gain from it on this machine, and the choice.
+
+    All of them, and None, where the pass does not ask for that, nothing can be timed, or a pass before has layers in
+    eight bits already, whose placement is kept. A choice that was made before for such a graph is taken up again.
+    """
+    timing = context.timing
+    if timing is None or not knobs.chooses_by_time or not state.integer or state.in_float8 or state.ranges:
+        return state, None
+    decided = [digest_structure(state.model), state.integer, state.placement, state.attention, state.dynamic]
+    path = timing.file_of(["placement", *timing.call, *decided])
+    choice = read_choice(path, timing.machine)
+    if choice is None:
+        table = LayerTable.open(timing.file_of(["layers", timing.machine, *timing.call[:2]]))
+        choice = choose_fastest(state, timing.feeds, timing.stopwatch, table, timing.machine, context.log)
+        keep_choice(path, choice.to_record())
+    names = [name for name in state.integer if name not in choice.in_float]
+    return keep_integer(state, names, choice.kind), (choice, path.stem)
+
+
+def _record(chosen: Chosen | None) -> dict[str, Any]:
+    return {} if chosen is None else {"key": chosen[1], **chosen[0].to_record()}
+
+
+def _list_times(chosen: Chosen | None) -> dict[str, dict[str, float]]:
+    """Return the measured times of the layers that stay float for speed."""
+    if chosen is None:
+        return {}
+    times = {name: pair for name, pair in chosen[0].in_float.items() if pair is not None}
+    return {name: {"float_ms": pair[0], "int8_ms": pair[1]} for name, pair in times.items()}
+
+
+def _tell_choice(knobs: EightBit, chosen: Chosen | None) -> list[Note]:
+    if chosen is None:
+        return []
+    choice = chosen[0]
+    everywhere = choice.float_ms / choice.all_ms
+    if choice.chosen_ms >= choice.float_ms:
+        text = (
+            f"{knobs.kind}: nothing is faster in int8 here ({everywhere:.2f}x with all layers), so all stay float; "
+            "placement: auto puts them in int8 for size"
+        )
+        return [Note("warning", text)]
+    if not choice.in_float:
+        return []
+    text = (
+        f"{knobs.kind}: {len(choice.in_float)} layers stay float, where int8 or its borders are slower: "
+        f"{choice.speedup:.2f}x instead of {everywhere:.2f}x as fast as float (placement: auto puts them in int8)"
+    )
+    return [Note("info", text)]
+
+
+def _leave_in_float(
+    knobs: EightBit,
+    state: GraphState,
+    taken: Sequence[LayerFacts],
+    kept: Sequence[LayerDecision],
+    chosen: Chosen | None,
+) -> PassResult[GraphState]:
+    """Return the result where no product is left in int8."""
+    decisions = [_decide(knobs, layer.name, layer.type, state, chosen) for layer in taken]
+    notes = tuple(_tell_choice(knobs, chosen))
+    return PassResult(state, (*decisions, *kept), notes, _list_times(chosen), choice=_record(chosen))
 
 
 def _choose_placement(knobs: EightBit, state: GraphState) -> Kind:
@@ -215,7 +320,11 @@ def _measure(
     return measured
 
 
-def _decide(knobs: EightBit, name: str, kind: str, state: GraphState) -> LayerDecision:
+def _decide(knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None) -> LayerDecision:
+    if chosen is not None and name in chosen[0].in_float:
+        times = chosen[0].in_float[name]
+        shown = "not timed alone" if times is None else f"{times[0]:.3g} ms, {times[1]:.3g} in int8"
+        return LayerDecision(name, kind, "float32", f"faster so in this graph ({shown}, borders not counted)")
     if name in state.weight_only:
         return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from compress.context import PassResult
-from compress.facts import LayerDecision
-from compress.graph.convolutions import fold_batchnorms
+from compress.facts import LayerDecision, ModelFacts
+from compress.graph.convolutions import fold_channel_scales
 from compress.graph.run import clone
 from compress.passes.fold_batchnorm import FoldBatchNorm
 from compress.quantize.state import GraphState
@@ -16,6 +16,13 @@ from compress.work.contexts import GraphContext
 def apply_fold_batchnorm(config: FoldBatchNorm, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Fold every batch normalisation of the float graph into the convolution before it."""
     graph = clone(state.model)
-    folded = fold_batchnorms(graph)
+    folded = fold_channel_scales(graph)
     decisions = tuple(LayerDecision(name, "BatchNorm", "folded") for name in folded)
     return PassResult(replace(state, model=graph), decisions)
+
+
+def foresee_fold_batchnorm(
+    config: FoldBatchNorm, state: GraphState, facts: ModelFacts, context: GraphContext
+) -> GraphState:
+    """Fold them: it asks for no data."""
+    return apply_fold_batchnorm(config, state, context).model

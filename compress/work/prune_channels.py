@@ -18,7 +18,7 @@ from compress.blocks.sizes import Shapes, shapes_of, transformers_config
 from compress.blocks.trace import is_layer, layer_type
 from compress.context import PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note
+from compress.facts import LayerDecision, ModelFacts, Note
 from compress.models.load import TorchModel
 from compress.passes.prune_channels import PruneChannels, count_kept_units
 from compress.prune.budget import Options, choose_widths, list_widths
@@ -57,6 +57,17 @@ NEAR = 0.02
 """Of the speed-up that is asked for: what a measured one may be above it."""
 
 
+def foresee_prune_channels(
+    knobs: PruneChannels, loaded: TorchModel, facts: ModelFacts, context: ModelContext
+) -> TorchModel:
+    """Cut the module to the widths that the plan expects, in place: which units stay matters nothing to speed."""
+    units = knobs.plan_units(facts)
+    sample = pruning_batches(knobs.kind, loaded, context)[0].first
+    dimensions = [one for one in find_coupling(loaded.module, sample).dimensions if one.name in units]
+    remove_all(loaded.module, dimensions, [np.arange(units[one.name]) for one in dimensions], remove)
+    return loaded
+
+
 def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Make `loaded.module` smaller in place. PassError names the dimension, or the best that is within reach."""
     module = loaded.module
@@ -68,7 +79,7 @@ def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: Mode
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
     dimensions = [dimension for dimension, facts in pairs if knobs.takes(facts, types)]
     _check(knobs, module, dimensions, sample)
-    drawn = find_torch_task(loaded.task).loss in ("classes", "token classes", "next tokens", "target tokens")
+    drawn = find_torch_task(loaded.task).loss not in ("answer spans", "embeddings", "detections", "outputs")
     loss = draw_label_loss(context.seed) if drawn else random_projection_loss(context.seed)
     curves = find_curves(
         module, dimensions, batches, knobs.importance, loss=loss, seed=context.seed, progress=context.progress

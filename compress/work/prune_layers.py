@@ -15,7 +15,7 @@ from compress.blocks.sizes import shapes_of
 from compress.blocks.trace import is_layer, layer_type
 from compress.context import PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note, Removable
+from compress.facts import LayerDecision, ModelFacts, Note, Removable
 from compress.models.load import TorchModel
 from compress.passes.depth import evenly_spaced, rename_blocks
 from compress.passes.prune_layers import PruneLayers
@@ -91,6 +91,17 @@ def decisions(
         reasons += [f"not fitted: {left[name]}"] if name in left else []
         layers.append(LayerDecision(new + name.removeprefix(block), kind, "kept", "; ".join(reasons)))
     return (*taken, *layers)
+
+
+def foresee_prune_layers(
+    knobs: PruneLayers, loaded: TorchModel, facts: ModelFacts, context: ModelContext
+) -> TorchModel:
+    """Take as many blocks out of the module, in place, as the plan expects: which ones matters little to speed."""
+    sample = pruning_batches(knobs.kind, loaded, context)[0].first
+    blocks = [block.name for block in removable_blocks(loaded.module, sample)]
+    stay = knobs.expected(facts)
+    shorten(Skipping(loaded.module, blocks, sample), [name for k, name in enumerate(blocks) if k not in stay], sample)
+    return loaded
 
 
 def _rank_blocks(

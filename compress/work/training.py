@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,12 +21,15 @@ from compress.context import TrainSet
 from compress.distill.attention import use_fused_attention
 from compress.distill.batch import Batch
 from compress.distill.lessons import Augment, BatchOf, batch_maker
-from compress.distill.losses import Pooling
+from compress.distill.losses import Distance, Pooling
 from compress.distill.objective import (
     LEARNED,
     Pairs,
+    Term,
     Weighted,
     features_last,
+    head_boxes_term,
+    head_classes_term,
     hidden_term,
     maps_term,
     outputs_term,
@@ -123,7 +127,7 @@ def objective(
     if teacher is None:
         with use_fused_attention(student), Watched(knobs.kind, student) as watched:
             yield Objective(
-                _make_loss(_weigh_terms(terms, NOTHING, loaded.task), watched, _no_answer, "none"), nn.ModuleDict()
+                _make_loss(_weigh_terms(terms, NOTHING, loaded), watched, _no_answer, "none"), nn.ModuleDict()
             )
         return
     pair = Pair(student, teacher, batch_of(np.arange(min(2, trainset.n)), None))
@@ -143,7 +147,7 @@ def objective(
         answer = _make_answer(answering, teacher, pooling)
         if context.work is not None and knobs.cache_bytes(loaded, trainset.n):
             answer = keep_outputs(answer, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
-        weighted = _weigh_terms(terms, compared, loaded.task)
+        weighted = _weigh_terms(terms, compared, loaded)
         yield Objective(_make_loss(weighted, watched, answer, pooling), compared.projections, compared.notes)
 
 
@@ -248,16 +252,20 @@ def _no_answer(batch: Batch) -> Seen:
     return Seen({})
 
 
-def _weigh_terms(terms: Terms, compared: Compared, task: str) -> list[Weighted]:
+def _weigh_terms(terms: Terms, compared: Compared, loaded: TorchModel) -> list[Weighted]:
     """Return the terms of the loss that are asked for."""
-    by_logits, by_labels = LEARNED.get(find_torch_task(task).loss, LEARNED["classes"])
+    by_logits, by_labels = LEARNED.get(find_torch_task(loaded.task).loss, LEARNED["classes"])
+    by_output: Callable[[Distance], Term] = outputs_term
+    if loaded.detections is not None:
+        head = loaded.detections, len(loaded.class_names)
+        by_logits, by_output = partial(head_classes_term, *head), lambda distance: head_boxes_term(*head)
     weighted = []
     if terms.logits is not None:
         weighted.append(Weighted(terms.logits.weight, by_logits(terms.logits.temperature, terms.logits.divergence)))
     if terms.labels is not None:
         weighted.append(Weighted(terms.labels.weight, by_labels))
     if terms.output is not None:
-        weighted.append(Weighted(terms.output.weight, outputs_term(terms.output.loss)))
+        weighted.append(Weighted(terms.output.weight, by_output(terms.output.loss)))
     if terms.hidden is not None and compared.hidden:
         weighted.append(
             Weighted(terms.hidden.weight, hidden_term(terms.hidden.loss, compared.hidden, compared.projections))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,16 @@ Columns: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = slice | Array | None
 Encoded: TypeAlias = tuple[dict[str, Array], dict[str, Array]]
 """A model's inputs of a batch, and what is known of its samples beside them: name -> array [n, ...]."""
+
+
+def stack_rows(rows: Sequence[Array]) -> Array:
+    """Return one array [N, ...] of the rows; of rows of several shapes or types an array of objects [N]."""
+    if len({(row.shape, row.dtype) for row in rows}) == 1:
+        return np.stack(rows)
+    ragged = np.empty(len(rows), object)
+    for i, row in enumerate(rows):
+        ragged[i] = row
+    return ragged
 
 
 def count(columns: Columns) -> int:

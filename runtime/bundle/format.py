@@ -5,7 +5,8 @@ manifest.json          what everything is, the sha256 and size of every other fi
 model/model.onnx ...   the candidate, with the config and tokenizer that it needs
 baseline/model.onnx    what it is judged against
 evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz; candidate_outputs.npz
-                       where the candidate is a checkpoint, which is not run here
+                       where the candidate is a checkpoint, which is not run here; slices.jsonl, by which samples are
+                       told apart, and recorded.npz, what the recipe's own metrics gave
 report.json .md .xml   what validation measured, report.steps.json and compress.log: in no manifest, because they are
                        written afterwards; any other name that the manifest does not list is not the bundle's
 host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
@@ -25,6 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.engine import ENGINES
@@ -52,9 +55,19 @@ from runtime.bundle.manifest import (
     Judgement,
     KvCacheSpec,
     Manifest,
+    Postprocess,
+    RecordedMetric,
 )
 from runtime.bundle.records import Mismatch, from_json, to_json
-from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, split_columns, write_jsonl, write_npz
+from runtime.bundle.samples import (
+    digest_columns,
+    read_jsonl,
+    read_npz,
+    read_outputs_npz,
+    split_columns,
+    write_jsonl,
+    write_npz,
+)
 from runtime.encode.preprocess import spec_from_dict
 from runtime.errors import BundleError, UsageError
 from runtime.tasks import TASKS
@@ -75,6 +88,8 @@ __all__ = [
     "Judgement",
     "KvCacheSpec",
     "Manifest",
+    "Postprocess",
+    "RecordedMetric",
     "canonical_json",
     "checkpoint_files",
     "checkpoint_size",
@@ -85,11 +100,14 @@ __all__ = [
     "read_candidate_outputs",
     "read_manifest",
     "read_outputs",
+    "read_recorded",
     "read_samples",
+    "read_slices",
     "verify",
     "write_bundle",
     "write_candidate_outputs",
     "write_outputs",
+    "write_recorded",
     "write_samples",
 ]
 
@@ -102,6 +120,7 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
     "evaluation/baseline_outputs.npz",
 )
 CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
+SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
 FOLDERS = ("model/", "baseline/", "evaluation/")
 """What every bundle may have; others are those of its artifacts."""
 WRITTEN_AFTERWARDS = re.compile(r"report\.(?:json|md|xml|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log")
@@ -185,11 +204,12 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def write_samples(folder: Path, columns: Columns) -> EvaluationSet:
+def write_samples(folder: Path, columns: Columns, slices: Mapping[str, Sequence[str]] | None = None) -> EvaluationSet:
     """Freeze samples in the bundle's folder: numbers and images to evaluation/samples.npz, texts to samples.jsonl.
 
-    Image files and Pillow images are decoded. The record already names where `write_outputs` puts the baseline's
-    outputs. UsageError where columns differ in length or hold neither numbers nor texts.
+    Image files and Pillow images are decoded. `slices`, which no model reads, go to slices.jsonl. The record already
+    names where `write_outputs` puts the baseline's outputs. UsageError where columns differ in length or hold neither
+    numbers nor texts.
     """
     arrays, texts = split_columns(columns)
     (folder / "evaluation").mkdir(parents=True, exist_ok=True)
@@ -197,13 +217,51 @@ def write_samples(folder: Path, columns: Columns) -> EvaluationSet:
         write_npz(folder / ARRAYS, {name: parts[0] if len(parts) == 1 else parts for name, parts in arrays.items()})
     if texts:
         write_jsonl(folder / TEXTS, texts)
+    if slices:
+        write_jsonl(folder / SLICES, slices)
     return EvaluationSet(
         n_samples=count(columns),
         arrays=ARRAYS if arrays else None,
         texts=TEXTS if texts else None,
         baseline_outputs=BASELINE_OUTPUTS,
         digest=digest_columns(columns),
+        slices=SLICES if slices else None,
     )
+
+
+def read_slices(path: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """Read the columns by which samples are told apart, `write_samples`'s `slices`; errors as in `read_samples`."""
+    evaluation = _require_evaluation(path, manifest)
+    if evaluation.slices is None:
+        return {}
+    columns = read_jsonl(inside(path, evaluation.slices))
+    _check_count(path, columns, evaluation.n_samples)
+    return columns
+
+
+def write_recorded(folder: Path, baseline: Sequence[Array], candidate: Sequence[Array]) -> None:
+    """Write what the recipe's own metrics gave at the build, as `RecordedMetric` says, to evaluation/recorded.npz."""
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    write_npz(folder / RECORDED, {"baseline": list(baseline), "candidate": list(candidate)})
+
+
+def read_recorded(path: Path, manifest: Manifest) -> list[tuple[Array, Array]]:
+    """Read (baseline, candidate) of each of `manifest.recorded`, float64; BundleError where they are not as it says."""
+    if not manifest.recorded:
+        return []
+    file = inside(path, RECORDED)
+    columns = read_npz(file)
+    sides = [columns.get(name, []) for name in ("baseline", "candidate")]
+    n = _require_evaluation(path, manifest).n_samples
+    if any(not isinstance(side, list) or len(side) != len(manifest.recorded) for side in sides):
+        raise BundleError(f"{file}: does not hold both sides of {len(manifest.recorded)} metrics; build it again")
+    pairs = list(zip(*sides, strict=True))
+    for record, pair in zip(manifest.recorded, pairs, strict=True):
+        shapes = {values.shape for values in pair} | ({(n,)} if record.per_sample else set())
+        least = 1 if record.per_sample else 3  # the number, and what it is without either of two groups
+        if len(shapes) > 1 or any(v.dtype != np.float64 or v.ndim != 1 or v.size < least for v in pair):
+            raise BundleError(f"{file}: what it holds of {record.name} is not what its manifest says; build it again")
+    return pairs
 
 
 def read_samples(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -230,7 +288,7 @@ def write_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
 def read_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     """Read what `write_outputs` kept; errors as in `read_samples`."""
     evaluation = _require_evaluation(path, manifest)
-    outputs: dict[str, Any] = dict(read_npz(inside(path, evaluation.baseline_outputs)))
+    outputs = read_outputs_npz(inside(path, evaluation.baseline_outputs))
     _check_count(path, outputs, evaluation.n_samples)
     return outputs
 
@@ -249,7 +307,7 @@ def read_candidate_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     evaluation = _require_evaluation(path, manifest)
     if CANDIDATE_OUTPUTS not in manifest.files:
         raise BundleError(f"{path}: the candidate is a checkpoint, and {CANDIDATE_OUTPUTS} is missing; build it again")
-    outputs: dict[str, Any] = dict(read_npz(inside(path, CANDIDATE_OUTPUTS)))
+    outputs = read_outputs_npz(inside(path, CANDIDATE_OUTPUTS))
     _check_count(path, outputs, evaluation.n_samples)
     return outputs
 
@@ -283,6 +341,10 @@ def _parse_manifest(data: Any) -> Manifest:
     spec_from_dict(manifest.preprocess)
     if manifest.task not in TASKS:
         raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
+    try:
+        TASKS[manifest.task].check_postprocess(manifest.postprocess)
+    except UsageError as error:
+        raise ValueError(f"manifest.{error}") from error
     if TASKS[manifest.task].generates != manifest.generates:
         is_there = "is there" if manifest.generates else "missing"
         raise ValueError(f"manifest.generation: {is_there}, and the task is {manifest.task}")
@@ -315,7 +377,10 @@ def _path_problems(root: Path, manifest: Manifest) -> Iterator[str]:
     used = [artifact.path for artifact in manifest.artifacts]
     for record in (artifact.engine for artifact in manifest.artifacts if artifact.engine is not None):
         used += [name for name in (record.weights_from, record.layers) if name]
-    used += [p for p in (evaluation.arrays, evaluation.texts, evaluation.baseline_outputs) if p] if evaluation else []
+    if evaluation is not None:
+        frozen = (evaluation.arrays, evaluation.texts, evaluation.baseline_outputs, evaluation.slices)
+        used += [path for path in frozen if path]
+    used += [RECORDED] if manifest.recorded else []
     for name in dict.fromkeys([*manifest.files, *used]):
         try:
             inside(root, name)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
+from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder, EngineRecord
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
 
 FORMAT_VERSION = 1
-RULES = ("max_drop", "min", "max", "min_speedup")
+RULES = ("max_drop", "min_retained", "min", "max", "min_speedup")
 """The rules of a gate: names of its fields, in the order in which they are decided and shown."""
 
 MOST_THREADS = 1024
@@ -145,18 +146,24 @@ class Generation:
 
 @dataclass(frozen=True)
 class Gate:
-    """A bound that a metric must keep to; at least one of `max_drop`, `min`, `max`, `min_speedup` is given."""
+    """A bound that a metric must keep to; at least one of the rules `max_drop` to `min_speedup` is given."""
 
     metric: str
-    """The name of a metric: top1, spearman, latency_p50, size, ..."""
+    """The name of a metric: top1, spearman, latency_p50, size, ...; or one's own, python:FILE.py:FUNCTION."""
     max_drop: float | None = None
     """At most this much worse than the baseline, in the metric's own unit."""
+    min_retained: float | None = None
+    """At least this share of the baseline's value: 0.99. Where lower is better, of baseline over candidate."""
     min: float | None = None
     """At least this."""
     max: float | None = None
     """At most this."""
     min_speedup: float | None = None
     """At least this many times as fast as the baseline."""
+    worst: str | None = None
+    """Hold the worst slice of this column of `slices` to the rules ("set": of the named evaluation sets)."""
+    slice: str | None = None
+    """Hold one slice to the rules, COLUMN=VALUE: set=night, label=cat."""
     undecided: Literal["fail", "pass"] | None = None
     """What to do when the confidence interval holds the bound; default: what `validate` says."""
 
@@ -172,8 +179,13 @@ class Gate:
             raise ValueError(
                 f"gate on '{self.metric}': max_drop is {self.max_drop}, below 0; a drop is a positive number"
             )
-        if self.min_speedup is not None and self.min_speedup <= 0:
-            raise ValueError(f"gate on '{self.metric}': min_speedup is {self.min_speedup}, not above 0")
+        for name in ("min_speedup", "min_retained"):
+            if (bound := getattr(self, name)) is not None and bound <= 0:
+                raise ValueError(f"gate on '{self.metric}': {name} is {bound}, not above 0")
+        if self.worst is not None and self.slice is not None:
+            raise ValueError(f"gate on '{self.metric}': worst and slice are given; give one, or two gates")
+        if self.slice is not None and not all(self.slice.partition("=")):
+            raise ValueError(f"gate on '{self.metric}': slice is '{self.slice}'; write COLUMN=VALUE, such as label=cat")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"gate on '{self.metric}': min {self.min} is above max {self.max}")
 
@@ -241,7 +253,9 @@ class Judgement:
     gates: tuple[Gate, ...] = ()
     """All of them must hold."""
     metrics: tuple[str, ...] = ()
-    """What to report; default: every metric that fits the task and the labels."""
+    """What to report; default: every metric that fits the task and the labels. python:FILE.py:FUNCTION is one's own."""
+    slices: tuple[str, ...] = ()
+    """Also report each class (label), and each value of these columns of the evaluation set's file."""
     confidence: float = 0.95
     """Of the intervals."""
     undecided: Literal["fail", "pass"] = "fail"
@@ -262,6 +276,52 @@ class Judgement:
             raise ValueError(f"confidence is {self.confidence}, not between 0 and 1")
         _check_range(self, "seed", 0, 2**128)
         _check_range(self, "batch_size", 1, MOST_BATCH)
+        if twice := sorted({name for name in self.slices if self.slices.count(name) > 1}):
+            raise ValueError(f"slices: '{twice[0]}' is there twice")
+
+
+@dataclass(frozen=True)
+class Postprocess:
+    """What is made of a model's outputs before anyone sees an answer. A task says which fields it takes."""
+
+    top_k: int | None = None
+    """Answer with the so many likeliest classes, the likeliest first."""
+    reject_below: float | None = None
+    """No answer where the likeliest class has a lower probability (softmax)."""
+    threshold: float | None = None
+    """Answer with everything whose score is at least this: labels of a model that gives several, detected objects."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None:
+            _check_range(self, "top_k", 1, MOST_BATCH)
+        for name in ("reject_below", "threshold"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ValueError(f"{name} is {value}, not between 0 and 1")
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Return the names of the fields that are set."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+
+@dataclass(frozen=True)
+class RecordedMetric:
+    """A metric of the recipe's own, computed by its code when the bundle was built; nothing of that code is here."""
+
+    name: str
+    """As gates name it: python:FILE.py:FUNCTION, the file without its folders."""
+    sha256: str
+    """Of the file that its function stands in."""
+    higher_is_better: bool = True
+    unit: str = ""
+    per_sample: bool = True
+    """A value for each sample, whose mean it is; False: one number, and what it is with groups of samples left out.
+
+    evaluation/recorded.npz holds the values in the order of these records, lists `baseline` and `candidate` of arrays
+    float64 [N], or [1 + groups] with the number itself first."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +347,8 @@ class EvaluationSet:
     """evaluation/baseline_outputs.npz; text-generation: nll (nats, summed) and n_tokens of each sample."""
     digest: str
     """sha256 of the samples' content, whatever file they are stored in."""
+    slices: str | None = None
+    """evaluation/slices.jsonl: what each sample has in the columns that only slice it, as texts; no model reads it."""
 
 
 @dataclass(frozen=True)
@@ -313,12 +375,18 @@ class Manifest:
     """Names of the classes, in the order of the model's outputs."""
     preprocess: dict[str, object]
     """A `runtime.encode.preprocess` spec; `spec_from_dict` reads it."""
+    detections: Detections | None = None
+    """Of a detector: what its outputs mean."""
     artifacts: tuple[Artifact, ...]
     """The models: "candidate", "baseline", and those for further targets."""
     evaluation: EvaluationSet | None
     """The frozen samples."""
     judgement: Judgement
     """What the recipe's `validate` says: gates, metrics, how speed is measured."""
+    postprocess: Postprocess | None = None
+    """What is made of the outputs, as a part of the model."""
+    recorded: tuple[RecordedMetric, ...] = ()
+    """Metrics of the recipe's own."""
     generation: Generation | None = None
     """Of a model that generates text: what generating needs to know."""
     source_bytes: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, check_text, count
+from runtime.bundle.columns import Array, Columns, check_text, count, stack_rows
 from runtime.bundle.npz import NpzError, read_arrays
 from runtime.encode.images import check_pixels, load_pixels
 from runtime.errors import BundleError, UsageError
@@ -60,11 +60,11 @@ def digest_columns(columns: Columns) -> str:
 def write_npz(path: Path, arrays: Mapping[str, Array | Sequence[Array]]) -> None:
     """Write arrays to an npz that is the same bytes for the same values: no times, no pickles, C order, little endian.
 
-    A list of arrays becomes entries name[0000000], name[0000001], ... np.load reads the file too.
+    A list of arrays, or an array of them, becomes entries name[0000000], name[0000001], ... np.load reads it, too.
     """
     with zipfile.ZipFile(path, "w") as archive:
         for name, column in sorted(arrays.items()):
-            if isinstance(column, np.ndarray):
+            if isinstance(column, np.ndarray) and column.dtype != object:
                 _write_entry(archive, name, column)
             else:
                 for i, item in enumerate(column):
@@ -80,6 +80,14 @@ def read_npz(path: Path) -> dict[str, Array | list[Array]]:
     except (NpzError, ValueError) as error:
         raise BundleError(f"{path}: cannot be read as arrays: {error}; build the bundle again") from error
     return columns
+
+
+def read_outputs_npz(path: Path) -> dict[str, Array]:
+    """Read outputs as `read_npz` does; what differs in shape from sample to sample becomes an array of objects."""
+    return {
+        name: column if isinstance(column, np.ndarray) else stack_rows(column)
+        for name, column in read_npz(path).items()
+    }
 
 
 def write_jsonl(path: Path, texts: Mapping[str, Sequence[str]]) -> None:

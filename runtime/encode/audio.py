@@ -207,6 +207,12 @@ def make_features(
     return _fill_frames([kaldi_features(waveform, spec) for waveform in cut], spec, fixed, masked)
 
 
+def split_chunks(waveform: Array, spec: AudioPreprocess) -> list[Array]:
+    """Return a waveform [T] as chunks of `seconds`, the last one shorter; as one chunk without `seconds`."""
+    n = spec.n_samples or max(1, len(waveform))
+    return [waveform[start : start + n] for start in range(0, max(1, len(waveform)), n)]
+
+
 def whisper_features(waveform: Array, rate: int, bins: int) -> Array:
     """Return Whisper's log-mel spectrogram, float32 [bins, T // 160], of a waveform [T] (Radford et al. 2022, 2.2).
 
@@ -267,7 +273,7 @@ def kaldi_filters(n_frequencies: int, bins: int, rate: int) -> Array:
 
 def to_waveform(item: Any, rate: Any, spec: AudioPreprocess, name: str = "audio") -> Array:
     """Return one sample as float32 [T] at the spec's rate. UsageError: it cannot be read, or is of another rate."""
-    samples, its_rate = load_audio(item, None if rate is None else int(rate), name)
+    samples, its_rate = load_audio(item, rate, name)
     waveform = samples.astype(np.float32) / np.float32(PCM) if samples.dtype == np.int16 else samples
     if its_rate == spec.rate:
         return waveform
@@ -286,7 +292,7 @@ def to_waveform(item: Any, rate: Any, spec: AudioPreprocess, name: str = "audio"
     return changed
 
 
-def load_audio(item: Any, rate: int | None = None, name: str = "audio") -> tuple[Array, int]:
+def load_audio(item: Any, rate: float | None = None, name: str = "audio") -> tuple[Array, int]:
     """Return (one channel [T] of float32 in -1..1, or int16 as a file has it; its rate). Channels are mixed.
 
     `item`: as of `AudioEncoder.encode`. `rate`: of an array that does not tell its own. UsageError.
@@ -341,7 +347,8 @@ def _check_rate(samples: Array, rate: Any, name: str) -> tuple[Array, int]:
         raise UsageError(
             f"{name}: an array says nothing of its rate: give a column 'rate', or {{array, sampling_rate}}"
         )
-    if int(rate) != rate or int(rate) not in RATES:
+    numeric = isinstance(rate, (int, float, np.number)) and RATES.start <= rate < RATES.stop  # NaN is not
+    if not numeric or int(rate) != rate:
         raise UsageError(f"{name}: rate {rate}: give samples a second, {RATES.start} to {RATES.stop - 1}")
     return samples, int(rate)
 

@@ -35,6 +35,12 @@ class ImagePreprocess:
     """A number: the shorter side, keeping proportions; [height, width]: exactly that."""
     crop: tuple[int, int] | None = None
     """Centre crop to [height, width], after resize."""
+    letterbox: tuple[int, int] | None = None
+    """In place of resize and crop: as large as fits into [height, width], keeping proportions, and padded to it."""
+    padding: int = 114
+    """Value of the pixels that letterbox adds, 0 to 255."""
+    anchor: Literal["centre", "top-left"] = "centre"
+    """Where letterbox puts the image."""
     channels: Literal["RGB", "L"] = "RGB"
     """Colour, or one grey channel."""
     scale: float = 1 / 255
@@ -52,10 +58,15 @@ class ImagePreprocess:
 
     def __post_init__(self) -> None:
         sizes = (self.resize,) if isinstance(self.resize, int) else self.resize or ()
-        if not all(1 <= size <= MOST_PIXELS for size in (*sizes, *(self.crop or ()))):
+        if not all(1 <= size <= MOST_PIXELS for size in (*sizes, *(self.crop or ()), *(self.letterbox or ()))):
             raise ValueError(
-                f"resize {self.resize} and crop {self.crop} must be at least 1 pixel, {MOST_PIXELS} at most"
+                f"resize {self.resize}, crop {self.crop} and letterbox {self.letterbox} must be at least 1 pixel, "
+                f"{MOST_PIXELS} at most"
             )
+        if self.letterbox is not None and (self.resize is not None or self.crop is not None):
+            raise ValueError("letterbox makes the whole size: leave resize and crop out")
+        if not 0 <= self.padding <= 255:
+            raise ValueError(f"padding is {self.padding}: give 0 to 255")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in {1, self.n_channels} or not all(abs(value) <= MOST_SCALE for value in values):
                 raise ValueError(
@@ -135,7 +146,8 @@ def batch_pixels(images: Any, spec: ImagePreprocess) -> Array:
     """Return images as uint8 [n, H, W, C] with the spec's channels, resized and cropped."""
     if isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim in (3, 4):
         batch = images[..., None] if images.ndim == 3 and images.shape[2] not in (3, 4) else images
-        if batch.ndim == 4 and batch.shape[3] == spec.n_channels and spec.resize is None and spec.crop is None:
+        as_it_is = spec.resize is None and spec.crop is None and spec.letterbox is None
+        if batch.ndim == 4 and batch.shape[3] == spec.n_channels and as_it_is:
             return batch
         if batch.ndim == 3:
             raise UsageError(f"images {images.shape}: one image, not a batch; give image[None] or a list")
@@ -151,6 +163,8 @@ def image_pixels(image: Any, spec: ImagePreprocess, name: str = "image") -> Arra
     """Return one image as uint8 [H, W, C]: colours converted, then resized, then cropped."""
     pixels = _to_channels(load_pixels(image, name), spec)
     height, width = pixels.shape[:2]
+    if spec.letterbox is not None:
+        return _pad_to_letterbox(pixels, spec)
     size = compute_resized(height, width, spec.resize)
     if isinstance(spec.resize, int) and max(size) > max(LONGEST_SIDES * spec.resize, height, width):
         raise UsageError(
@@ -174,6 +188,28 @@ def compute_resized(height: int, width: int, resize: int | tuple[int, int] | Non
     return max(1, int(resize * height / width)), resize
 
 
+def fit_letterbox(height: int, width: int, spec: ImagePreprocess) -> tuple[tuple[int, int], int, int]:
+    """Return the (height, width) that an image has inside the letterbox, and the rows above and columns left of it.
+
+    Sides are rounded as ultralytics' exporters do, and an odd row or column of padding comes below, or on the right.
+    """
+    assert spec.letterbox is not None
+    ratio = min(spec.letterbox[0] / height, spec.letterbox[1] / width)
+    size = max(1, round(height * ratio)), max(1, round(width * ratio))
+    if spec.anchor == "top-left":
+        return size, 0, 0
+    return size, (spec.letterbox[0] - size[0]) // 2, (spec.letterbox[1] - size[1]) // 2
+
+
+def _pad_to_letterbox(pixels: Array, spec: ImagePreprocess) -> Array:
+    assert spec.letterbox is not None
+    size, top, left = fit_letterbox(pixels.shape[0], pixels.shape[1], spec)
+    canvas = np.full((*spec.letterbox, pixels.shape[2]), spec.padding, np.uint8)
+    inside = pixels if size == pixels.shape[:2] else _resize(pixels, size, spec.resample)
+    canvas[top : top + size[0], left : left + size[1]] = inside
+    return canvas
+
+
 def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:
     """Cut the middle [h, w] out of [H, W, C]; black is added around a smaller image. torchvision's rounding."""
     for axis, want in enumerate(crop):
@@ -184,6 +220,39 @@ def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:
             pixels = np.pad(pixels, widths)
     top, left = (round((have - want) / 2) for have, want in zip(pixels.shape[:2], crop, strict=True))
     return pixels[top : top + crop[0], left : left + crop[1]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an image lies on what a model saw of it; each pair is of heights and widths.
+
+    The centre (y + 0.5) of an image's pixel lies at (y + 0.5) * scale - start on the window that the model saw.
+    """
+
+    size: tuple[int, int]
+    """Of the image, in its own pixels."""
+    scale: tuple[float, float]
+    """Pixels of the window for each of the image's."""
+    start: tuple[int, int]
+    """Pixels, after resizing, that were cut off before the window; negative where some were added."""
+    window: tuple[int, int]
+    """Pixels that the model saw."""
+
+
+def place_image(height: int, width: int, spec: ImagePreprocess) -> Placement:
+    """Return where an image of that size lies on what `image_pixels` makes of it."""
+    if spec.letterbox is not None:
+        inside, top, left = fit_letterbox(height, width, spec)
+        scale = (inside[0] / height, inside[1] / width)
+        return Placement((height, width), scale, (-top, -left), spec.letterbox)
+    resized = compute_resized(height, width, spec.resize)
+    window = spec.crop or resized
+    start = [
+        round((have - want) / 2) if have >= want else -((want - have) // 2)
+        for have, want in zip(resized, window, strict=True)
+    ]
+    scale = (resized[0] / height, resized[1] / width)
+    return Placement((height, width), scale, (start[0], start[1]), (window[0], window[1]))
 
 
 def normalize_pixels(pixels: Array, spec: ImagePreprocess) -> Array:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, count, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
 from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.pairs import ImageTextPreprocess, make_image_text_encoder
 from runtime.encode.seq2seq import Seq2SeqEncoder, TargetPreprocess, split_inputs
-from runtime.encode.texts import TextPreprocess, load_tokenizer, make_text_encoder, pool
+from runtime.encode.texts import TextEncoder, TextPreprocess, load_tokenizer, make_text_encoder, pool
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AudioPreprocess",
     "ImagePreprocess",
+    "ImageTextPreprocess",
     "LanguageEncoder",
     "LanguagePreprocess",
     "PreprocessSpec",
@@ -37,6 +39,7 @@ __all__ = [
     "pool",
     "spec_from_dict",
     "spec_to_dict",
+    "split_samples",
 ]
 
 
@@ -74,12 +77,19 @@ class Seq2SeqPreprocess:
 
 
 PreprocessSpec = (
-    ImagePreprocess | AudioPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess | Seq2SeqPreprocess
+    ImagePreprocess
+    | AudioPreprocess
+    | ImageTextPreprocess
+    | TextPreprocess
+    | LanguagePreprocess
+    | TensorPreprocess
+    | Seq2SeqPreprocess
 )
 
 _KINDS: dict[str, type[PreprocessSpec]] = {
     "image": ImagePreprocess,
     "audio": AudioPreprocess,
+    "image-text": ImageTextPreprocess,
     "text": TextPreprocess,
     "tensor": TensorPreprocess,
     "language": LanguagePreprocess,
@@ -130,6 +140,8 @@ def make_preprocessor(
         return make_image_encoder(spec, inputs)
     if isinstance(spec, AudioPreprocess):
         return make_audio_encoder(spec, inputs)
+    if isinstance(spec, ImageTextPreprocess):
+        return make_image_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, TextPreprocess):
         return make_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, LanguagePreprocess):
@@ -151,6 +163,16 @@ def _make_seq2seq_encoder(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Seq2SeqEncoder(spec.prefix, spec.target, spec, inputs, source, tokenizer, vocab_size)
+
+
+def split_samples(preprocessor: Preprocessor, columns: Columns) -> tuple[Columns, Array]:
+    """Return the rows that samples are encoded as, and the number of each row's sample, int64 [rows], rising.
+
+    A sample is a row, but for a long text that is read in windows. UsageError where a text leaves no room for another.
+    """
+    if isinstance(preprocessor, TextEncoder) and preprocessor.spec.stride is not None:
+        return preprocessor.split_windows(columns)
+    return columns, np.arange(count(columns))
 
 
 @dataclass(frozen=True)

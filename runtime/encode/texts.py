@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Encoded, Rows, take_texts
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take, take_texts
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 WORD = re.compile(r"\S+")
 FEEDS = ("input_ids", "attention_mask", "token_type_ids")
-MOST_TOKENS = 2**20
-"""Tokens that texts are filled up to."""
+WINDOW = "window"
+"""Column that says which window of a sample a row is, int64 [rows]; without it every row is the first."""
+TEXTS_AT_ONCE = 256
+"""Whose windows are counted together."""
+MOST_TOKENS, MOST_ANSWER = 2**20, 2**10
+"""Tokens that texts are filled up to; of an answer."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,23 @@ class TextPreprocess:
     """feature-extraction only: divide by the L2 norm."""
     tokenizer: str = "tokenizer.json"
     """File name inside the model's folder."""
+    stride: int | None = None
+    """Of two texts, the second is read in windows that share so many tokens; null: longer texts are cut."""
+    longest_answer: int = 30
+    """question-answering only: tokens of an answer, at most."""
+    no_answer: float | None = None
+    """question-answering only: by how much the score of no answer must be above the best one's for none to be given;
+    null: there is always one."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
     def __post_init__(self) -> None:
+        if self.stride is not None and not 0 <= self.stride < self.max_length:
+            raise ValueError(f"stride is {self.stride}: give 0 or more, and less than max_length {self.max_length}")
+        if not 1 <= self.longest_answer <= MOST_ANSWER:
+            raise ValueError(f"longest_answer is {self.longest_answer}: give 1 to {MOST_ANSWER} tokens")
+        if self.no_answer is not None and not math.isfinite(self.no_answer):
+            raise ValueError(f"no_answer is {self.no_answer}: give a finite number")
         if self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}, below 1")
         if self.max_length > MOST_TOKENS:
@@ -55,6 +73,27 @@ class Padding:
     token_id: int | None
     type_id: int
     left: bool
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A part of an encoding, by the names of `tokenizers`."""
+
+    ids: list[int]
+    type_ids: list[int]
+    offsets: list[tuple[int, int]]
+    sequence_ids: list[int | None]
+    special_tokens_mask: list[int]
+
+
+def _parts(encoding: Any) -> tuple[Any, ...]:
+    return (
+        encoding.ids,
+        encoding.type_ids,
+        encoding.offsets,
+        encoding.sequence_ids,
+        encoding.special_tokens_mask,
+    )
 
 
 @dataclass(frozen=True)
@@ -74,39 +113,103 @@ class TextEncoder:
 
     def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
         """Return what `encode` does, and those of `facts` that `tokenize` gives."""
-        tokens = self.tokenize(columns, rows, words="word_ids" in facts)
+        tokens = self.tokenize(columns, rows, facts)
         return self.feeds(tokens), {name: tokens[name] for name in facts}
 
     def feeds(self, tokens: dict[str, Array]) -> dict[str, Array]:
         """Select those of `tokenize`'s arrays that the model takes, in its dtypes."""
         return {i.name: tokens[i.name].astype(i.dtype, copy=False) for i in self.inputs}
 
-    def tokenize(self, columns: Columns, rows: Rows = None, words: bool = False) -> dict[str, Array]:
+    def tokenize(self, columns: Columns, rows: Rows = None, facts: tuple[str, ...] = ()) -> dict[str, Array]:
         """Return int64 [n, T]: input_ids, attention_mask (1 for tokens, 0 for padding) and token_type_ids.
 
-        With `words` also word_ids: the number of each token's word in the text, -1 for what is of none. A word is what
-        stands between white space.
+        With `facts` also word_ids, the number of each token's word in the text (-1 for what is of none; a word is what
+        stands between white space), or offsets [n, T, 2], each token's characters in the second text (-1 for others).
         """
-        texts: list[Any] = take_texts(columns, "text", rows)
-        if "text_pair" in columns:
-            texts = list(zip(texts, take_texts(columns, "text_pair", rows), strict=True))
-        encodings = encode_texts(self.tokenizer, texts)
-        width = self.width or max(1, max(len(e) for e in encodings))
-        if self.padding.token_id is None and any(len(e) < width for e in encodings):
+        texts = self._take_texts(columns, rows)
+        encodings = self._encode_windows(columns, rows, texts)
+        width = self.width or max(1, max(len(e.ids) for e in encodings))
+        if self.padding.token_id is None and any(len(e.ids) < width for e in encodings):
             raise BundleError(
                 f"{self.spec.tokenizer} names no padding token, and the texts of a batch differ in length: "
                 "set pad_token in tokenizer_config.json, or use batch_size 1 with padding: longest"
             )
-        fills = self._fill_values() | ({"word_ids": -1} if words else {})
+        fills = self._fill_values() | ({"word_ids": -1} if "word_ids" in facts else {})
         tokens = {name: np.full((len(encodings), width), fill, np.int64) for name, fill in fills.items()}
+        if "offsets" in facts:
+            tokens["offsets"] = np.full((len(encodings), width, 2), -1, np.int64)
         for row, encoding in enumerate(encodings):
-            span = slice(width - len(encoding), width) if self.padding.left else slice(0, len(encoding))
+            n = len(encoding.ids)
+            span = slice(width - n, width) if self.padding.left else slice(0, n)
             tokens["input_ids"][row, span] = encoding.ids
             tokens["attention_mask"][row, span] = 1
             tokens["token_type_ids"][row, span] = encoding.type_ids
-            if words:
+            if "word_ids" in facts:
                 tokens["word_ids"][row, span] = _number_words(texts[row], encoding)
+            if "offsets" in facts:
+                second = np.array(encoding.sequence_ids) == 1
+                tokens["offsets"][row, span] = np.where(second[:, None], encoding.offsets, -1)
         return tokens
+
+    def split_windows(self, columns: Columns) -> tuple[Columns, Array]:
+        """Return a row for each window of the second text, with the column WINDOW, and the number of each row's sample.
+
+        UsageError where the first text leaves no room for the second.
+        """
+        texts = self._take_texts(columns, None)
+        windows = [
+            self._count_windows(f"sample {i}", encoding)
+            for start in range(0, len(texts), TEXTS_AT_ONCE)
+            for i, encoding in enumerate(encode_texts(self.tokenizer, texts[start : start + TEXTS_AT_ONCE]), start)
+        ]
+        samples = np.repeat(np.arange(len(texts)), windows)
+        split = {name: [column[i] for i in samples] for name, column in columns.items()}
+        return {**split, WINDOW: np.concatenate([np.arange(n) for n in windows])}, samples
+
+    def _take_texts(self, columns: Columns, rows: Rows) -> list[Any]:
+        texts: list[Any] = take_texts(columns, "text", rows)
+        if "text_pair" in columns:
+            return list(zip(texts, take_texts(columns, "text_pair", rows), strict=True))
+        return texts
+
+    def _encode_windows(self, columns: Columns, rows: Rows, texts: list[Any]) -> list[Any]:
+        """Return the rows' encodings, each text encoded once; of a text that is read in windows the row's own."""
+        if self.spec.stride is None:
+            return encode_texts(self.tokenizer, texts)
+        given = take(columns, WINDOW, rows) if WINDOW in columns else np.zeros(len(texts), np.int64)
+        different = list(dict.fromkeys(texts))
+        whole = dict(zip(different, encode_texts(self.tokenizer, different), strict=True))
+        return [self._cut_window(whole[text], int(window)) for text, window in zip(texts, given, strict=True)]
+
+    def _count_windows(self, name: str, encoding: Any) -> int:
+        begin, end, room = self._find_room(encoding)
+        if end - begin <= room:
+            return 1
+        step = room - (self.spec.stride or 0)
+        if step <= 0:
+            raise UsageError(
+                f"{name}: the first text and special tokens take {self.spec.max_length - room} of max_length "
+                f"{self.spec.max_length}, and windows of the second shall share {self.spec.stride}: give a shorter "
+                "text, a larger max_length or a smaller stride"
+            )
+        return 1 + -(-(end - begin - room) // step)
+
+    def _find_room(self, encoding: Any) -> tuple[int, int, int]:
+        """Return where the second text's tokens begin and end, and how many there may be in a window."""
+        second = np.flatnonzero(np.array(encoding.sequence_ids) == 1)
+        begin, end = (int(second[0]), int(second[-1]) + 1) if second.size else (0, 0)
+        return begin, end, self.spec.max_length - (len(encoding) - (end - begin))
+
+    def _cut_window(self, encoding: Any, window: int) -> Tokens:
+        """Return one window of a whole encoding: what is around the second text, and a part of it."""
+        begin, end, room = self._find_room(encoding)
+        if end - begin > room:
+            begin_kept = begin + window * max(room - (self.spec.stride or 0), 1)
+            kept = [*range(begin), *range(begin_kept, min(begin_kept + max(room, 0), end)), *range(end, len(encoding))]
+        else:
+            kept = list(range(len(encoding)))
+        kept = kept[: self.spec.max_length]  # of a first text that is too long itself
+        return Tokens(*([values[i] for i in kept] for values in _parts(encoding)))
 
     def _fill_values(self) -> dict[str, int]:
         return dict(zip(FEEDS, (self.padding.token_id or 0, 0, self.padding.type_id), strict=True))
@@ -131,7 +234,10 @@ def make_text_encoder(spec: TextPreprocess, inputs: tuple[TensorSpec, ...], mode
             f"max_length {spec.max_length} leaves no room for a text: the tokenizer adds {least - 1} tokens"
         )
     direction = config.get("truncation_side") or (tokenizer.truncation or {}).get("direction", "right")
-    tokenizer.enable_truncation(spec.max_length, strategy="longest_first", direction=direction)
+    if spec.stride is None:
+        tokenizer.enable_truncation(spec.max_length, strategy="longest_first", direction=direction)
+    else:  # windows are cut here: the tokenizer's own way panics where the first text leaves less room than the stride
+        tokenizer.no_truncation()
     tokenizer.no_padding()
     return TextEncoder(spec, inputs, tokenizer, padding, width)
 

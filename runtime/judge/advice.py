@@ -201,7 +201,7 @@ def faster_elsewhere(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _format_closeness(row: Mapping[str, Any]) -> str:
     fidelity = row.get("fidelity", {})
-    parts = [f"{name} {fidelity[name]:.4f}" for name in ("agreement", "cosine") if name in fidelity]
+    parts = [f"{name} {value:.4f}" for name, value in fidelity.items() if name != "n_samples"]
     return f" (to the baseline on {fidelity['n_samples']} samples: {', '.join(parts)})" if parts else ""
 
 

@@ -23,7 +23,7 @@ from runtime.measure.benchmark import LATENCY_BUDGET_S, Variant, engine_trouble,
 from runtime.measure.timing import time_rounds
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import LATENCY_PERCENTILES, METRICS, Outputs, why_not
-from runtime.tasks.predict import bundle_preprocessor, encoding_views, run_samples
+from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of, run_samples
 
 FIDELITY_SAMPLES = 256
 Row = dict[str, Any]
@@ -111,10 +111,11 @@ def _measure_fidelity(
     """Measure how close the outputs on the first samples are to the baseline's frozen ones."""
     n = min(FIDELITY_SAMPLES, count(columns))
     few = {name: take(columns, name, slice(0, n)) for name in columns}
-    size, names = manifest.judgement.batch_size, manifest.class_names
-    outputs = run_samples(session, preprocessor, manifest.task, few, size, class_names=names)
+    size = manifest.judgement.batch_size
+    outputs = run_samples(session, preprocessor, manifest.task, few, size, facts=facts_of(manifest))
     reference = {name: values[:n] for name, values in baseline.items()}
-    fits = [m for m in (METRICS["agreement"], METRICS["cosine"]) if why_not(m, manifest.task, outputs, None) is None]
+    close = [metric for metric in METRICS.values() if metric.against == "baseline" and metric.ideal == 1.0]
+    fits = [metric for metric in close if why_not(metric, manifest.task, outputs, None) is None]
     return {"n_samples": n, **{metric.name: metric.compute(outputs, reference) for metric in fits}}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,17 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.errors import UsageError
+from runtime.judge.slices import LABEL, Groups
 from runtime.judge.stats import (
     HALL,
+    RARE_CHANGES,
     Estimate,
     bound_rare_changes,
     change_scale,
     divide,
     exact,
     paired_difference,
+    paired_ratio,
     percentile_interval,
     proportion_interval,
     range_interval,
@@ -31,7 +34,7 @@ from runtime.judge.stats import (
     unknown,
 )
 from runtime.measure.timing import Best, RequestTimes
-from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics import METRICS, Metric, Outputs, is_own, why_not
 from runtime.metrics.base import Columns, Link
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED
 
@@ -53,6 +56,24 @@ class Evidence:
     baseline: Estimate | None = None
     difference: Estimate | None = None
     speedup: Estimate | None = None
+    retained: Estimate | None = None
+    """The share of the baseline's value, or of a value that is better lower the baseline's over it; where asked for."""
+    slices: Mapping[str, tuple[SliceEvidence, ...]] = field(default_factory=dict)
+    """Column -> what is known of each of its slices."""
+    recorded: bool = False
+    """Whether it was computed when the bundle was built, by code that is not here."""
+
+
+@dataclass(frozen=True)
+class SliceEvidence:
+    """What is known of a metric on one slice: `alone`, and `at_once`, its intervals holding for all slices together.
+
+    `at_once` has the level of Bonferroni: of k slices each interval fails k times as seldom.
+    """
+
+    value: str
+    alone: Evidence
+    at_once: Evidence
 
 
 def list_wanted_metrics(judgement: Judgement) -> tuple[str, ...] | None:
@@ -60,7 +81,7 @@ def list_wanted_metrics(judgement: Judgement) -> tuple[str, ...] | None:
     if not judgement.metrics:
         return None
     names = (*judgement.metrics, *(gate.metric for gate in judgement.gates))
-    return tuple(dict.fromkeys(name for name in names if name in METRICS))
+    return tuple(dict.fromkeys(name for name in names if name in METRICS or is_own(name)))
 
 
 def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: Judgement) -> list[Metric]:
@@ -70,7 +91,7 @@ def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: 
     that is asked for and does not fit, and for labels out of range; NonFiniteOutputs if the baseline is broken.
     """
     asked = list_wanted_metrics(judgement)
-    must = {gate.metric for gate in judgement.gates} | set(asked or ())
+    must = {name for name in (*(gate.metric for gate in judgement.gates), *(asked or ())) if not is_own(name)}
     misfits = {name: why_not(metric, task, baseline, labels) for name, metric in METRICS.items()}
     fits = [name for name, problem in misfits.items() if problem is None]
     refused = [
@@ -86,34 +107,118 @@ def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: 
 
 
 def quality_evidence(
-    metrics: Sequence[Metric], candidate: Outputs, baseline: Outputs, labels: Any | None, judgement: Judgement
+    metrics: Sequence[Metric],
+    candidate: Outputs,
+    baseline: Outputs,
+    labels: Any | None,
+    judgement: Judgement,
+    groups: Groups | None = None,
 ) -> dict[str, Evidence]:
-    """Return evidence of each metric.
+    """Return evidence of each metric, and of each slice of `groups`.
 
     Raises NonFiniteOutputs, and RuntimeFailure where the two outputs differ in shape.
     """
-    return {m.name: _make_evidence(m, candidate, baseline, labels, judgement) for m in metrics}
+    evidence = {}
+    for metric in metrics:
+        if metric.against != "baseline":
+            ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
+            evidence[metric.name] = column_evidence(metric, ours, theirs, judgement, groups)
+        else:
+            evidence[metric.name] = column_evidence(
+                metric, metric.columns(candidate, baseline), None, judgement, groups
+            )
+    return evidence
+
+
+def column_evidence(
+    metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, groups: Groups | None = None
+) -> Evidence:
+    """Return evidence of a metric from its columns for the candidate and, unless it is against it, for the baseline."""
+    whole = _make_evidence(metric, ours, theirs, judgement, judgement.confidence)
+    slices = {}
+    for column, masks in (groups or {}).items():
+        if not slices_by(metric, column):
+            continue
+        level = 1 - (1 - judgement.confidence) / len(masks)
+        slices[column] = tuple(
+            SliceEvidence(
+                value,
+                *(_make_evidence(metric, *rows, judgement, each) for each in (judgement.confidence, level)),
+            )
+            for value, mask in masks.items()
+            for rows in [(_take_rows(ours, mask), None if theirs is None else _take_rows(theirs, mask))]
+        )
+    return replace(whole, slices=slices)
+
+
+def slices_by(metric: Metric, column: str) -> bool:
+    """Return whether a metric says something of each slice of a column.
+
+    Of one class alone an average over classes says nothing, nor does a correlation: only means over samples do.
+    """
+    return metric.sliceable and (column != LABEL or metric.kind != "statistic")
+
+
+def _take_rows(columns: Columns, mask: Array) -> Columns:
+    return tuple(column[mask] for column in columns)
 
 
 def _make_evidence(
-    metric: Metric, candidate: Outputs, baseline: Outputs, labels: Any, judgement: Judgement
+    metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, level: float
 ) -> Evidence:
-    if metric.against != "baseline":
-        ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
-        before, after, difference = _METHODS[metric.kind](metric, theirs, ours, judgement.confidence)
-    else:
-        ours = metric.columns(candidate, baseline)
-        before, (_, after, difference) = None, _METHODS[metric.kind](metric, None, ours, judgement.confidence)
+    n = len(ours[0])
+    before, after, difference = (
+        None if estimate is None else _check_defined(estimate, n)
+        for estimate in _METHODS[metric.kind](metric, theirs, ours, level)
+    )
+    assert after is not None
+    retained = None
+    if before is not None and any(g.metric == metric.name and g.min_retained is not None for g in judgement.gates):
+        retained = _estimate_retained(metric, ours, theirs, before, after, level)
     return Evidence(
         name=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
-        n=len(ours[0]),
-        counted="samples",
+        n=n,
+        counted=metric.counted,
         baseline=before,
         candidate=after,
         difference=difference,
+        retained=retained,
     )
+
+
+def _check_defined(estimate: Estimate, n: int) -> Estimate:
+    """Return the estimate; one without any interval where the metric has no value on such samples."""
+    if math.isnan(estimate.low) or math.isnan(estimate.high):
+        return unknown(estimate.value, f"{n} samples", "the metric has no value on them")
+    return estimate
+
+
+def _estimate_retained(
+    metric: Metric, ours: Columns, theirs: Columns | None, before: Estimate, after: Estimate, level: float
+) -> Estimate:
+    """Estimate the candidate's share of the baseline's value, paired by sample; the inverse where lower is better."""
+    assert theirs is not None
+    part, whole = (ours, theirs) if metric.higher_is_better else (theirs, ours)
+    above, below = (after, before) if metric.higher_is_better else (before, after)
+    if metric.kind == "proportion":
+        both = int(np.count_nonzero((part[0] > 0) & (whole[0] > 0)))
+        return paired_ratio(both, int(part[0].sum()) - both, int(whole[0].sum()) - both, len(part[0]), level)
+    if above.value == below.value == 0:
+        return unknown(1.0, f"{len(ours[0])} samples", "both values are 0, and there is no share of that")
+    if below.value <= 0:
+        return unknown(math.nan, f"{len(ours[0])} samples", f"there is no share of a value of {below.value:.4g}")
+    share = above.value / below.value
+    influence = (metric.influence(part) - share * metric.influence(whole)) / below.value
+    estimate = skewed_interval(share, influence, level, _sample_weights(metric, whole))
+    if metric.flaws is not None and estimate.method == HALL:
+        changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
+        reach = metric.flaws.reach(whole) / below.value
+        estimate = bound_rare_changes(estimate, 1.0, int(changed.sum()), len(changed), reach, level)
+    if estimate.method == HALL and not below.low > 0:
+        return unknown(share, f"{len(ours[0])} samples", "the value may be 0, and there is no share of that")
+    return estimate
 
 
 Estimates = tuple[Estimate | None, Estimate, Estimate | None]
@@ -145,15 +250,30 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     before = _estimate_one_model(metric, theirs, level)
     influence = metric.influence(ours) - metric.influence(theirs)
     difference = skewed_interval(after.value - before.value, influence, level, _sample_weights(metric, ours))
+    if metric.turned is not None and difference.method == HALL and math.isinf(difference.high - difference.low):
+        difference = _bound_leaps(difference, influence, metric.turned(ours, theirs), level)
+    if metric.reach is not None and difference.method == HALL:
+        changed = int(np.count_nonzero(ours[0] != theirs[0]))
+        difference = bound_rare_changes(difference, 0.0, changed, len(ours[0]), metric.reach, level)
+    if metric.bias is not None and metric.biased_change:  # either model's may be there alone
+        low, high = difference.low - max(metric.bias(ours), 0.0), difference.high + max(metric.bias(theirs), 0.0)
+        difference = replace(difference, low=low, high=high)
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
     if metric.flaws is not None and difference.method == HALL:
-        changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
-        count, reach = int(changed.sum()), metric.flaws.reach(ours)
-        difference = bound_rare_changes(difference, 0.0, count, len(changed), reach, level)
+        differ = (metric.flaws.changed or _find_changed)(ours, theirs)
+        count, reach = int(differ.sum()), metric.flaws.reach(ours)
+        difference = bound_rare_changes(difference, 0.0, count, len(differ), reach, level)
         widest = metric.flaws.widest
         difference = replace(difference, low=max(difference.low, -widest), high=min(difference.high, widest))
     return before, after, difference
+
+
+def _find_changed(ours: Columns, theirs: Columns) -> np.ndarray:
+    """Return which samples differ in any column, bool [N]."""
+    pairs = zip(ours, theirs, strict=True)
+    changed: np.ndarray = np.any([(a != b).reshape(len(a), -1).any(axis=1) for a, b in pairs], axis=0)
+    return changed
 
 
 def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estimate:
@@ -176,10 +296,35 @@ def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estim
             estimate = replace(estimate, high=min(estimate.high, perfect))
         else:
             estimate = replace(estimate, low=max(estimate.low, perfect))
+    if metric.reach is not None and estimate.method == HALL:
+        estimate = _bound_by_commonest(estimate, columns[0], metric.reach, level)
     if metric.bias is not None:
         bias = metric.bias(columns)
         estimate = replace(estimate, low=estimate.low - max(bias, 0.0), high=estimate.high + max(-bias, 0.0))
     return estimate
+
+
+def _bound_leaps(difference: Estimate, influence: Array, turned: Array, level: float) -> Estimate:
+    """Return the estimate of a change whose spread a few samples carry: their count bounds what they do.
+
+    The others have an interval of their own; each of the two keeps half of what may be missed.
+    """
+    half = 1 - (1 - level) / 2
+    calm = np.where(turned, 0.0, influence - influence.mean() + difference.value)
+    others = skewed_interval(float(calm.mean()), calm, half)
+    most = 2 * proportion_interval(int(turned.sum()), len(turned), half).high
+    low, high = max(difference.low, others.low - most), min(difference.high, others.high + most)
+    return replace(difference, low=low, high=high, method=RARE_CHANGES, lacking=others.lacking)
+
+
+def _bound_by_commonest(estimate: Estimate, values: Array, reach: float, level: float) -> Estimate:
+    """Return the estimate of a mean, bounded by how few samples have another than the commonest value."""
+    known, counts = np.unique(values, return_counts=True)
+    common, others = float(known[counts.argmax()]), int(len(values) - counts.max())
+    bounded = bound_rare_changes(estimate, common, others, len(values), reach, level)
+    # where all others lie to one side, so does the mean
+    low = max(bounded.low, common) if common <= known[0] else bounded.low
+    return replace(bounded, low=low, high=min(bounded.high, common) if common >= known[-1] and others else bounded.high)
 
 
 def _sample_weights(metric: Metric, columns: Columns) -> np.ndarray | None:

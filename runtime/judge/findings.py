@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Manifest
-from runtime.judge.evidence import Evidence
+from runtime.judge.confusion import Confusion
+from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
+from runtime.judge.slices import Groups
 from runtime.judge.stats import Estimate
 from runtime.metrics import MEASURED, METRICS, Metric, Outputs
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.report.passes import PassTable
 
 FORMAT_VERSION = 1
+WIDE = 0.5
+"""Width of the interval of a fraction beyond which a slice may be anything."""
 Interval = tuple[float, float]
 
 
@@ -34,6 +40,10 @@ class Case:
     notes: Sequence[str]
     elsewhere: str = ""
     """Why speed and memory are not judged here; "": they are."""
+    groups: Groups = field(default_factory=dict)
+    """The slices of the evaluation set."""
+    recorded: Sequence[tuple[Array, Array]] = ()
+    """What each of the recipe's own metrics gave at the build, (baseline, candidate)."""
 
     @property
     def labels(self) -> Any | None:
@@ -70,6 +80,39 @@ class Side:
 
 
 @dataclass(frozen=True)
+class SliceValue:
+    """A metric on one slice. The intervals hold for all slices of the column at once (Bonferroni)."""
+
+    n: int
+    """Samples."""
+    candidate: float
+    interval: Interval
+    baseline: float | None = None
+    difference: float | None = None
+    """Candidate minus baseline, or minus the ideal."""
+    difference_interval: Interval | None = None
+    too_few: bool = False
+    """Whether so little is known that the slice may be anything."""
+
+
+@dataclass(frozen=True)
+class MetricSlices:
+    """A metric on each slice of a column."""
+
+    column: str
+    metric: str
+    higher_is_better: bool
+    worst: str
+    """The value whose slice is the worst for the candidate."""
+    may_be_chance: bool
+    """Whether the worst slice's interval holds the value of all samples, so that being the worst may be chance."""
+    lost_most: str
+    """The value whose slice lost most against the baseline; "" where none lost."""
+    values: dict[str, SliceValue]
+    """By the value that the column has."""
+
+
+@dataclass(frozen=True)
 class Findings:
     """One judgement of one bundle on one machine. `verdict` is "unjudged" for a benchmark alone."""
 
@@ -93,6 +136,12 @@ class Findings:
     """Of those `ratios` that are of paired measurements; none of what is exact."""
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Metric -> {"value", "interval", "method"} of candidate minus baseline."""
+    slices: tuple[MetricSlices, ...] = ()
+    """Each quality metric on each slice, column by column."""
+    recorded: tuple[str, ...] = ()
+    """Metrics that were computed when the bundle was built, by code that is not in it."""
+    confusion: Confusion | None = None
+    """Which class is taken for which; None where no single class is chosen."""
     gates: tuple[GateResult, ...] = ()
     layers: tuple[Any, ...] = ()
     """The bundle's layers.json."""
@@ -138,7 +187,7 @@ def side(evidence: Mapping[str, Evidence], which: Literal["baseline", "candidate
     generates = "tpot" in evidence
     measured = {MEASURED_FIELDS[name]: estimates[name].value for name in MEASURED_FIELDS if name in estimates}
     return Side(
-        metrics={name: e.value for name, e in estimates.items() if name in METRICS},
+        metrics={name: e.value for name, e in estimates.items() if name not in MEASURED},
         intervals={name: (e.low, e.high) for name, e in estimates.items() if e.method != "exact"},
         latency_ms={n.removeprefix("latency_"): e.value for n, e in estimates.items() if n in LATENCY_PERCENTILES},
         throughput_batch_size=batch_size if "throughput" in estimates else None,
@@ -179,5 +228,60 @@ def differences(evidence: Mapping[str, Evidence]) -> dict[str, dict[str, Any]]:
             "method": e.difference.method,
         }
         for name, e in evidence.items()
-        if name in METRICS and e.difference is not None and e.baseline is not None
+        if name not in MEASURED and e.difference is not None and e.baseline is not None
     }
+
+
+def order_metrics(names: Iterable[str]) -> list[str]:
+    """Return the names of quality metrics as tables show them: those of `METRICS` in its order, then the others."""
+    given = list(names)
+    known = [name for name in METRICS if name in given]
+    return [*known, *(name for name in given if name not in known)]
+
+
+def tabulate_slices(evidence: Mapping[str, Evidence]) -> tuple[MetricSlices, ...]:
+    """Return each metric on each slice, by column in the order of the judgement."""
+    columns = list(dict.fromkeys(column for e in evidence.values() for column in e.slices))
+    return tuple(
+        _tabulate_metric(column, evidence[name])
+        for column in columns
+        for name in order_metrics(evidence)
+        if column in evidence[name].slices
+    )
+
+
+def _tabulate_metric(column: str, whole: Evidence) -> MetricSlices:
+    slices, sign = whole.slices[column], 1.0 if whole.higher_is_better else -1.0
+    worst = min(slices, key=lambda part: _worse(sign * part.at_once.candidate.value))
+    drops = {part.value: d.value for part in slices if (d := part.at_once.difference) is not None}
+    lost = min(drops, key=lambda value: _worse(sign * drops[value]), default="")
+    low, high = worst.at_once.candidate.low, worst.at_once.candidate.high
+    return MetricSlices(
+        column=column,
+        metric=whole.name,
+        higher_is_better=whole.higher_is_better,
+        worst=worst.value,
+        may_be_chance=low <= whole.candidate.value <= high,
+        lost_most=lost if lost and sign * drops[lost] < 0 else "",
+        values={part.value: _describe_slice(part) for part in slices},
+    )
+
+
+def _worse(goodness: float) -> float:
+    """Return what orders slices from the worst on; one without a value comes last."""
+    return goodness if math.isfinite(goodness) else math.inf
+
+
+def _describe_slice(part: SliceEvidence) -> SliceValue:
+    known = part.at_once
+    after, change = known.candidate, known.difference
+    wide = known.unit == "fraction" and after.high - after.low > WIDE
+    return SliceValue(
+        n=known.n,
+        candidate=after.value,
+        interval=(after.low, after.high),
+        baseline=known.baseline.value if known.baseline else None,
+        difference=change.value if change else None,
+        difference_interval=(change.low, change.high) if change else None,
+        too_few=wide or not (math.isfinite(after.low) and math.isfinite(after.high)),
+    )

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from runtime.bundle.format import Benchmark, Gate, Judgement
+from runtime.bundle.format import Benchmark, Gate, Judgement, Postprocess
 from runtime.errors import UsageError
-from runtime.judge.evidence import Evidence
+from runtime.judge.evidence import Evidence, slices_by
+from runtime.judge.slices import LABEL, SET
 from runtime.judge.stats import Estimate, change_scale, samples_needed
-from runtime.metrics import MEASURED, METRICS, check_name, fitting
+from runtime.metrics import MEASURED, METRICS, check_name, fitting, is_own
 from runtime.report.units import interval_words
 from runtime.tasks import find_task
 
@@ -28,7 +29,7 @@ class GateResult:
     """One rule of one gate, decided.
 
     `value` is what the rule bounds: the drop, the value or the speed-up; None where it could not be measured. `holds`
-    is the verdict after `undecided` has been counted as fail or pass.
+    is the verdict after `undecided` has been counted as fail or pass. `slice`: COLUMN=VALUE that the value is of.
     """
 
     metric: str
@@ -38,23 +39,31 @@ class GateResult:
     verdict: Verdict
     holds: bool
     why: str
+    slice: str = ""
 
 
-def check_gates(judgement: Judgement, task: str, has_labels: bool) -> None:
+def check_gates(judgement: Judgement, task: str, has_labels: bool, postprocess: Postprocess | None = None) -> None:
     """Refuse, before anything runs, a gate or a metric that cannot be judged here: UsageError with every problem."""
     problems: list[str] = []
+    if LABEL in judgement.slices and not has_labels:
+        problems.append("slices: label: the evaluation set has no labels; leave it out, or slice by a column")
     for name in dict.fromkeys((*judgement.metrics, *(gate.metric for gate in judgement.gates))):
         try:
-            _check_metric(name, task, has_labels, judgement)
+            _check_metric(name, task, has_labels, judgement, postprocess)
         except UsageError as error:
             problems += error.problems
     problems += [problem for gate in judgement.gates for problem in _rule_problems(gate)]
+    problems += [problem for gate in judgement.gates for problem in _slice_problems(gate, judgement, task, has_labels)]
     if problems:
         raise UsageError(problems)
 
 
-def _check_metric(name: str, task: str, has_labels: bool, judgement: Judgement) -> None:
+def _check_metric(
+    name: str, task: str, has_labels: bool, judgement: Judgement, postprocess: Postprocess | None
+) -> None:
     check_name(name)
+    if is_own(name):
+        return
     if name in MEASURED:
         _check_measured(name, task, judgement.benchmark)
         return
@@ -64,6 +73,8 @@ def _check_metric(name: str, task: str, has_labels: bool, judgement: Judgement) 
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
     if metric.against == "labels" and not has_labels:
         raise UsageError(f"metric '{name}' needs labels, and the evaluation set has none; without labels fit: {fits}")
+    if metric.needs and not set(metric.needs) & set(postprocess.given if postprocess else ()):
+        raise UsageError(f"metric '{name}' needs postprocess: {{{' or '.join(metric.needs)}: ...}}")
 
 
 def _check_measured(name: str, task: str, benchmark: Benchmark) -> None:
@@ -79,15 +90,38 @@ def _check_measured(name: str, task: str, benchmark: Benchmark) -> None:
         raise UsageError("metric 'cost_per_million' needs benchmark.price_per_hour")
 
 
+def _slice_problems(gate: Gate, judgement: Judgement, task: str, has_labels: bool) -> list[str]:
+    """Report slices that nobody asked for, and metrics that say nothing of one."""
+    column = gate.worst or (gate.slice or "").partition("=")[0]
+    if not column:
+        return []
+    on = f"gate on '{gate.metric}': {'worst' if gate.worst else 'slice'}"
+    if gate.metric in MEASURED:
+        return [f"{on}: {gate.metric} is measured of the whole model, not of samples; leave it out"]
+    if column not in (SET, *judgement.slices):
+        there = ", ".join((*judgement.slices, SET))
+        return [f"{on}: '{column}' is not among validate.slices; add it there, or use one of {there}"]
+    if gate.metric in METRICS and not slices_by(METRICS[gate.metric], column):
+        fits = ", ".join(name for name in fitting(task, has_labels) if slices_by(METRICS[name], column))
+        return [f"{on}: {gate.metric} says nothing of the samples of one {column} alone; what does: {fits}"]
+    return []
+
+
 def _rule_problems(gate: Gate) -> list[str]:
     if gate.metric not in MEASURED and gate.metric not in METRICS:
-        return []  # refused by name already
+        own = is_own(gate.metric) and gate.min_speedup is not None  # any other is refused by name already
+        return [f"gate on '{gate.metric}': min_speedup is of times; use min_retained"] if own else []
     problems = []
     speed = [name for name, metric in MEASURED.items() if metric.speed]
     if gate.min_speedup is not None and gate.metric not in speed:
         problems.append(f"gate on '{gate.metric}': min_speedup fits only {', '.join(speed)}")
     if gate.max_drop is not None and gate.metric in ("sqnr_db", "size_ratio"):
         problems.append(f"gate on '{gate.metric}': max_drop has no baseline value to drop from; use min")
+    if gate.min_retained is not None and (gate.metric in MEASURED or METRICS[gate.metric].against == "baseline"):
+        way = "max_drop, min_speedup or max" if gate.metric in MEASURED else "min or max"
+        problems.append(
+            f"gate on '{gate.metric}': min_retained is a share of the baseline's quality, which this is not; use {way}"
+        )
     return problems
 
 
@@ -106,18 +140,23 @@ def judge(
     for gate in judgement.gates:
         undecided_holds = (gate.undecided or judgement.undecided) == "pass"
         for rule, limit in gate.bounds.items():
+            name = _name_rule(gate, rule, limit)
             if failures and gate.metric in failures:
-                why = failures[gate.metric]
-                results.append(GateResult(gate.metric, f"{rule} {limit:g}", None, None, "fail", False, why))
+                results.append(GateResult(gate.metric, name, None, None, "fail", False, failures[gate.metric]))
             elif elsewhere and gate.metric in elsewhere:
                 counted = "; counted as a pass" if undecided_holds else "; counted as a failure"
                 why = elsewhere[gate.metric] + counted
-                results.append(
-                    GateResult(gate.metric, f"{rule} {limit:g}", None, None, "undecided", undecided_holds, why)
-                )
+                results.append(GateResult(gate.metric, name, None, None, "undecided", undecided_holds, why))
             else:
-                results.append(_decide_rule(evidence[gate.metric], rule, limit, judgement.confidence, undecided_holds))
+                bounded = _find_subject(gate, evidence[gate.metric], rule)
+                results.append(_decide_rule(bounded, name, rule, limit, judgement.confidence, undecided_holds))
     return tuple(results)
+
+
+def _name_rule(gate: Gate, rule: str, limit: float) -> str:
+    """Name a rule with its bound and what it is of: "max_drop 0.01, worst label"."""
+    of = f", worst {gate.worst}" if gate.worst else f", {gate.slice}" if gate.slice else ""
+    return f"{rule} {limit:g}{of}"
 
 
 def overall(gates: tuple[GateResult, ...]) -> Verdict:
@@ -136,6 +175,10 @@ def find_bounded(evidence: Evidence, rule: str) -> Estimate:
         if not evidence.higher_is_better:
             return difference
         return change_scale(difference, lambda change: -change + 0.0)
+    if rule == "min_retained":
+        if evidence.retained is None:
+            raise UsageError(f"gate on '{evidence.name}': min_retained has no baseline value to be a share of")
+        return evidence.retained
     if rule == "min_speedup":
         if evidence.speedup is None:
             raise UsageError(f"gate on '{evidence.name}': there is no baseline speed to compare with")
@@ -143,15 +186,72 @@ def find_bounded(evidence: Evidence, rule: str) -> Estimate:
     return evidence.candidate
 
 
-def _decide_rule(evidence: Evidence, rule: str, limit: float, confidence: float, undecided_holds: bool) -> GateResult:
-    estimate = find_bounded(evidence, rule)
-    verdict = _compare_with_bound(estimate, limit, at_least=rule in ("min", "min_speedup"))
+@dataclass(frozen=True)
+class _Subject:
+    """What one rule is about: its evidence, the estimate that is bounded, and of the worst slice what to add."""
+
+    evidence: Evidence
+    estimate: Estimate
+    slice: str = ""
+    remark: str = ""
+
+
+def _find_subject(gate: Gate, evidence: Evidence, rule: str) -> _Subject:
+    """Return what the rule bounds: of all samples, of the slice that the gate names, or of the worst one."""
+    column, _, value = (gate.slice or "").partition("=")
+    if not column and not gate.worst:
+        return _Subject(evidence, find_bounded(evidence, rule))
+    slices = evidence.slices.get(gate.worst or column, ())
+    if not slices:
+        raise UsageError(f"gate on '{gate.metric}': it is not known for each {gate.worst or column}")
+    if column:
+        one = next(part for part in slices if part.value == value).alone
+        return _Subject(one, find_bounded(one, rule), gate.slice or "")
+    sign = 1.0 if _is_floor(rule) else -1.0
+    bounded = [find_bounded(part.alone, rule) for part in slices]
+    at_once = [find_bounded(part.at_once, rule) for part in slices]
+    values = [sign * each.value if math.isfinite(each.value) else math.inf for each in bounded]
+    worst = values.index(min(values))
+    # The true worst slice is one of them, so that all are good where each is at its own level. That one is bad may be
+    # chance where one of many looks bad: that end has to hold for all at once.
+    good = min(sign * (each.low if sign > 0 else each.high) for each in bounded)
+    bad = min(sign * (each.high if sign > 0 else each.low) for each in at_once)
+    low, high = sorted((sign * good, sign * bad))
+    limiting = [
+        (part, each)
+        for part, each in zip(slices, bounded, strict=True)
+        if sign * (each.low if sign > 0 else each.high) == good
+    ]
+    weakest, unclear = limiting[0]
+    estimate = replace(bounded[worst], low=low, high=high, lacking=unclear.lacking)
+    found = slices[worst]
+    lacking = f": {unclear.lacking}" if unclear.lacking else ""
+    few = f"; least is known of '{weakest.value}' ({weakest.alone.n} {evidence.counted}{lacking})"
+    few = "" if weakest is found else few
+    remark = f"the worst of {len(slices)} by {gate.worst} is '{found.value}'{few}"
+    return _Subject(found.alone, estimate, f"{gate.worst}={found.value}", remark)
+
+
+def _is_floor(rule: str) -> bool:
+    """Return whether the bound is the least that is good."""
+    return rule.startswith("min")
+
+
+def _decide_rule(
+    subject: _Subject, name: str, rule: str, limit: float, confidence: float, undecided_holds: bool
+) -> GateResult:
+    evidence, estimate = subject.evidence, subject.estimate
+    verdict = _compare_with_bound(estimate, limit, at_least=_is_floor(rule))
     why = _explain_verdict(evidence, rule, estimate, limit, verdict, confidence)
+    if subject.slice:
+        why = f"{subject.remark or subject.slice}: {why}"
+    if evidence.recorded:
+        why += "; computed when the bundle was built"
     if verdict == "undecided":
         why += "; counted as a pass" if undecided_holds else "; counted as a failure"
     holds = verdict == "pass" or (verdict == "undecided" and undecided_holds)
     interval = (estimate.low, estimate.high)
-    return GateResult(evidence.name, f"{rule} {limit:g}", estimate.value, interval, verdict, holds, why)
+    return GateResult(evidence.name, name, estimate.value, interval, verdict, holds, why, subject.slice)
 
 
 def _compare_with_bound(estimate: Estimate, limit: float, at_least: bool) -> Verdict:
@@ -162,8 +262,9 @@ def _compare_with_bound(estimate: Estimate, limit: float, at_least: bool) -> Ver
 def _explain_verdict(
     evidence: Evidence, rule: str, estimate: Estimate, limit: float, verdict: Verdict, confidence: float
 ) -> str:
-    what = {"max_drop": "drop", "min_speedup": "speed-up"}.get(rule, evidence.name)
-    bound = f"{'at least' if rule.startswith('min') else 'at most'} {limit:g}"
+    share = "retained share" if evidence.higher_is_better else "retained share (baseline over candidate)"
+    what = {"max_drop": "drop", "min_speedup": "speed-up", "min_retained": share}.get(rule, evidence.name)
+    bound = f"{'at least' if _is_floor(rule) else 'at most'} {limit:g}"
     if estimate.method == "exact":
         return f"{what} {estimate.value:.6g} is {'' if verdict == 'pass' else 'not '}{bound}"
     count = f"{evidence.n} {evidence.counted}"

@@ -13,14 +13,26 @@ import numpy as np
 
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
-from runtime.bundle.format import Manifest, inside, read_candidate_outputs, read_outputs, read_samples, verify
+from runtime.bundle.format import (
+    Manifest,
+    inside,
+    read_candidate_outputs,
+    read_outputs,
+    read_recorded,
+    read_samples,
+    read_slices,
+    verify,
+)
 from runtime.bundle.onnx_file import graph_facts
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
+from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
-from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side
+from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.gates import check_gates, judge, overall
+from runtime.judge.recorded import recorded_evidence
+from runtime.judge.slices import find_groups
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
@@ -32,12 +44,12 @@ from runtime.measure.benchmark import (
 )
 from runtime.measure.environment import environment
 from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
-from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite
+from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite, is_own
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.report import Report, prepare_folder, write_report
 from runtime.tasks import find_task
-from runtime.tasks.predict import bundle_preprocessor, run_samples
+from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 BASELINE_TOLERANCE = 1e-3
 """Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
@@ -103,6 +115,7 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     subject = Subject(case.backend, case.manifest.target, timed.environment, graph, not case.elsewhere, stages)
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, advice)
+    report = replace(report, confusion=_confusion(case, candidate) if not failures else None)
     return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
 
 
@@ -117,6 +130,10 @@ def judge_checkpoint(case: Case) -> Report:
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
     advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
     return assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+
+
+def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
+    return count_confusions(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
 
 
 def not_smaller(case: Case) -> str:
@@ -134,7 +151,9 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     columns, baseline = read_samples(root, manifest), read_outputs(root, manifest)
     find_task(manifest.task).check_frozen(f"{root}: the baseline's outputs", baseline)
     labels = columns.get("label")
-    check_gates(manifest.judgement, manifest.task, labels is not None)
+    check_gates(manifest.judgement, manifest.task, labels is not None, manifest.postprocess)
+    recorded = read_recorded(root, manifest)
+    groups = find_groups(manifest.judgement, read_slices(root, manifest), labels, manifest.task, manifest.class_names)
     _, batch_note = settings_for(manifest, threads)
     main, backend_note = backend_of(manifest, backends[0] if backends else None)
     others = [backend_of(manifest, name)[0] for name in (backends or [])[1:]]
@@ -153,7 +172,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
     notes = [*build_notes(root, manifest), *(note for note in (backend_note, batch_note) if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
-    return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere)
+    return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded)
 
 
 _ELSEWHERE = "the bundle is for {}, which does not run on this machine; judge it there: compress-run validate DIR"
@@ -165,9 +184,11 @@ def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[s
     try:
         check_finite(candidate)
         judgement = case.manifest.judgement
-        return quality_evidence(case.metrics, candidate, case.baseline, case.labels, judgement), {}
+        evidence = quality_evidence(case.metrics, candidate, case.baseline, case.labels, judgement, case.groups)
+        return evidence | recorded_evidence(case.manifest, case.recorded, case.groups), {}
     except NonFiniteOutputs as error:
-        return {}, dict.fromkeys(METRICS, f"The candidate's outputs are broken: {error}.")
+        named = (gate.metric for gate in case.manifest.judgement.gates if is_own(gate.metric))
+        return {}, dict.fromkeys((*METRICS, *named), f"The candidate's outputs are broken: {error}.")
 
 
 def run_candidate(case: Case) -> Outputs:
@@ -186,8 +207,8 @@ def run_candidate(case: Case) -> Outputs:
         session = open_variant(stack, case.root, after, threads)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
         reference = open_variant(stack, case.root, before, threads) if manifest.generates else None
-        size, names = manifest.judgement.batch_size, manifest.class_names
-        outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, names)
+        size, facts = manifest.judgement.batch_size, facts_of(manifest)
+        outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, facts)
     if reference is not None:
         check_baseline(case.root, outputs.pop("reference_nll"), outputs["n_tokens"], case.baseline)
     return outputs
@@ -250,7 +271,8 @@ def unknown_here(case: Case) -> dict[str, str]:
     unknown = dict.fromkeys((name for name in MEASURED if name not in SIZES), case.elsewhere) if case.elsewhere else {}
     gaps = case.manifest.score.gaps if case.manifest.score is not None else ()
     if case.is_checkpoint and gaps:
-        unknown |= dict.fromkeys(METRICS, f"its engine computes otherwise than was scored: {'; '.join(gaps)}")
+        own = (record.name for record in case.manifest.recorded)
+        unknown |= dict.fromkeys((*METRICS, *own), f"its engine computes otherwise than was scored: {'; '.join(gaps)}")
     return unknown
 
 
@@ -283,6 +305,8 @@ def _collect_common_fields(
         "ratios": ratios(evidence),
         "ratio_intervals": ratio_intervals(evidence),
         "differences": differences(evidence),
+        "slices": tabulate_slices(evidence),
+        "recorded": tuple(name for name, known in evidence.items() if known.recorded),
         "environment": timed.environment if timed else _describe_machine(),
         "benchmark": _describe_benchmark(manifest.generates, timed) if timed else {},
     }

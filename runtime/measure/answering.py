@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 from runtime.backends import Session
 from runtime.bundle.columns import Array, Columns, count, take
 from runtime.encode.images import ImagePreprocess, load_pixels
-from runtime.encode.preprocess import Preprocessor
+from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.measure.timing import MIN_ROUNDS, no_garbage_collection
 from runtime.tasks.base import BatchFacts, Task
+from runtime.tasks.predict import split_batches
 
 STAGES = ("decode", "encode", "call", "answer")
 """An image's bytes to pixels; samples to the model's inputs; the model's call; outputs to answers."""
@@ -34,21 +35,28 @@ class Answerer:
     session: Session
     preprocessor: Preprocessor
     task: Task
-    class_names: Sequence[str]
+    facts: BatchFacts
+    """What is known of every batch."""
 
     def answer(self, sent: Columns) -> list[float]:
         """Answer one batch as a client sends it; return the seconds of each of STAGES."""
         marks = [time.perf_counter()]
         columns = {name: [_decode(item) for item in column] for name, column in sent.items()}
         marks.append(time.perf_counter())
-        feeds, known = self.preprocessor.encode_with_facts(columns, None, self.task.facts)
+        rows, samples = split_samples(self.preprocessor, columns)
+        batches = list(split_batches(np.arange(len(samples)), len(samples), self.session.inputs))
+        encoded = [self.preprocessor.encode_with_facts(rows, batch, self.task.facts) for batch in batches]
         marks.append(time.perf_counter())
-        outputs = self.session.run(feeds)
+        outputs = [self.session.run(feeds) for feeds, _ in encoded]
         marks.append(time.perf_counter())
-        read = self.task.read_batch(
-            outputs, BatchFacts(count(columns), known, self.preprocessor.spec, self.class_names)
-        )
-        self.task.answers(self.task.join_views([read]), self.class_names)
+        spec = self.preprocessor.spec
+        read = [
+            self.task.read_batch(given, replace(self.facts, n=len(batch), known=known, spec=spec))
+            for given, batch, (_, known) in zip(outputs, batches, encoded, strict=True)
+        ]
+        joined = {name: self.task.join_batches(name, [one[name] for one in read])[: len(samples)] for name in read[0]}
+        joined = self.task.join_rows(joined, samples, columns, spec)
+        self.task.answers(self.task.join_views([joined]), self.facts.class_names)
         marks.append(time.perf_counter())
         return np.diff(marks).tolist()
 

@@ -64,7 +64,7 @@ from runtime.measure.timing import (
 from runtime.measure.workload import bound_batch, make_feeds, settings_for
 from runtime.metrics.measured import END_TO_END_PERCENTILES
 from runtime.tasks import find_task
-from runtime.tasks.predict import bundle_preprocessor, encoding_views
+from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
 
 USUAL = "onnxruntime-cpu"
 """The backend that runs everything."""
@@ -290,7 +290,7 @@ def _time_answers(
     """Time whole answers of baseline and candidate, float64 [2, rounds, stages]."""
     task, seed = find_task(manifest.task), manifest.judgement.seed
     answerers = [
-        Answerer(session, preprocessor, task, manifest.class_names)
+        Answerer(session, preprocessor, task, facts_of(manifest))
         for session, preprocessor in zip(sessions, preprocessors, strict=True)
     ]
     sent = [make_sent(preprocessor, columns, settings.batch_size, seed) for preprocessor in preprocessors]

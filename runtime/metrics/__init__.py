@@ -5,6 +5,7 @@ Imports numpy only, so that a recipe loader can ask for the names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -14,23 +15,31 @@ import numpy as np
 
 from runtime.errors import UsageError
 from runtime.metrics.accuracy import TOP1, TOP5
+from runtime.metrics.answers import ACCURACY_ANSWERED, COVERAGE
 from runtime.metrics.base import Metric, NonFiniteOutputs, Outputs, check_finite, float_outputs
+from runtime.metrics.calibration import ECE
 from runtime.metrics.correlation import MSE, PEARSON, SPEARMAN
+from runtime.metrics.detection import DETECTION_METRICS
 from runtime.metrics.fidelity import AGREEMENT, COSINE, KL, MSE_BASELINE, SQNR_DB
 from runtime.metrics.fscore import F_SCORES
 from runtime.metrics.language import KL_TOKEN, NLL, PERPLEXITY, TOKEN_AGREEMENT
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED, SIZES, MeasuredMetric
-from runtime.metrics.texts import ANSWER_AGREEMENT, CER, CHRF, EXACT_MATCH, ROUGE_L, WER
+from runtime.metrics.multi_label import MULTI_LABEL
+from runtime.metrics.regression import MAE, R2, RMSE
+from runtime.metrics.retrieval import RETRIEVAL
+from runtime.metrics.texts import CER, CHRF, EXACT_MATCH, ROUGE_L, TEXT_AGREEMENT, WER
 from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
 
 _OWN = {
     metric.name: metric
     for metric in (
-        *(TOP1, TOP5, *F_SCORES, SPEARMAN, PEARSON, MSE),
+        *(TOP1, TOP5, *F_SCORES, ECE, COVERAGE, ACCURACY_ANSWERED, SPEARMAN, PEARSON, MSE, MAE, RMSE, R2),
+        *(*MULTI_LABEL, *RETRIEVAL),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
-        *(EXACT_MATCH, CHRF, ROUGE_L, WER, CER, ANSWER_AGREEMENT),
+        *(EXACT_MATCH, CHRF, ROUGE_L, WER, CER, TEXT_AGREEMENT),
+        *DETECTION_METRICS,
         *(metric for task in TASKS.own.values() for metric in task.metrics()),
     )
 }
@@ -49,6 +58,7 @@ __all__ = [
     "check_finite",
     "check_name",
     "fitting",
+    "is_own",
     "metric_names",
     "why_not",
 ]
@@ -59,9 +69,23 @@ def metric_names() -> tuple[str, ...]:
     return (*METRICS, *MEASURED)
 
 
+OWN = re.compile(r"python:([^:]+\.py):([A-Za-z_]\w*)")
+"""A metric of a recipe's own: its file and function. Computed where a bundle is built, and recorded there."""
+OWN_FORM = "python:FILE.py:FUNCTION"
+
+
+def is_own(name: str) -> bool:
+    """Return whether the name is that of a metric of the recipe's own, which no table lists."""
+    return name.startswith("python:")
+
+
 def check_name(name: str) -> None:
     """Raise UsageError with a near name where `name` is not a metric."""
     known = metric_names()
+    if is_own(name):
+        if OWN.fullmatch(name) is None:
+            raise UsageError(f"metric '{name}': write {OWN_FORM}, such as python:metrics.py:cost")
+        return
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
@@ -69,9 +93,10 @@ def check_name(name: str) -> None:
 
 
 def fitting(task: str, has_labels: bool) -> tuple[str, ...]:
-    """Return the names of the quality metrics that fit a task, with or without labels."""
+    """Return the names of the quality metrics that fit a task, with or without labels, and without `postprocess`."""
     outputs = find_task(task).outputs
-    return tuple(n for n, m in METRICS.items() if m.suits(outputs) and (has_labels or m.against != "labels"))
+    fits = {n: m for n, m in METRICS.items() if m.suits(outputs) and not m.needs}
+    return tuple(name for name, metric in fits.items() if has_labels or metric.against != "labels")
 
 
 def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> str | None:
@@ -80,6 +105,8 @@ def why_not(metric: Metric, task: str, outputs: Outputs, labels: Any | None) -> 
         return f"does not fit task {task}"
     if metric.against == "labels" and labels is None:
         return "needs labels, and the evaluation set has none"
+    if metric.misfit is not None:
+        return metric.misfit(outputs, labels)
     return _SHAPE_CHECKS[metric.shape](metric, outputs, labels)
 
 
@@ -110,6 +137,12 @@ def _check_outputs(metric: Metric, outputs: Outputs, labels: Any | None) -> str 
     return None if float_outputs(outputs) else f"needs a floating output, and there is none among {sorted(outputs)}"
 
 
+def _check_answers(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    if "answered" not in outputs and "top" not in outputs:
+        return f"needs postprocess: {' or '.join(metric.needs)}"
+    return _check_classes(metric, outputs, labels)
+
+
 def _check_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
     missing = [name for name in ("nll", "n_tokens") if name not in outputs]
     if missing:
@@ -117,4 +150,15 @@ def _check_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str |
     return None if outputs["n_tokens"].min() > 0 else "needs samples of at least two tokens"
 
 
-_SHAPE_CHECKS = {"classes": _check_classes, "score": _check_score, "tokens": _check_tokens, "outputs": _check_outputs}
+def _check_nothing(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:
+    return None
+
+
+_SHAPE_CHECKS = {
+    "classes": _check_classes,
+    "score": _check_score,
+    "tokens": _check_tokens,
+    "answers": _check_answers,
+    "outputs": _check_outputs,
+    "any": _check_nothing,
+}

@@ -17,6 +17,8 @@ from runtime.errors import RuntimeFailure, UsageError
 
 Outputs = Mapping[str, np.ndarray]
 """Outputs over N samples: {"logits": [N, C]}, {"embeddings": [N, k, D]} or {output name: [N, ...]}."""
+ANSWERS = ("tokens", "maps", "answers", "boxes", "texts")
+"""Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
 
@@ -33,6 +35,29 @@ def mean_of_first(columns: Columns) -> float:
 def first_column(columns: Columns) -> np.ndarray:
     """Return what each sample adds to the mean of the first column, float64 [N]."""
     return columns[0].astype(np.float64)
+
+
+def ratio_of_sums(
+    *weights: float, sum_up: Callable[[np.ndarray], np.ndarray] = lambda column: column
+) -> dict[str, Any]:
+    """Return `statistic` and `influence`: the first column's sum over that of the others by weight.
+
+    `sum_up`: makes [N] of a column.
+    """
+
+    def whole(columns: Columns) -> np.ndarray:
+        total: np.ndarray = np.tensordot(weights, [sum_up(c) for c in columns[1 : len(weights) + 1]], axes=1)
+        return total
+
+    def statistic(columns: Columns) -> float:
+        return float(columns[0].sum() / max(whole(columns).sum(), 1e-9))
+
+    def influence(columns: Columns) -> np.ndarray:
+        below = whole(columns)
+        added: np.ndarray = (sum_up(columns[0]) - statistic(columns) * below) * len(below) / max(below.sum(), 1e-9)
+        return added
+
+    return {"statistic": statistic, "influence": influence}
 
 
 @dataclass(frozen=True)
@@ -61,15 +86,19 @@ class Flaws:
     perfect: float = 1.0
     widest: float = math.inf
     """From the worst value to the best: no change is larger."""
+    changed: Callable[[Columns, Columns], np.ndarray] | None = None
+    """Which samples differ between two models in what counts, bool [N]; None: those that differ in any column."""
 
 
 @dataclass(frozen=True)
 class Metric:
     """One quality metric.
 
-    `against` says what the reference is: the labels [N], the texts themselves, or the baseline's outputs. `shape` says
+    `against` says what the reference is: the labels [N], nothing beside the outputs (the texts themselves), or the
+    baseline's outputs. `shape` says
     what it needs to see: "classes" (logits of at least two classes), "score" (one number per sample, or two
-    embeddings), "tokens" (sums over each sample's tokens) or "outputs" (anything floating). `kind` says how its
+    embeddings), "tokens" (sums over each sample's tokens), "answers" (what `postprocess` adds), "outputs" (anything
+    floating) or "any". `kind` says how its
     interval is made: a proportion is a mean of zeros and ones, a mean is a mean over samples, a statistic is neither.
     `influence` gives what each sample adds to the statistic, its derivative by the sample's weight up to a constant,
     float64 [N]. `ideal` is the value of a model compared with itself (metrics against the baseline).
@@ -82,8 +111,8 @@ class Metric:
     about: str
     reduce: Callable[[Outputs, Any], Columns]
     fits: tuple[str, ...] | None = None
-    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept."""
-    shape: Literal["classes", "score", "tokens", "outputs"] = "outputs"
+    """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept as they are."""
+    shape: Literal["classes", "score", "tokens", "answers", "outputs", "any"] = "outputs"
     kind: Literal["proportion", "mean", "statistic"] = "mean"
     statistic: Callable[[Columns], float] = mean_of_first
     influence: Callable[[Columns], np.ndarray] = first_column
@@ -96,12 +125,26 @@ class Metric:
     link: Link | None = None
     flaws: Flaws | None = None
     ideal: float | None = None
+    misfit: Callable[[Outputs, Any], str | None] | None = None
+    """Says why the metric cannot be computed of such outputs and labels; in the place of what `shape` checks."""
+    biased_change: bool = False
+    """Whether `bias` is of changes, too, so that their intervals are widened by that of either model."""
+    turned: Callable[[Columns, Columns], np.ndarray] | None = None
+    """Which samples, bool [N], changed by a leap from one model to the other, of 2 at most in `influence`."""
+    reach: float | None = None
+    """Of a mean whose samples mostly have one value: how far another's is from that at most."""
+    needs: tuple[str, ...] = ()
+    """Fields of `postprocess`, any of which it is about."""
+    counted: str = "samples"
+    """What its columns have a row for."""
+    sliceable: bool = True
+    """Whether its columns have a row for each sample, so that it can be taken of some of them."""
     on_request: bool = False
-    """Computed only where a judgement names it, because another metric says the same."""
+    """Computed only where a judgement names it: another metric says the same, or few ask for it."""
 
     def suits(self, outputs: str) -> bool:
         """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""
-        return outputs not in ("tokens", "answers") if self.fits is None else outputs in self.fits
+        return outputs not in ANSWERS if self.fits is None else outputs in self.fits
 
     def columns(self, outputs: Outputs, reference: Any) -> Columns:
         """Return what the statistic is taken of. Raises NonFiniteOutputs, or UsageError for labels that do not fit."""

@@ -42,7 +42,7 @@ def make_pass_table(
 
 def choose_metrics(report: Findings) -> tuple[str, ...]:
     """Return the quality metrics that the gates are about; where none is, the first that was measured."""
-    measured = [name for name in METRICS if name in report.candidate.metrics]
+    measured = [name for name in METRICS if name in report.candidate.metrics]  # of recorded ones no pass is known
     gated = {gate.metric for gate in report.gates}
     return tuple(name for name in measured if name in gated) or tuple(measured[:1])
 

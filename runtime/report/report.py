@@ -19,11 +19,20 @@ from typing import Any
 from xml.etree import ElementTree
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findings, Side
+from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findings, Side, order_metrics
 from runtime.judge.gates import GateResult
-from runtime.metrics import MEASURED, METRICS
+from runtime.metrics import MEASURED
 from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
 from runtime.report.passes import PassTable, pass_cells, pass_heads, pass_notes
+from runtime.report.slices import (
+    SLICE_HEADS,
+    confusion_lines,
+    confusion_notes,
+    confusion_table,
+    shown_slices,
+    slice_cells,
+    slice_notes,
+)
 from runtime.report.units import bytes_text, interval_brackets, ms_text
 
 __all__ = [
@@ -46,6 +55,8 @@ COLORS = {"pass": "#2f855a", "fail": "#c53030", "undecided": "#b7791f", "unjudge
 """Of a verdict: readable as text on white and on black, and under white text."""
 SHOWN = ("size", "latency p50", "time to first token", "time per token")
 """Rows that HTML always leaves open, beside those that a gate is about."""
+AT_BUILD = "computed when the bundle was built"
+"""Said of a metric whose code is not in the bundle."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ def table_rows(report: Findings) -> list[Row]:
     """Return what the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
     before, after = report.baseline, report.candidate
     rows = [Row("size", bytes_text(before.size_bytes), bytes_text(after.size_bytes), _format_ratio(report, "size"))]
-    rows += [_make_metric_row(report, name) for name in METRICS if name in after.metrics]
+    rows += [_make_metric_row(report, name) for name in order_metrics(after.metrics)]
     rows += [_make_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
     for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens
         row = Row(
@@ -123,7 +134,8 @@ def table_rows(report: Findings) -> list[Row]:
 def _make_metric_row(report: Findings, name: str) -> Row:
     change = report.differences.get(name)
     text = f"{change['value']:+z.4f} {interval_brackets(change['interval'], '+z.4f')}".rstrip() if change else ""
-    return Row(name, _format_quality(report.baseline, name), _format_quality(report.candidate, name), text)
+    label = f"{name} ({AT_BUILD})" if name in report.recorded else name
+    return Row(label, _format_quality(report.baseline, name), _format_quality(report.candidate, name), text)
 
 
 def _make_decoder_row(report: Findings, name: str) -> Row:
@@ -228,6 +240,15 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield ""
         yield "where the time of an answer goes"
         yield from _align_columns([STAGE_HEADS, *stages])
+    for table in shown_slices(report):
+        yield ""
+        yield f"{table.metric} by {table.column}"
+        yield from _align_columns([SLICE_HEADS, *slice_cells(table)])
+        yield from (f"  {note}" for note in slice_notes(table, report.confidence))
+    if report.confusion is not None and (changed := confusion_lines(report.confusion)):
+        yield ""
+        yield "which class is taken for which, where it changed most"
+        yield from (f"  {line}" for line in changed)
     if report.steps is not None:
         yield ""
         yield "what each pass cost and gave"
@@ -282,7 +303,7 @@ def _format_backend(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row.get("error"):
         return *who, "failed", "", "", row["error"]
     fidelity = row.get("fidelity", {})
-    closeness = ", ".join(f"{name} {fidelity[name]:.4f}" for name in ("agreement", "cosine") if name in fidelity)
+    closeness = ", ".join(f"{name} {value:.4f}" for name, value in fidelity.items() if name != "n_samples")
     remark = "fastest" if row["fastest"] else ""
     return *who, ms_text(row["latency_ms"]["p50"]), f"{row['speedup']:.2f}x", closeness, remark
 
@@ -306,6 +327,13 @@ def render_markdown(report: Findings) -> str:
         lines += _render_markdown_table(("verdict", "gate", "why"), cells)
     if stages := _stage_cells(report):
         lines += ["", "## Where the time of an answer goes", "", *_render_markdown_table(STAGE_HEADS, stages)]
+    for table in shown_slices(report):
+        lines += ["", f"## {table.metric} by {table.column}", ""]
+        lines += _render_markdown_table(SLICE_HEADS, slice_cells(table))
+        lines += ["", *slice_notes(table, report.confidence)]
+    if report.confusion is not None:
+        lines += ["", "## Which class is taken for which", ""]
+        lines += [*_render_markdown_table(*confusion_table(report.confusion)), "", *confusion_notes(report.confusion)]
     if report.steps is not None:
         lines += ["", "## What each pass cost and gave", ""]
         lines += _render_markdown_table(pass_heads(report.steps), pass_cells(report.steps))
@@ -368,10 +396,16 @@ def render_html(report: Findings) -> str:
         _render_headline(report),
         _render_measurements(first),
         _render_gates(report.gates),
+        _render_slices(report),
         _render_passes(report.steps),
         _render_curves(report.layers),
     ]
     parts += [f"<p>{escape(sentence)}</p>" for sentence in report.advice]
+    if report.confusion is not None:
+        heads, cells = confusion_table(report.confusion)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in confusion_notes(report.confusion))
+        matrix = _render_html_table(heads, cells) + notes
+        parts.append(f"<details><summary>which class is taken for which</summary>{matrix}</details>")
     if rest:
         parts.append(f"<details><summary>{len(rest)} more measurements</summary>{_render_measurements(rest)}</details>")
     return "<div>" + "".join(parts) + "</div>"
@@ -380,8 +414,9 @@ def render_html(report: Findings) -> str:
 def _choose_open_rows(report: Findings) -> set[str]:
     """Return the names of the rows that are open: the usual ones, and the gates'; without gates the first metric's."""
     gated = {gate.metric for gate in report.gates}
-    named = {name for name in METRICS if name in report.candidate.metrics}
-    chosen = (named & gated) or set([name for name in METRICS if name in named][:1])
+    named = order_metrics(report.candidate.metrics)
+    chosen = {name for name in named if name in gated} or set(named[:1])
+    chosen |= {f"{name} ({AT_BUILD})" for name in chosen if name in report.recorded}
     return {*SHOWN, *chosen, *(name.replace("_", " ") for name in gated & MEASURED.keys())}
 
 
@@ -405,6 +440,16 @@ def _render_gates(gates: Sequence[GateResult]) -> str:
         rule = escape(f"{gate.metric} {gate.rule}")
         lines.append(f"<tr><td>{mark}</td><td>{rule}</td><td>{escape(gate.why)}</td></tr>")
     return f"<table>{_render_html_head(('gate', 'rule', 'why'))}{''.join(lines)}</table>" if lines else ""
+
+
+def _render_slices(report: Findings) -> str:
+    """Render a table for each column of slices."""
+    parts = []
+    for table in shown_slices(report):
+        notes = "".join(f"<p>{escape(note)}</p>" for note in slice_notes(table, report.confidence))
+        rows = _render_html_table(SLICE_HEADS, slice_cells(table))
+        parts.append(f"<p>{escape(table.metric)} by {escape(table.column)}</p>{rows}{notes}")
+    return "".join(parts)
 
 
 def _render_passes(table: PassTable | None) -> str:

@@ -6,18 +6,20 @@ A server runs the model between them. What both need of the bundle is its manife
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.format import read_manifest
+from runtime.encode.pairs import ImageTextEncoder
 from runtime.encode.preprocess import spec_from_dict
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import BatchFacts
-from runtime.tasks.predict import bundle_preprocessor
+from runtime.tasks.base import TEXT_COLUMNS
+from runtime.tasks.predict import bundle_preprocessor, facts_of
 
 IMAGE = "image"
 
@@ -36,8 +38,9 @@ class Encoder:
         Gives the model's inputs, and what the task must know of samples even where the model takes it not. UsageError.
         """
         samples: Columns = columns
-        if isinstance(self.preprocessor, TextEncoder):
-            samples = {name: _decode_texts(name, column) for name, column in columns.items()}
+        if isinstance(self.preprocessor, TextEncoder | ImageTextEncoder):
+            texts = {name: _decode_texts(name, columns[name]) for name in TEXT_COLUMNS if name in columns}
+            samples = {**columns, **texts}
         feeds, known = self.preprocessor.encode_with_facts(samples, None, find_task(self.manifest.task).facts)
         return known | feeds
 
@@ -60,7 +63,8 @@ class Answers:
         if encoded and (missing := [name for name in task.facts if name not in known]):
             raise UsageError(f"{missing[0]} is missing: {task.name} answers by what encoding knows")
         n, names = len(next(iter(outputs.values()))), self.manifest.class_names
-        read = task.read_batch(outputs, BatchFacts(n, known, self.spec, names))
+        facts = replace(facts_of(self.manifest), n=n, known=known, spec=self.spec)
+        read = task.read_batch(outputs, facts)
         return task.answers(task.join_views([read]), names)
 
     def respond(self, tensors: Mapping[str, Array]) -> dict[str, Array]:

@@ -16,9 +16,10 @@ from runtime import Bundle
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import AUDIO, RATE
+from runtime.encode.pairs import ImageTextPreprocess
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.tasks import find_task
-from runtime.tasks.base import TEXT, TEXT_PAIR
+from runtime.tasks.base import TEXT
 
 TYPES = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64", "INT8": "int8",
@@ -123,7 +124,8 @@ class ServedModel:
 
     def _read_columns(self, request: Mapping[str, Any], tail: BinaryTail) -> dict[str, Any]:
         kinds = {name: kind for name, kind, _ in self._describe_inputs()}
-        kinds |= {TEXT_PAIR: kinds[TEXT]} if TEXT in kinds else {}
+        if self.bundle.manifest.preprocess["kind"] == "text":
+            kinds |= dict.fromkeys(find_task(self.bundle.manifest.task).columns, "BYTES")
         columns: dict[str, Any] = {}
         for tensor in _read_objects(request, "inputs", "with name, shape, datatype and data"):
             name, values = read_tensor(tensor, kinds, tail, self.max_batch)
@@ -137,12 +139,16 @@ class ServedModel:
         manifest = self.bundle.manifest
         if manifest.preprocess["kind"] == "image":
             return [("image", "UINT8", [-1, -1, -1, 1 if manifest.preprocess.get("channels") == "L" else 3])]
+        spec = self.bundle.preprocessor.spec
+        if isinstance(spec, ImageTextPreprocess):
+            return [("image", "UINT8", [-1, -1, -1, spec.image.n_channels]), (TEXT, "BYTES", [-1, 1])]
         if manifest.preprocess["kind"] == "audio":
             return [(AUDIO, "FP32", [-1, -1]), (RATE, "INT64", [-1])]
         if manifest.generates:
             return [("text_input", "BYTES", [1])]
         if manifest.preprocess["kind"] == "text":
-            return [(TEXT, "BYTES", [-1, 1])]
+            task = find_task(manifest.task)
+            return [(name, "BYTES", [-1, 1]) for name in task.columns[: task.required]]
         return [_describe_tensor(spec, spec.shape) for spec in self.bundle.session.inputs]
 
     def _describe_outputs(self) -> list[tuple[str, str, list[int]]]:
@@ -150,7 +156,9 @@ class ServedModel:
         manifest, outputs = self.bundle.manifest, self.bundle.session.outputs
         if manifest.generates:
             return [("text_output", "BYTES", [1])]
-        return [_describe_tensor(spec, spec.shape) for spec in find_task(manifest.task).answer_specs(outputs)]
+        task = find_task(manifest.task)
+        added = task.postprocess_specs(manifest.postprocess, outputs[0].shape[0])
+        return [_describe_tensor(spec, spec.shape) for spec in task.answer_specs((*outputs, *added))]
 
 
 class BinaryTail:

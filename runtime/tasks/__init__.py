@@ -12,22 +12,34 @@ from runtime.tasks.automatic_speech_recognition import AutomaticSpeechRecognitio
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
+from runtime.tasks.object_detection import ObjectDetection
+from runtime.tasks.question_answering import QuestionAnswering
+from runtime.tasks.regression import REGRESSIONS
+from runtime.tasks.semantic_segmentation import SemanticSegmentation
 from runtime.tasks.text2text_generation import Text2TextGeneration
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
+from runtime.tasks.zero_shot_image_classification import ZeroShotImageClassification
 
 _OWN = {
     task.name: task
     for task in (
         ImageClassification(),
         AudioClassification(),
+        ObjectDetection(),
+        SemanticSegmentation(),
         TextClassification(),
         TokenClassification(),
+        QuestionAnswering(),
         FeatureExtraction(),
         TextGeneration(),
         Text2TextGeneration(),
         AutomaticSpeechRecognition(),
+        ZeroShotImageClassification(),
+        *MULTI_LABEL_TASKS,
+        *REGRESSIONS,
         Task(),
     )
 }

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from runtime.encode.audio import AUDIO_COLUMNS
-from runtime.tasks.base import Classification
+from runtime.tasks.base import Classification, ReadsAudio
 
 
-class AudioClassification(Classification):
+class AudioClassification(Classification, ReadsAudio):
     """Choose one class for each sound."""
 
     name = "audio-classification"
     about = "one class for each sound: a spoken command, a noise, a speaker"
-    columns = AUDIO_COLUMNS
-    preprocess = "audio"

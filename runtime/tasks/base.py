@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns
+from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.audio import AUDIO_COLUMNS
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
+    from runtime.boxes.spec import Detections
+    from runtime.bundle.manifest import Postprocess
     from runtime.encode.preprocess import PreprocessSpec
     from runtime.metrics.base import Metric
 
@@ -24,21 +27,26 @@ Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
 TEXT, TEXT_PAIR = "text", "text_pair"
 TEXT_COLUMNS = (TEXT, TEXT_PAIR)
-MASK, WORDS, IMAGE_SIZE = "attention_mask", "word_ids", "image_size"
+MASK, WORDS, IMAGE_SIZE, OFFSETS = "attention_mask", "word_ids", "image_size", "offsets"
 """What encoding knows beyond a model's inputs. Of each token, int64 [n, T]: 1 (0 for padding); its word's number (-1
-for none). Of each image, int64 [n, 2]: height and width as it came."""
+for none). Of each image, int64 [n, 2]: height and width as it came. Of each token, int64 [n, T, 2]: its first character
+in the second text, and the one behind its last (-1 for tokens that are not of it)."""
 
 
 @dataclass(frozen=True)
 class BatchFacts:
     """What is known of a batch of samples beside a model's outputs."""
 
-    n: int
+    n: int = 0
     known: Tensors = field(default_factory=dict)
     """What encoding knows of the samples, by `Task.facts`; empty where samples are the inputs."""
     spec: PreprocessSpec | None = None
     """How the samples were encoded."""
     class_names: Sequence[str] = ()
+    detections: Detections | None = None
+    """What a detector's outputs mean."""
+    postprocess: Postprocess | None = None
+    """How answers are chosen; None: as the task has it."""
 
 
 class Task:
@@ -47,8 +55,10 @@ class Task:
     name: str = "generic"
     about: str = "whatever takes and gives arrays; judged against what it gave before"
     columns: tuple[str, ...] = ()
-    """Columns of a sample that the inputs are made of, the first one required; (): a column for each input."""
-    preprocess: Literal["image", "audio", "text", "language", "seq2seq"] | None = None
+    """Columns of a sample that the inputs are made of; (): a column for each input."""
+    required: int = 1
+    """How many of `columns`, from the first on, a sample must have."""
+    preprocess: Literal["image", "audio", "image-text", "text", "language", "seq2seq"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
@@ -59,7 +69,9 @@ class Task:
     encodes: bool = False
     """Whether it is an encoder-decoder, which writes by what its encoder made of the sample. Labels are references."""
     facts: tuple[str, ...] = ()
-    """Which of MASK, WORDS and IMAGE_SIZE `read_outputs` needs."""
+    """Which of MASK, WORDS, IMAGE_SIZE and OFFSETS `read_outputs` needs."""
+    postprocess_fields: tuple[str, ...] = ()
+    """The fields of `Postprocess` that it takes; `read_outputs` finds them in its `BatchFacts`."""
 
     @property
     def reads_texts(self) -> bool:
@@ -100,6 +112,18 @@ class Task:
             )
         return np.concatenate(parts)
 
+    def join_rows(
+        self, outputs: dict[str, Array], samples: Array, columns: Columns, spec: PreprocessSpec
+    ) -> dict[str, Array]:
+        """Return the outputs of each sample, of those of the rows that it was encoded as.
+
+        `samples`: the number of each row's sample, int64 [rows], rising; `columns`: the view that they were made of.
+        UsageError where a task that has one row a sample gets several.
+        """
+        if len(samples) != count(columns):
+            raise UsageError(f"preprocess.stride: {self.name} reads a text in one piece, not in windows; leave it out")
+        return outputs
+
     def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:
         """Return the outputs over all samples, of those of each view."""
         return views[0]
@@ -130,6 +154,40 @@ class Task:
         """Return the metrics of this task alone."""
         return ()
 
+    def group_by_label(self, labels: Any, class_names: Sequence[str]) -> dict[str, Array] | None:
+        """Return the samples of each class that occurs, name -> bool [N]; None where labels are no classes [N]."""
+        given = np.asarray(labels)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            return None
+        return {name: given == c for c, name in name_classes(np.unique(given).tolist(), class_names).items()}
+
+    def postprocess_specs(self, how: Postprocess | None, batch: int | str) -> tuple[TensorSpec, ...]:
+        """Return the specs of what `read_outputs` adds where answers are chosen so."""
+        return ()
+
+    def check_postprocess(self, how: Postprocess | None, n_classes: int | None = None) -> None:
+        """Raise UsageError for a field that the task does not take, or that does not fit the number of classes."""
+        extra = [name for name in (how.given if how else ()) if name not in self.postprocess_fields]
+        if extra:
+            takes = ", ".join(self.postprocess_fields) or "none of its fields"
+            raise UsageError([f"postprocess.{name}: {self.name} takes {takes}" for name in extra])
+        if how and how.top_k is not None and n_classes is not None and how.top_k > n_classes:
+            raise UsageError(f"postprocess.top_k is {how.top_k}, and the model has {n_classes} classes")
+
+
+class ReadsImages(Task):
+    """A task that reads an image."""
+
+    columns = ("image",)
+    preprocess = "image"
+
+
+class ReadsAudio(Task):
+    """A task that reads a sound."""
+
+    columns = AUDIO_COLUMNS
+    preprocess = "audio"
+
 
 class ReadsTexts(Task):
     """A task that reads a text, or two."""
@@ -149,10 +207,15 @@ class ReadsTexts(Task):
 
 
 class Classification(Task):
-    """Choose one class for each sample. Outputs: {"logits": float32 [N, C]}."""
+    """Choose one class for each sample. Outputs: {"logits": float32 [N, C]}.
+
+    With `postprocess` also {"top": int64 [N, k], the likeliest classes; "answered": bool [N], whether the likeliest is
+    likely enough}.
+    """
 
     outputs = "classes"
     always = ("logits",)
+    postprocess_fields = ("top_k", "reject_below")
 
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"logits": float32 [n, C]}: the output of that name, else the only one [B, C]. BundleError."""
@@ -162,40 +225,121 @@ class Classification(Task):
                 f"a classifier has one output [batch, classes]; this model: {describe_shapes(outputs)}; "
                 "call that output 'logits'"
             )
-        return {"logits": candidates[0].astype(np.float32, copy=False)}
+        logits = candidates[0].astype(np.float32, copy=False)
+        read, how = {"logits": logits}, batch.postprocess
+        if how is not None and how.top_k is not None:
+            read["top"] = rank_classes(logits, how.top_k)
+        if how is not None and how.reject_below is not None:
+            read["answered"] = softmax(logits).max(axis=1) >= how.reject_below
+        return read
 
     def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
-        """Return {"label", "score"} for each sample; None for a single column, which is a score, not a choice."""
-        return classify(outputs["logits"], class_names) if outputs["logits"].shape[1] > 1 else None
+        """Return {"label", "score"} for each sample; None for a single column, which is a score, not a choice.
+
+        Of several answers a list of them, the likeliest first. The label of a rejected sample is None.
+        """
+        if outputs["logits"].shape[1] <= 1:
+            return None
+        return classify(outputs["logits"], class_names, outputs.get("top"), outputs.get("answered"))
 
     def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:
-        """Return label (str) [n, 1], score float32 [n, 1] and logits [n, C]; where C is 1 the logits alone."""
+        """Return label (str) [n, k], score float32 [n, k] and logits [n, C]; where C is 1 the logits alone.
+
+        k is 1 without `top_k`. The labels of a rejected sample are ""; "answered", bool [n, 1], is there where any are.
+        """
         predictions = self.predict(outputs, class_names)
         if predictions is None:
             return {"logits": outputs["logits"]}
+        rows = [row if isinstance(row, list) else [row] for row in predictions]
+        chosen = {} if "answered" not in outputs else {"answered": outputs["answered"][:, None]}
+        labels = [["" if one["label"] is None else str(one["label"]) for one in row] for row in rows]
         return {
-            "label": np.array([[str(prediction["label"])] for prediction in predictions], np.object_),
-            "score": np.array([[prediction["score"]] for prediction in predictions], np.float32),
+            "label": np.array(labels, np.object_),
+            "score": np.array([[one["score"] for one in row] for row in rows], np.float32),
+            **chosen,
             "logits": outputs["logits"],
         }
 
     def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """Return the specs of `answers`."""
+        """Return the specs of `answers`; `outputs`: those of the model, then `postprocess_specs`."""
         logits = one_output(outputs, "logits")
         scores = rename(logits, "logits", "float32", logits.shape[-1])
-        choice = rename(logits, "label", "object", 1), rename(logits, "score", "float32", 1)
-        return (scores,) if logits.shape[-1] == 1 else (*choice, scores)
+        added = {spec.name: spec for spec in outputs if spec.name in ("top", "answered")}
+        width = added["top"].shape[-1] if "top" in added else 1
+        choice = rename(logits, "label", "object", width), rename(logits, "score", "float32", width)
+        flag = (rename(logits, "answered", "bool", 1),) if "answered" in added else ()
+        return (scores,) if logits.shape[-1] == 1 else (*choice, *flag, scores)
+
+    def postprocess_specs(self, how: Postprocess | None, batch: int | str) -> tuple[TensorSpec, ...]:
+        """Return the specs of "top" and "answered", where they are added."""
+        if how is None:
+            return ()
+        top = (TensorSpec("top", "int64", (batch, how.top_k)),) if how.top_k is not None else ()
+        return (*top, *((TensorSpec("answered", "bool", (batch,)),) if how.reject_below is not None else ()))
+
+    def check_postprocess(self, how: Postprocess | None, n_classes: int | None = None) -> None:
+        """Raise UsageError, too, for a model of a single output, which chooses no class."""
+        super().check_postprocess(how, n_classes)
+        if how and how.given and n_classes == 1:
+            raise UsageError(
+                f"postprocess.{how.given[0]}: the model has one output, which is a score: no class is chosen"
+            )
 
 
-def classify(logits: Array, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for each row of [N, C] {"label": class name (its number if it has none), "score": softmax probability}."""
-    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    scores = shifted / shifted.sum(axis=1, keepdims=True)  # [N, C]
-    best = logits.argmax(axis=1)
-    return [
-        {"label": class_names[c] if c < len(class_names) else int(c), "score": float(s[c])}
-        for c, s in zip(best, scores, strict=True)
+def name_classes(classes: Iterable[int], class_names: Sequence[str]) -> dict[int, str]:
+    """Return class number -> its name, in order; its number where it has none or shares it: "cat (3)"."""
+    known = {c: class_names[c] if 0 <= c < len(class_names) else str(c) for c in sorted(classes)}
+    names = list(known.values())
+    return {c: f"{name} ({c})" if names.count(name) > 1 else name for c, name in known.items()}
+
+
+def softmax(logits: Array) -> Array:
+    """Return probabilities over the last axis, float64."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    scores: Array = shifted / shifted.sum(axis=-1, keepdims=True)
+    return scores
+
+
+def rank_classes(logits: Array, k: int) -> Array:
+    """Return the k likeliest classes of each row of [N, C], int64 [N, k]; of equal ones the lower number first."""
+    return np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int64)
+
+
+def mark_chosen(scores: Array, how: Postprocess | None, threshold: float = 0.5) -> Array:
+    """Return which labels of several a sample gets, bool [N, C], of scores [N, C] between 0 and 1.
+
+    Those of at least `how.threshold` (default: `threshold`); with `how.top_k` no more than so many, the best ones.
+    """
+    least = threshold if how is None or how.threshold is None else how.threshold
+    chosen = scores >= least
+    if how is not None and how.top_k is not None:
+        kept = np.zeros_like(chosen)
+        np.put_along_axis(kept, rank_classes(scores, how.top_k), True, axis=1)
+        chosen &= kept
+    marked: Array = chosen
+    return marked
+
+
+def classify(
+    logits: Array, class_names: Sequence[str], top: Array | None = None, answered: Array | None = None
+) -> list[Any]:
+    """Return for each row of [N, C] {"label": class name (its number if it has none), "score": softmax probability}.
+
+    `top`, int64 [N, k]: a list of these classes instead. `answered`, bool [N]: where False a label is None.
+    """
+    scores = softmax(logits)  # [N, C]
+    best = logits.argmax(axis=1)[:, None] if top is None else top
+    rows = [
+        [
+            {
+                "label": None if silent else class_names[c] if c < len(class_names) else int(c),
+                "score": float(scores[i, c]),
+            }
+            for c in best[i]
+        ]
+        for i, silent in enumerate(np.zeros(len(logits), bool) if answered is None else ~answered)
     ]
+    return [row[0] for row in rows] if top is None else list(rows)
 
 
 def one_output(outputs: Sequence[TensorSpec], name: str) -> TensorSpec:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import score_answers
 from runtime.decode.scoring import score
-from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict
-from runtime.encode.texts import TextEncoder
+from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
+from runtime.encode.texts import WINDOW, TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
@@ -28,11 +29,11 @@ def run_samples(
     columns: Columns,
     batch_size: int = 32,
     reference: Session | None = None,
-    class_names: Sequence[str] = (),
+    facts: BatchFacts | None = None,
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `class_names`: the model's, for a task whose outputs cannot be read without.
+    `facts`: what is known of every batch, for tasks whose outputs cannot be read without (`facts_of`).
 
     Of a task that generates: what `runtime.decode.scoring.score` or `runtime.decode.answers.score_answers` gives, also
     beside a model `reference` where one is given. Texts run sorted by length, each distinct one once, so the result
@@ -45,9 +46,26 @@ def run_samples(
     if found.generates:
         score_samples = score_answers if found.encodes else score
         return score_samples(session, preprocessor, views[0], batch_size, reference)
-    if found.facts and found.reads_texts and not isinstance(preprocessor, TextEncoder):
+    if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
-    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, class_names) for view in views])
+    facts = replace(facts or BatchFacts(), spec=preprocessor.spec)
+    return found.join_views([_run_view(session, preprocessor, found, view, batch_size, facts) for view in views])
+
+
+def facts_of(manifest: Manifest) -> BatchFacts:
+    """Return what is known of every batch of a bundle's samples."""
+    return BatchFacts(
+        class_names=manifest.class_names, detections=manifest.detections, postprocess=manifest.postprocess
+    )
+
+
+def make_columns(manifest: Manifest, samples: Any) -> dict[str, Any]:
+    """Return the samples that a user has in hand as columns: images where the model's input is made of them, else by
+    the task. UsageError where they do not fit it."""
+    task = find_task(manifest.task)
+    if not task.columns and manifest.preprocess["kind"] == "image" and not isinstance(samples, Mapping):
+        return {"image": samples}
+    return task.to_columns(samples)
 
 
 def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
@@ -72,14 +90,16 @@ def _run_view(
     task: Task,
     columns: Columns,
     batch_size: int,
-    class_names: Sequence[str],
+    facts: BatchFacts,
 ) -> dict[str, Array]:
-    order, restore = _order_rows(preprocessor, columns)
+    split, samples = split_samples(preprocessor, columns)
+    order, restore = _order_rows(preprocessor, split)
     batches = [
-        _run_batch(session, preprocessor, task, columns, rows, class_names)
-        for rows in _split_batches(order, batch_size, session.inputs)
+        _run_batch(session, preprocessor, task, split, rows, facts)
+        for rows in split_batches(order, batch_size, session.inputs)
     ]
-    return {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    return task.join_rows(outputs, samples, columns, preprocessor.spec)
 
 
 def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array]:
@@ -90,16 +110,17 @@ def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Ar
     if not isinstance(preprocessor, TextEncoder):
         rows = np.arange(count(columns))
         return rows, rows
-    samples = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
-    if not samples:
+    texts = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
+    if not texts:
         raise UsageError(f"column 'text' is missing; the samples have: {', '.join(columns)}")
+    samples = list(zip(texts, np.asarray(columns.get(WINDOW, np.zeros(len(texts), np.int64))).tolist(), strict=True))
     first = {sample: row for row, sample in reversed(list(enumerate(samples)))}
-    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample)), sample))
+    ranked = sorted(first, key=lambda sample: (-sum(map(len, sample[0])), sample))
     position = {sample: i for i, sample in enumerate(ranked)}
     return np.array([first[sample] for sample in ranked]), np.array([position[sample] for sample in samples])
 
 
-def _split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
+def split_batches(order: Array, batch_size: int, inputs: tuple[TensorSpec, ...]) -> Iterator[Array]:
     """Yield rows, batch by batch. A model with a fixed batch gets exactly that many: the last row is repeated."""
     fixed = {spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], int)}
     size = int(max(fixed)) if fixed else batch_size
@@ -115,7 +136,7 @@ def _run_batch(
     task: Task,
     columns: Columns,
     rows: Array,
-    class_names: Sequence[str],
+    facts: BatchFacts,
 ) -> dict[str, Array]:
     feeds, known = preprocessor.encode_with_facts(columns, rows, task.facts)
-    return task.read_batch(session.run(feeds), BatchFacts(len(rows), known, preprocessor.spec, class_names))
+    return task.read_batch(session.run(feeds), replace(facts, n=len(rows), known=known))

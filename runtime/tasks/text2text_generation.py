@@ -15,7 +15,7 @@ class WritesAnswers(Task):
     """
 
     preprocess = "seq2seq"
-    outputs = "answers"
+    outputs = "texts"
     always = ("nll", "n_tokens", "answer")
     generates = True
     encodes = True

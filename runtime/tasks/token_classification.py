@@ -171,24 +171,11 @@ def _count_same_words(outputs: Outputs, baseline: Outputs) -> Columns:
 
 
 def _make_metrics() -> tuple[Metric, ...]:
-    from runtime.metrics.base import Flaws, Metric  # where metrics are listed, tasks are asked for theirs
-
-    def ratio(*weights: float) -> dict[str, Any]:
-        """Return the first column's sum over that of the others by weight, and what each sample adds to it."""
-
-        def whole(columns: Columns) -> np.ndarray:
-            total: np.ndarray = np.tensordot(weights, np.stack(columns[1:]), axes=1)
-            return total
-
-        def statistic(columns: Columns) -> float:
-            return float(columns[0].sum() / max(whole(columns).sum(), 1e-9))
-
-        def influence(columns: Columns) -> np.ndarray:
-            total = whole(columns).sum()
-            added: np.ndarray = (columns[0] - statistic(columns) * whole(columns)) * len(columns[0]) / max(total, 1e-9)
-            return added
-
-        return {"statistic": statistic, "influence": influence}
+    from runtime.metrics.base import (
+        Flaws,
+        Metric,
+        ratio_of_sums,
+    )  # where metrics are listed, tasks are asked for theirs
 
     def shortage(columns: Columns) -> str:
         n = int(columns[1].sum())
@@ -217,7 +204,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             shortage=shortage,
             flaws=flaws,
             on_request=name != "span_f1",
-            **ratio(of_labels, of_found),
+            **ratio_of_sums(of_labels, of_found),
         )
         for name, word, of_labels, of_found in kinds
     ]
@@ -230,7 +217,7 @@ def _make_metrics() -> tuple[Metric, ...]:
         about="fraction of words to which candidate and baseline give the same class",
         reduce=_count_same_words,
         kind="statistic",
-        **ratio(1.0),
+        **ratio_of_sums(1.0),
         weights=lambda columns: columns[1].astype(np.float64),
         ideal=1.0,
         flaws=Flaws(

@@ -1,200 +1,182 @@
-"""Encoder-decoders through the whole product: a T5 that has learned to turn texts round, a Whisper that has not."""
+"""A trained model that finds the marked words of a text, longer than it reads at once: distilled, quantized, served."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from child_processes import run_python
-from makers import BLOCKED, QUICK, apply, changed, plan
-from small_answers import train_turner, write_speech_model, write_texts, write_tokenizer
+from makers import QUICK, apply, plan, serve, text_folder
+from shortcuts import quick_export, quick_judge
 
-from compress.errors import CompressError
-from compress.export.card import usage_of
+from compress.data import load_samples
+from compress.data.training import make_encoded_set
+from compress.errors import SourceError
+from compress.models.preprocess import resolve_preprocess
+from compress.specs import DataSpec, ModelSpec
 from runtime import open_bundle
-from runtime.__main__ import main
-from runtime.bundle.files import model_files
-from runtime.bundle.format import read_manifest, read_outputs
-from runtime.encode.audio import load_audio
-from runtime.errors import UsageError
-from runtime.metrics.texts import unpack_texts
+from runtime.bundle.tensors import TensorSpec
+from runtime.encode.preprocess import TextPreprocess, make_preprocessor
+from runtime.tasks.question_answering import read_answers
 
-TURNS: dict[str, Any] = {
-    "version": 1,
-    "name": "turns",
-    "model": {"source": "dir:model", "task": "text2text-generation"},
-    "data": {
-        "calibration": {"source": "jsonl:train.jsonl", "samples": 32},
-        "train": {"source": "jsonl:train.jsonl"},
-        "evaluation": {"source": "jsonl:test.jsonl"},
-    },
-    "passes": [{"kind": "int8"}],
-    "validate": {
-        "gates": [
-            {"metric": "exact_match", "min": 0.9},
-            {"metric": "answer_agreement", "min": 0.8},
-            {"metric": "nll", "max_drop": 0.2},
-            {"metric": "wer", "max": 0.2},
-        ],
-        "benchmark": QUICK | {"throughput_batch_size": 64, "prompt_tokens": 6, "new_tokens": 4},
-    },
-}
-SPEECH = changed(TURNS, name="speech", model={"task": "automatic-speech-recognition"})
-SPEECH["data"]["calibration"]["samples"] = 8
-SPEECH |= {
-    "preprocess": {"kind": "seq2seq", "source": {"kind": "audio", "features": "whisper", "bins": 8, "seconds": 1.0}},
-    "validate": {"benchmark": TURNS["validate"]["benchmark"]},
-}
+MARKED = 45
+"""Words from here on are the answer, where they stand; one or two of them, in half of the texts."""
 
 
-@pytest.fixture(scope="module")
-def turner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the trained T5 and its texts."""
-    folder = tmp_path_factory.mktemp("turner")
-    train_turner(folder / "model")
-    write_texts(folder / "train.jsonl", 64, seed=1)
-    write_texts(folder / "test.jsonl", 96, seed=2)
-    return folder
+def draw_words(rng: np.random.Generator, n: int, answered: bool) -> tuple[list[int], tuple[int, int] | None]:
+    """Return numbers of words, and the first and last that are marked."""
+    words = rng.integers(10, MARKED, n).tolist()
+    if not answered:
+        return words, None
+    first = int(rng.integers(0, n - 1))
+    last = first + int(rng.integers(0, 2))
+    words[first : last + 1] = rng.integers(MARKED, 60, last + 1 - first).tolist()
+    return words, (first, last)
 
 
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a T5 of the same form that has learned nothing."""
-    folder = tmp_path_factory.mktemp("untrained")
-    train_turner(folder / "model", steps=0)
-    write_texts(folder / "train.jsonl", 8, seed=1)
-    write_texts(folder / "test.jsonl", 8, seed=2)
-    return folder
+def write_rows(path: Path, n: int, seed: int) -> None:
+    rng, lines = np.random.default_rng(seed), []
+    for i in range(n):
+        words, span = draw_words(rng, int(rng.integers(5, 40)), i % 4 != 0)
+        texts = [f"w{word}" for word in words]
+        answers: dict[str, list[Any]] = {"text": [], "answer_start": []}
+        if span:
+            answers["text"].append(" ".join(texts[span[0] : span[1] + 1]))
+            answers["answer_start"].append(len(" ".join([*texts[: span[0]], ""])) if span[0] else 0)
+        lines.append(json.dumps({"question": "w1 w2", "context": " ".join(texts), "answers": answers}))
+    path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "passes",
-    [
-        [{"kind": "int8"}],
-        [{"kind": "rtn", "scheme": "W8A16", "group_size": 16}],
-        [{"kind": "awq", "scheme": "W8A16", "group_size": 16}],
-        [{"kind": "distill", "steps": 3, "batch_size": 8, "learning_rate": 1e-5, "held_out": 0}],
-    ],
-    ids=lambda passes: passes[0]["kind"],
-)
-def test_a_trained_model(turner: Path, cache: Path, tmp_path: Path, passes: list[dict[str, Any]]) -> None:
-    report = apply(TURNS | {"passes": passes}, tmp_path / "out", cache, turner)
-    assert report.verdict == "pass", [(gate.metric, gate.why) for gate in report.gates]
-    sides = report.baseline, report.candidate
-    assert all(side.metrics["exact_match"] > 0.95 and side.metrics["chrf"] > 95 for side in sides)
-    assert {"ttft", "tpot"} <= report.candidate.generation.keys()
-    manifest = read_manifest(tmp_path / "out")
-    candidate = manifest.artifact("candidate")
-    files = model_files(tmp_path / "out/model/model.onnx")
-    assert (
-        {f"model/{file.name}" for file in files} == {"model/model.onnx", "model/encoder.onnx"} <= manifest.files.keys()
-    )
-    assert candidate.size_bytes == sum(file.stat().st_size for file in files)
-    if passes[0]["kind"] != "distill":
-        assert report.ratios["size"] > 1.2
-        halves = [_smaller(tmp_path / "out", name) for name in ("model.onnx", "encoder.onnx")]
-        assert min(halves) > 1.1, "one of the halves has been left as it was"
-    with open_bundle(tmp_path / "out") as bundle:
-        results = bundle.generate(["abc", "hgf de"])
-        assert results[0].text == "cba"
-        assert bundle.generate("abcd", max_new_tokens=2).text == "dc"
-        assert "".join(bundle.generate("abcd", stream=True)) == "dcba"
-    command = shlex.split(usage_of(manifest).command)
-    assert main([str(tmp_path / "out") if word == "DIR" else word for word in command[1:]]) == 0
-    if passes[0]["kind"] == "int8":
-        _answer_without_torch(tmp_path / "out")
-
-
-def _answer_without_torch(bundle: Path) -> None:
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys({BLOCKED!r}))
-import runtime
-with runtime.open_bundle(sys.argv[1]) as bundle:
-    print(bundle.generate("abc").text, bundle.evaluate()["exact_match"])
-"""
-    done = run_python("-c", code, str(bundle), cwd=bundle)
-    assert done.returncode == 0, done.stderr
-    text, match = done.stdout.split()
-    assert text == "cba" and float(match) > 0.9
-
-
-def _smaller(out: Path, name: str) -> float:
-    return (out / "baseline" / name).stat().st_size / (out / "model" / name).stat().st_size
-
-
-@pytest.mark.slow
-def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: Path) -> None:
+def train(folder: Path) -> None:
+    """Write a BERT of one layer that was trained for a few seconds on windows without their texts."""
     import torch
-    from transformers import WhisperFeatureExtractor
+    from transformers import BertConfig, BertForQuestionAnswering
 
-    model = write_speech_model(tmp_path / "model", tmp_path)
-    recipe = changed(SPEECH, preprocess={"target": {"language": "de", "task": "transcribe"}})
-    report = apply(recipe | {"passes": [{"kind": "int8"}]}, tmp_path / "out", cache, tmp_path)
-    assert report.candidate.metrics["wer"] > 0
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest.artifact("candidate").precision == "int8"
-    frozen = unpack_texts(read_outputs(tmp_path / "out", manifest)["answer"])
-    rows = [json.loads(line)["audio"] for line in (tmp_path / "test.jsonl").read_text().splitlines()]
-    sounds = [load_audio(tmp_path / row, None)[0] / 32768 for row in rows]
-    features = WhisperFeatureExtractor(feature_size=8, chunk_length=1)(sounds, sampling_rate=16000, return_tensors="pt")
-    tokenizer = write_tokenizer(tmp_path / "again", ("<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>", "<|no|>"))
-    with torch.no_grad():
-        ids = model.generate(features.input_features, language="de", task="transcribe")
-    wanted = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    assert len(set(frozen)) > 1
-    for ours, theirs in zip(frozen, wanted, strict=True):
-        assert ours and theirs.startswith(ours)
+    text_folder(folder, "encoder")
+    rng = np.random.default_rng(7)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = BertForQuestionAnswering(
+            BertConfig.from_pretrained(folder, num_hidden_layers=1, num_labels=2, initializer_range=0.1)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+        for step in range(150):
+            n_words = int(rng.integers(3, 12))
+            drawn = [draw_words(rng, n_words, step % 4 != 0) for _ in range(32)]
+            ids = torch.tensor([[2, 5, 6, 3, *(word + 4 for word in words), 3] for words, _ in drawn])
+            spans = torch.tensor([(0, 0) if span is None else (span[0] + 4, span[1] + 4) for _, span in drawn])
+            types = (torch.arange(ids.shape[1]) >= 4).long().expand_as(ids)
+            loss = model(
+                input_ids=ids, token_type_ids=types, start_positions=spans[:, 0], end_positions=spans[:, 1]
+            ).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with the model and its data, and the recipe that stands in it."""
+    folder = tmp_path_factory.mktemp("reader")
+    train(folder / "model")
+    write_rows(folder / "train.jsonl", 48, 1)
+    write_rows(folder / "test.jsonl", 80, 2)
+    sets = {"calibration": "train", "train": "train", "evaluation": "test"}
+    distill = {"kind": "distill", "steps": 6, "batch_size": 8, "learning_rate": 1e-4, "logits": {}, "labels": {}}
+    return folder, {
+        "version": 1,
+        "name": "answers",
+        "model": {"source": "dir:model", "task": "question-answering"},
+        "preprocess": {"kind": "text", "max_length": 16, "stride": 4, "no_answer": 0.0},
+        "data": {name: {"source": f"jsonl:{part}.jsonl"} for name, part in sets.items()},
+        "passes": [{"kind": "prune_channels", "ratio": 0.25}, distill, {"kind": "int8"}],
+        "validate": {
+            "gates": [{"metric": "squad_f1", "min": 0.7}, {"metric": "answer_agreement", "min": 0.7}],
+            "benchmark": {**QUICK, "sequence_length": 16},
+        },
+    }
+
+
+@pytest.mark.slow
+def test_a_model_that_answers(reader: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
+    folder, recipe = reader
+    with quick_judge(), quick_export():
+        report = apply(recipe, tmp_path / "out", cache, folder)
+    baseline, candidate = report.baseline.metrics, report.candidate.metrics
+    assert baseline["squad_f1"] >= baseline["squad_exact_match"] > 0.8
+    assert report.verdict == "pass" and candidate["squad_f1"] > 0.8, report.gates
+    context = " ".join([*["w20"] * 30, "w50", "w51", *["w21"] * 5])
+    served = serve(tmp_path / "out", f"[('w1 w2', '{context}'), ('w1 w2', 'w20 w21')]", tmp_path)
+    assert served["finite"] and served["shapes"]["answer"] == [2, 7]
     with open_bundle(tmp_path / "out") as bundle:
-        assert bundle.generate(tmp_path / rows[0]).text
+        found = bundle.predict({"question": ["w1 w2"] * 2, "context": [context, "w20 w21"]})
+        assert read_answers(found) == ["w50 w51", ""]
+        assert context[found["prediction"][0]["begin"] :].startswith("w50 w51")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("answers", "message"),
     [
-        ({"data": {"evaluation": {"source": "jsonl:bare.jsonl"}}}, "no column for label"),
-        ({"data": {"evaluation": {"source": "jsonl:numbers.jsonl"}}}, "expected a reference text, found int"),
-        ({"passes": [{"kind": "kv_cache", "scheme": "int8"}]}, "keeps its keys and values as floats"),
-        ({"passes": [{"kind": "autoround", "scheme": "W8A16"}]}, "learns one chain of blocks, and this model has two"),
-        ({"export": [{"kind": "checkpoint"}]}, "an encoder-decoder is written as ONNX files"),
-        ({"preprocess": {"kind": "seq2seq", "target": {"language": "de"}}}, "knows no languages"),
-        ({"preprocess": {"kind": "language"}}, "kind: language does not fit"),
-        (
-            {"model": {"task": "text-generation"}, "validate": {"gates": []}},
-            "t5 has an encoder, .* give task: text2text-generation",
-        ),
-        ({"model": {"task": "automatic-speech-recognition"}}, "preprocessor_config.json: is missing"),
-        ({"validate": {"benchmark": {"prompt_tokens": 33, "new_tokens": 4}}}, "33 is more than the 32 tokens"),
-        ({"validate": {"benchmark": {"prompt_tokens": 3, "new_tokens": 12}}}, "12 is more than an answer's 11"),
-        ({"validate": {"gates": [{"metric": "top1", "min": 0}]}}, "'top1' does not fit"),
+        ({"text": ["w3"], "answer_start": [0]}, "'w3' does not begin at character 0 of its context: there is 'w2'"),
+        ({"text": ["w3"], "answer_start": []}, "1 answers and 0 of answer_start"),
+        ({"text": [3]}, "expected answers"),
+        ([3], "expected answers"),
     ],
 )
-def test_refusals(untrained: Path, cache: Path, change: dict[str, Any], message: str) -> None:
-    (untrained / "bare.jsonl").write_text('{"text": "ab"}\n')
-    (untrained / "numbers.jsonl").write_text('{"text": "ab", "label": 1}\n')
-    with pytest.raises((CompressError, UsageError), match=message):
-        plan(changed(TURNS, **change), untrained, cache)
+def test_answers_that_do_not_fit(reader: tuple[Path, dict[str, Any]], cache: Path, answers: Any, message: str) -> None:
+    folder, recipe = reader
+    (folder / "bad.jsonl").write_text(json.dumps({"question": "w1", "context": "w2 w3", "answers": answers}) + "\n")
+    with pytest.raises(Exception, match="line 1") as caught:
+        plan({**recipe, "data": {**recipe["data"], "evaluation": {"source": "jsonl:bad.jsonl"}}}, folder, cache)
+    assert message in str(caught.value)
 
 
-def test_a_model_that_is_no_encoder_decoder(cache: Path, tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, Wav2Vec2Config, Wav2Vec2ForCTC
+def test_samples_must_have_a_context(reader: tuple[Path, dict[str, Any]], cache: Path) -> None:
+    folder, recipe = reader
+    (folder / "bad.jsonl").write_text('{"question": "w1", "text": "w2"}\n')
+    with pytest.raises(Exception, match="no column for context"):
+        plan({**recipe, "data": {**recipe["data"], "evaluation": {"source": "jsonl:bad.jsonl"}}}, folder, cache)
 
-    write_tokenizer(tmp_path / "model")
-    write_texts(tmp_path / "train.jsonl", 2, seed=1)
-    write_texts(tmp_path / "test.jsonl", 2, seed=2)
-    GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
-    recipe = changed(TURNS, preprocess={"kind": "seq2seq", "target": {"start_tokens": [0], "end_tokens": [1]}})
-    with pytest.raises(CompressError, match="gpt2 is no encoder-decoder, which a text2text-generation model is here"):
-        plan(recipe, tmp_path, cache)
-    config = Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8,),
-        conv_kernel=(10,), conv_stride=(8,), num_feat_extract_layers=1, num_conv_pos_embedding_groups=2,
-    )  # fmt: skip
-    Wav2Vec2ForCTC(config).save_pretrained(tmp_path / "model")
-    speech = recipe | {"model": SPEECH["model"], "preprocess": recipe["preprocess"] | {"source": {"kind": "audio"}}}
-    with pytest.raises(CompressError, match=r"wav2vec2 is no encoder-decoder.* \(CTC\), not supported"):
-        plan(speech, tmp_path, cache)
+
+def test_every_form_of_answers_and_what_is_learned_of_it(reader: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Six windows of one text, of which two hold the answer; texts without, and with an answer that is nowhere."""
+    folder, _ = reader
+    words = [f"w{10 + i % 30}" for i in range(40)]
+    words[20] = "w50"
+    context = " ".join(words)
+    begin = context.index("w50")
+    rows = [
+        (context, {"text": ["w50", "w50"], "answer_start": [begin, begin]}),
+        (context, [{"text": "w50", "answer_start": begin}]),
+        (context, ["w50"]),
+        (context, "w50"),
+        ("w20 w21", {"text": [], "answer_start": []}),
+        ("w20 w21", ["elsewhere"]),
+    ]
+    lines = [json.dumps({"question": "w1 w2", "context": text, "answers": answers}) for text, answers in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    samples = load_samples(DataSpec(source="jsonl:a.jsonl"), tmp_path, "question-answering", (), seed=0)
+    assert samples.columns["label"] == [f"{begin}\tw50\n{begin}\tw50", f"{begin}\tw50", "w50", "w50", "", "elsewhere"]
+    inputs = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in ("input_ids", "attention_mask"))
+    preprocessor = make_preprocessor(TextPreprocess(max_length=16, stride=5), inputs, folder / "model")
+    encoded = make_encoded_set(samples, preprocessor, "question-answering")
+    targets, ids = encoded.labels, encoded.feeds(np.arange(encoded.n))["input_ids"]
+    assert targets is not None and len(targets) == encoded.n == len(ids) == 4 * 6 + 2
+    assert targets[-2:].tolist() == [[0, 0], [-100, -100]]
+    holds = (ids[:-2] == 54).any(axis=1)
+    assert holds.sum() == 4 * 2 and (targets[:-2][~holds] == 0).all()
+    assert (targets[:-2][holds] == (ids[:-2][holds] == 54).argmax(axis=1)[:, None]).all()
+
+
+def test_windows_are_for_answers_alone(reader: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = reader
+    answers, classes = (
+        ModelSpec(source=f"dir:{folder}/model", task=task) for task in ("question-answering", "text-classification")
+    )
+    found = resolve_preprocess(answers, TextPreprocess(max_length=30), folder)
+    assert isinstance(found, TextPreprocess) and found.stride == 10
+    with pytest.raises(SourceError, match="stride: text-classification reads the beginning of a text alone"):
+        resolve_preprocess(classes, TextPreprocess(max_length=30, stride=10), folder)

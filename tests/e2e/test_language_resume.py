@@ -6,88 +6,26 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import torch
+from child_processes import run_in_two_processes, start_process
 from makers import bundle_bytes, write_recipe
 from safetensors.numpy import load_file
 from tiny_lm import language_folder, language_recipe
 
-SERVER = '''
-"""Runs recipes in children of its own, so that what is slow to import is imported once, and kills them where told."""
-import json, os, signal, sys
-from pathlib import Path
-import compressed_tensors, torch, onnxruntime, onnxscript, transformers
-import torch._functorch.aot_autograd, torch.export, torch.onnx._internal.exporter._core
-from transformers import LlamaForCausalLM
-import compress.blocks.stream, compress.execution.run
-import compress.export.bundle, compress.export.loading_back, compress.work.autoround, compress.work.awq
-import compress.work.gptq, compress.work.kv_cache, compress.work.smoothquant
+from compress.blocks.blockfiles import write_block
+from compress.execution.run import apply_recipe
 from compress.models.fresh_reader import answer
 from compress.recipe.load import load_recipe
 from runtime.report.report import Report, Side
 
-torch.set_num_threads(1)
-real_write = compress.blocks.stream.write_block
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def arm(kill):
-    calls = []
-    def write(folder, index, *rest):
-        if not folder.name.startswith("partial-"):  # the stream of the final scoring
-            return real_write(folder, index, *rest)
-        calls.append(index)
-        if kill and len(calls) == kill["block"] and kill["when"] == "before":
-            die()
-        if kill and len(calls) == kill["block"] and kill["when"] == "torn":
-            real_write(folder, index, *rest)
-            file = folder / f"block-{index:05d}.safetensors"
-            file.write_bytes(file.read_bytes()[:-9])
-            die()
-        path = real_write(folder, index, *rest)
-        if kill and len(calls) == kill["block"] and kill["when"] == "after":
-            die()
-        return path
-    compress.blocks.stream.write_block = write
-    compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
-    return calls
-
-def run(task):
-    calls = arm(task["kill"])
-    if task["processes"] == 1:  # transformers would ask the other process, too
-        compress.export.loading_back.ask = lambda work, seconds: answer(work)
-    compress.execution.run.apply_recipe(load_recipe(task["recipe"]), Path(task["out"]), Path(task["cache"]), quiet=True)
-    Path(task["done"]).write_text(str(len(calls)))
-
-def start(task, rank):
-    child = os.fork()
-    if child:
-        return child
-    try:
-        if task["processes"] > 1:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": task["processes"], "MASTER_PORT": task["port"]}
-            os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="localhost")
-        run(task)
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-for line in sys.stdin:
-    task = json.loads(line)
-    children = [start(task, rank) for rank in range(task["processes"])]
-    print(max(os.waitpid(child, 0)[1] for child in children), flush=True)
-'''
-Server = Callable[[dict[str, Any]], int]
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 CHECKPOINT: dict[str, Any] = {"export": [{"kind": "checkpoint"}], "target": "transformers"}
 RECIPES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
@@ -104,24 +42,39 @@ N_STEPS = N_BLOCKS + 1
 """Of each pass: the blocks, and the head after them."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # no threads before a fork
-    command = [sys.executable, "-W", "ignore", "-c", SERVER]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
+def work(kill: tuple[int, str] | None, places: tuple[Path, Path, Path], done: Path, processes: int = 1) -> None:
+    """Apply a recipe (recipe, out, cache) in this process, which dies at that block; tell how many blocks it wrote."""
+    torch.set_num_threads(1)
+    written: list[int] = []
+    real_write = write_block
 
-        def ask(task: dict[str, Any]) -> int:
-            stdin.write(json.dumps(task) + "\n")
-            stdin.flush()
-            return int(stdout.readline())
+    def write(folder: Path, index: int, *rest: Any) -> Path:
+        if not folder.name.startswith("partial-"):  # the stream of the final scoring
+            return real_write(folder, index, *rest)
+        written.append(index)
+        when = kill[1] if kill is not None and kill[0] == len(written) else ""
+        if when == "before":
+            die()
+        path = real_write(folder, index, *rest)
+        if when == "torn":
+            path.write_bytes(path.read_bytes()[:-9])
+        if when:
+            die()
+        return path
 
-        yield ask
-        stdin.close()
+    with pytest.MonkeyPatch.context() as patch:
+        report = Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+        patch.setattr("compress.blocks.stream.write_block", write)
+        patch.setattr("compress.execution.run.validate", lambda path, **more: report)
+        if processes == 1:  # transformers would ask the other process, too
+            patch.setattr("compress.export.loading_back.ask", lambda work, seconds: answer(work))
+        apply_recipe(load_recipe(places[0]), *places[1:], quiet=True)
+    done.write_text(str(len(written)))
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +88,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runs:
     """Runs of one recipe in one place."""
 
-    def __init__(self, server: Server, home: Path, folder: Path, name: str) -> None:
+    def __init__(self, home: Path, folder: Path, name: str) -> None:
         passes, parts = RECIPES[name]
-        self.server, self.folder, self.out, self.cache = server, folder, folder / "out/b", folder / "cache"
+        self.folder, self.out, self.cache = folder, folder / "out/b", folder / "cache"
         self.recipe = write_recipe(home / f"{name}.yaml", language_recipe(home, passes, **parts))
 
     def killed(self, block: int, when: str) -> None:
         """Kill it at the `block`-th block that it writes, over all passes."""
-        assert self._run({"block": block, "when": when}) == signal.SIGKILL
+        assert self._run((block, when)) == -signal.SIGKILL
         assert not self.out.exists()
 
     def finished(self) -> int:
@@ -152,31 +105,28 @@ class Runs:
 
     def finished_by_two(self) -> None:
         """Run to the end in two processes, as torchrun starts them."""
-        assert self._run(None, 2) == 0
+        run_in_two_processes(work, None, self._places(), self.folder / "done", 2)
 
     def log(self) -> str:
         return (self.out / "compress.log").read_text()
 
-    def _run(self, kill: dict[str, Any] | None, processes: int = 1) -> int:
-        places = {"recipe": str(self.recipe), "out": str(self.out), "cache": str(self.cache)}
-        started = {"processes": processes, "port": free_port()}
-        return self.server({**places, **started, "done": str(self.folder / "done"), "kill": kill})
+    def _run(self, kill: tuple[int, str] | None) -> int | None:
+        with start_process(work, kill, self._places(), self.folder / "done") as process:
+            process.join()
+            return process.exitcode
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    def _places(self) -> tuple[Path, Path, Path]:
+        return self.recipe, self.out, self.cache
 
 
 @pytest.fixture(scope="module")
-def unbroken(server: Server, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runs]:
+def unbroken(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runs]:
     """Name of a recipe -> its run from beginning to end. Not to be written to."""
     made: dict[str, Runs] = {}
 
     def get(name: str) -> Runs:
         if name not in made:
-            made[name] = Runs(server, home, tmp_path_factory.mktemp("unbroken"), name)
+            made[name] = Runs(home, tmp_path_factory.mktemp("unbroken"), name)
             made[name].finished()
         return made[name]
 
@@ -206,7 +156,6 @@ def results_before(cache: Path, to: Path) -> None:
     ],
 )
 def test_a_run_killed_at_a_block_goes_on_there(
-    server: Server,
     home: Path,
     unbroken: Callable[[str], Runs],
     tmp_path: Path,
@@ -215,7 +164,7 @@ def test_a_run_killed_at_a_block_goes_on_there(
     when: str,
     done: int,
 ) -> None:
-    whole, runs = unbroken(name), Runs(server, home, tmp_path, name)
+    whole, runs = unbroken(name), Runs(home, tmp_path, name)
     results_before(whole.cache, runs.cache)
     total = int((whole.folder / "done").read_text())
     runs.killed(block, when)
@@ -228,9 +177,9 @@ def test_a_run_killed_at_a_block_goes_on_there(
     assert not list(runs.cache.glob("partial-*"))
 
 
-def test_killed_again_and_again(server: Server, home: Path, unbroken: Callable[[str], Runs], tmp_path: Path) -> None:
+def test_killed_again_and_again(home: Path, unbroken: Callable[[str], Runs], tmp_path: Path) -> None:
     name = "smoothquant, gptq"
-    runs = Runs(server, home, tmp_path, name)
+    runs = Runs(home, tmp_path, name)
     for _ in range(2 * N_STEPS):
         runs.killed(1, "after")
     assert runs.finished() == 0
@@ -259,11 +208,9 @@ def test_torchrun_makes_one_bundle(unbroken: Callable[[str], Runs], tmp_path: Pa
     check_nearly_the_same(whole.out, tmp_path / "out/b")
 
 
-def test_two_processes_make_one_bundle(
-    server: Server, home: Path, unbroken: Callable[[str], Runs], tmp_path: Path
-) -> None:
+def test_two_processes_make_one_bundle(home: Path, unbroken: Callable[[str], Runs], tmp_path: Path) -> None:
     name = "smoothquant, gptq"
-    whole, runs = unbroken(name), Runs(server, home, tmp_path, name)
+    whole, runs = unbroken(name), Runs(home, tmp_path, name)
     results_before(whole.cache, runs.cache)
     runs.finished_by_two()
     check_nearly_the_same(whole.out, runs.out)

@@ -2,127 +2,95 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from child_processes import start_process
 from makers import bundle_bytes, write_recipe
 
+from compress.execution.run import apply_recipe
+from compress.recipe.load import load_recipe
 from compress.store.cache import ResultCache
 from runtime.bundle.format import verify
+from runtime.report.report import Report, Side
 
 Net = tuple[Path, dict[str, Any]]
 
-SERVER = '''
-"""Runs recipes in children of its own, so that what is slow to import is imported once, and kills them where told."""
-import json, os, signal, sys
-from pathlib import Path
-import torch, onnxruntime, onnxscript
-import compress.store.cache, compress.export.bundle, compress.execution.run
-from compress.recipe.load import load_recipe
-from runtime.report.report import Report, Side
 
-example = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 3)).eval()
-torch.onnx.export(example, (torch.zeros(2, 1, 8, 8),), dynamo=True, verbose=False)  # imports a good deal more
+def work(point: str, n: int, recipe: Path, out: Path, cache: Path, done: Path) -> None:
+    """Apply a recipe in this process, which dies at that point (the `n`-th result kept); tell how many it kept."""
+    kept: list[str] = []
+    real_put, real_rename = ResultCache.put, os.rename
 
-real_put, real_rename = compress.store.cache.ResultCache.put, os.rename
+    def put(self: ResultCache, key: str, write: Callable[[Path], dict[str, Any]]) -> Any:
+        kept.append(key)
 
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def arm(point, n):
-    puts = []
-    def put(self, key, write):
-        puts.append(key)
-        def half(folder):
+        def write_half(folder: Path) -> dict[str, Any]:
             (folder / "graph.onnx").write_bytes(b"half")
             die()
-        return real_put(self, key, half if point == "write" and len(puts) == n else write)
-    def rename(source, target):
-        source = Path(source)
-        if point == "finish" and len(puts) == n and source.parent.name.startswith(".draft-"):
+
+        return real_put(self, key, write_half if point == "write" and len(kept) == n else write)
+
+    def rename(source: Any, target: Any) -> None:
+        publishes = Path(source).parent.name.endswith(".partial") and Path(source).name == "new"
+        if point == "finish" and len(kept) == n and Path(source).parent.name.startswith(".draft-"):
             die()
-        if point == "publish" and source.parent.name.endswith(".partial") and source.name == "new":
+        if point == "publish" and publishes:
             die()
         real_rename(source, target)
-        if point == "published" and source.parent.name.endswith(".partial") and source.name == "new":
+        if point == "published" and publishes:
             die()
-    compress.store.cache.ResultCache.put, os.rename = put, rename
-    compress.execution.run.validate = lambda path, **more: Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
-    if point == "assemble":
-        compress.export.bundle.write_bundle = die
-    if point == "judge":
-        compress.execution.run.validate = die
-    return puts
 
-def run(task):
-    puts = arm(task["point"], task["n"])
-    compress.execution.run.apply_recipe(load_recipe(task["recipe"]), Path(task["out"]), Path(task["cache"]), quiet=True)
-    Path(task["done"]).write_text(str(len(puts)))
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        run(json.loads(line))
-        os._exit(0)
-    print(os.waitpid(child, 0)[1], flush=True)
-'''
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResultCache, "put", put)
+        patch.setattr("os.rename", rename)
+        report = Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
+        patch.setattr("compress.execution.run.validate", die if point == "judge" else lambda path, **more: report)
+        if point == "assemble":
+            patch.setattr("compress.export.bundle.write_bundle", die)
+        apply_recipe(load_recipe(recipe), out, cache, quiet=True)
+    done.write_text(str(len(kept)))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Callable[[dict[str, Any]], int]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # no threads before a fork
-    command = [sys.executable, "-W", "ignore", "-c", SERVER]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def ask(task: dict[str, Any]) -> int:
-            stdin.write(json.dumps(task) + "\n")
-            stdin.flush()
-            return int(stdout.readline())
-
-        yield ask
-        stdin.close()
+def die(*args: Any, **more: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")
 
 
 class Runs:
     """Runs of one recipe in one place."""
 
-    def __init__(self, server: Callable[[dict[str, Any]], int], net: Net, folder: Path) -> None:
-        self.server, self.folder, self.out, self.cache = server, folder, folder / "out/b", folder / "cache"
+    def __init__(self, net: Net, folder: Path) -> None:
+        self.folder, self.out, self.cache = folder, folder / "out/b", folder / "cache"
         self.recipe = write_recipe(net[0] / "resumed.yaml", net[1])
 
     def killed(self, point: str, n: int = 0) -> None:
-        assert self._run(point, n) == 9
+        assert self._run(point, n) == -signal.SIGKILL
 
     def finished(self) -> int:
         """Run to the end; how many results were made."""
         assert self._run("never", 0) == 0
         return int((self.folder / "done").read_text())
 
-    def _run(self, point: str, n: int) -> int:
-        places = {"recipe": str(self.recipe), "out": str(self.out), "cache": str(self.cache)}
-        return self.server({**places, "done": str(self.folder / "done"), "point": point, "n": n})
+    def _run(self, point: str, n: int) -> int | None:
+        with start_process(work, point, n, self.recipe, self.out, self.cache, self.folder / "done") as process:
+            process.join()
+            return process.exitcode
 
 
 @pytest.fixture
-def runs(server: Callable[[dict[str, Any]], int], net: Net, tmp_path: Path) -> Runs:
-    return Runs(server, net, tmp_path)
+def runs(net: Net, tmp_path: Path) -> Runs:
+    return Runs(net, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def unbroken(server: Callable[[dict[str, Any]], int], net: Net, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    made = Runs(server, net, tmp_path_factory.mktemp("unbroken"))
+def unbroken(net: Net, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = Runs(net, tmp_path_factory.mktemp("unbroken"))
     assert made.finished() == 3
     return made
 

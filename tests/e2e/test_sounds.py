@@ -18,6 +18,9 @@ from compress.errors import SourceError
 from compress.models.preprocess import resolve_preprocess
 from compress.specs import ModelSpec
 from runtime.encode.audio import AudioPreprocess
+from runtime.serving.protocol import ServedModel
+
+pytestmark = pytest.mark.slow
 
 RECIPE: dict[str, Any] = {
     "version": 1,
@@ -54,7 +57,6 @@ def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Path) -> None:
     train_spectrogram_model(tones / "model")
     with quick_judge(), quick_export():
@@ -65,9 +67,19 @@ def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Pat
     assert served["metrics"]["top1"] >= 0.9
     with runtime.open_bundle(tmp_path / "out") as bundle:
         assert [each["label"] for each in bundle.predict([path])["prediction"]] == ["low"]
+        samples = draw_tone("middle", np.random.default_rng(0)) / 32768
+        request = {
+            "inputs": [
+                {"name": "audio", "datatype": "FP32", "shape": [1, len(samples)], "data": samples.tolist()},
+                {"name": "rate", "datatype": "INT64", "shape": [1], "data": [RATE]},
+            ]
+        }
+        served_model = ServedModel(bundle, max_batch=4)
+        assert [each["name"] for each in served_model.metadata()["inputs"]] == ["audio", "rate"]
+        label = json.loads(served_model.infer(json.dumps(request).encode()).header)["outputs"][0]
+        assert (label["name"], label["data"]) == ("label", ["middle"])
 
 
-@pytest.mark.slow
 def test_waveforms_of_several_lengths_with_a_mask(tones: Path, cache: Path, tmp_path: Path) -> None:
     """As transformers answers, batch by batch; its model has the mask's places at every length."""
     import torch

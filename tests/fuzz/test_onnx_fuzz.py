@@ -9,10 +9,10 @@ from fuzzing import attempt, corpus, fuzz, in_fork
 from hypothesis import given
 from onnx_strategies import MODELS, SHAPES, changed_models
 
-from compress.export.onnx import read_graph
 from compress.models import onnx_check
 from compress.models.load import load_model
 from compress.models.onnx_facts import onnx_facts
+from compress.models.onnx_graph import open_onnx
 from compress.specs import ModelSpec
 
 
@@ -34,7 +34,7 @@ def read(kind: str, content: bytes, file: Path) -> None:
     def run() -> None:
         onnx_facts(file, "generic", SHAPES)
         load_model(ModelSpec(source=f"onnx:{file}", task="generic"), Path(), SHAPES)
-        read_graph(file)
+        open_onnx(file)
 
     attempt(kind, in_fork(run), allowed=(2,))
 

@@ -59,9 +59,12 @@ def write_image_files(folder: Path) -> None:
         [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
     )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx")
-    for name in ("train", "test"):
+    (folder / "metrics.py").write_text(
+        "def cost(outputs, labels):\n    return 1.0 * (outputs['logits'].argmax(1) != labels)\n"
+    )
+    for name in ("train", "test", "day", "night"):
         images = rng.integers(0, 256, (512, 32, 32, 3), dtype=np.uint8)
-        np.savez(folder / f"{name}.npz", image=images, label=rng.integers(0, 10, 512))
+        np.savez(folder / f"{name}.npz", image=images, label=rng.integers(0, 10, 512), weather=np.arange(512) % 3)
 
 
 def write_tensor_files(folder: Path) -> None:

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from shortcuts import no_probes
 
 from runtime.backends import BACKENDS, Session
+from runtime.boxes.spec import Detections, HeadOutputs
 from runtime.bundle.format import (
     Artifact,
     Benchmark,
@@ -36,6 +37,7 @@ from runtime.encode.preprocess import (
     make_preprocessor,
     spec_to_dict,
 )
+from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
 __all__ = ["no_probes"]
@@ -84,6 +86,25 @@ def text_model(path: Path, kind: str = "hidden", seed: int = 0) -> Path:
     return save(path, nodes if kind == "logits" else nodes[:4], inputs, [output], weights)
 
 
+def segment_model(path: Path, seed: int = 0) -> Path:
+    """x [batch, 3, 4, 4] -> logits [batch, 5, 2, 2]: the mean of each quarter, then a matrix."""
+    weight = np.random.default_rng(seed).normal(size=(5, 3, 2, 2)).astype(np.float32)
+    node = helper.make_node("Conv", ["x", "weight"], ["logits"], kernel_shape=[2, 2], strides=[2, 2])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 4, 4])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 5, 2, 2])
+    return save(path, [node], [x], [logits], {"weight": weight})
+
+
+def span_model(path: Path, seed: int = 0, batch: int | str = "batch") -> Path:
+    """input_ids, attention_mask -> start_logits, end_logits [batch, sequence]: each token's own."""
+    shape = [batch, "sequence"]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name in ("input_ids", "attention_mask")]
+    outputs = [helper.make_tensor_value_info(f"{k}_logits", TensorProto.FLOAT, shape) for k in ("start", "end")]
+    nodes = [helper.make_node("Gather", [k, "input_ids"], [f"{k}_logits"]) for k in ("start", "end")]
+    tables = np.random.default_rng(seed).normal(size=(2, len(WORDS))).astype(np.float32)
+    return save(path, nodes, inputs, outputs, {"start": tables[0], "end": tables[1]})
+
+
 def write_tokenizer(folder: Path, padding: bool = True, config: dict[str, Any] | None = None) -> Path:
     """A word-level tokenizer.json that sets [CLS] and [SEP] as BERT does, and a tokenizer_config.json if given."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -110,19 +131,24 @@ def artifact(root: Path, name: str, path: str) -> Artifact:
     return Artifact(name, path, "onnxruntime-cpu", "float32", session.inputs, session.outputs, model_size(root / path))
 
 
-def stage(root: Path, task: str, spec: PreprocessSpec, columns: dict[str, Any]) -> Manifest:
+def stage(
+    root: Path, task: str, spec: PreprocessSpec, columns: dict[str, Any], detections: Detections | None = None
+) -> Manifest:
     """Samples and the baseline's outputs in `root`, beside models that are there already; the manifest to write."""
     session = open_onnx(root / "baseline/model.onnx")
     preprocessor = make_preprocessor(spec, session.inputs, root / "model")
     evaluation = write_samples(root, columns)
-    write_outputs(root, run_samples(session, preprocessor, task, columns))
+    names = ("a", "b", "c", "d", "e")
+    facts = BatchFacts(class_names=names, detections=detections)
+    write_outputs(root, run_samples(session, preprocessor, task, columns, facts=facts))
     (root / "recipe.yaml").write_text("version: 1\n")
     return Manifest(
         name="tiny",
         task=task,
         target="onnxruntime-cpu",
-        class_names=("a", "b", "c", "d", "e"),
+        class_names=names,
         preprocess=spec_to_dict(spec),
+        detections=detections,
         artifacts=(artifact(root, "candidate", "model/model.onnx"), artifact(root, "baseline", "baseline/model.onnx")),
         evaluation=evaluation,
         judgement=Judgement(),
@@ -153,8 +179,63 @@ def make_text_bundle(tmp_path: Path) -> Callable[..., Path]:
     return partial(write_text_bundle, tmp_path / "bundle")
 
 
+def write_segment_bundle(root: Path) -> Path:
+    for name, seed in (("model", 0), ("baseline", 1)):
+        segment_model(root / name / "model.onnx", seed)
+    rng = np.random.default_rng(1)
+    sizes = [(4, 4), (6, 5), (4, 4)]
+    images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    labels = [rng.integers(0, 5, size, np.uint8) for size in sizes]
+    spec = replace(IMAGE, resize=(4, 4))
+    write_bundle(root, stage(root, "semantic-segmentation", spec, {"image": images, "label": labels}))
+    return root
+
+
+def box_model(path: Path, seed: int = 0) -> Path:
+    """x [batch, 3, 4, 4] -> rows [batch, 3, 6]: corners, score, class; moved by the picture's mean."""
+    weight = np.random.default_rng(seed).normal(size=(3, 18)).astype(np.float32) / 50
+    base = np.array([[0, 0, 2, 2, 0.9, 0], [1, 1, 4, 3, 0.8, 3], [0, 0, 0, 0, 0, 0]], np.float32).reshape(-1)
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "weight"], ["moved"]),
+        helper.make_node("Add", ["moved", "base"], ["joined"]),
+        helper.make_node("Reshape", ["joined", "shape"], ["rows"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 4, 4])
+    rows = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", 3, 6])
+    return save(path, nodes, [x], [rows], {"weight": weight, "base": base, "shape": np.array([-1, 3, 6])})
+
+
+def write_box_bundle(root: Path) -> Path:
+    for name, seed in (("model", 0), ("baseline", 1)):
+        box_model(root / name / "model.onnx", seed)
+    images = [np.full((*size, 3), 90, np.uint8) for size in ((4, 4), (8, 6), (4, 4))]
+    labels = np.zeros((3, 1, 7))
+    labels[:, 0, 3:5] = 2
+    stated = Detections(
+        boxes="xyxy", normalized=False, scores="none", suppress="none", outputs=HeadOutputs(rows="rows")
+    )
+    spec = replace(IMAGE, resize=(4, 4))
+    columns = {"image": images, "label": labels}
+    write_bundle(root, stage(root, "object-detection", spec, columns, replace(stated, most=3)))
+    return root
+
+
+def write_span_bundle(root: Path, batch: int | str = "batch", **spec: Any) -> Path:
+    for name, seed in (("model", 0), ("baseline", 1)):
+        span_model(root / name / "model.onnx", seed, batch)
+    write_tokenizer(root / "model")
+    contexts = ["the cat sat on the mat " * 3, "a dog ran far", "mat"]
+    questions = ["the cat", "dog ran", "far"]
+    columns = {"question": questions, "context": contexts, "label": ["4\tcat\nmat", "", "mat"]}
+    settings = TextPreprocess(**{"max_length": 12, "stride": 2, **spec})
+    write_bundle(root, stage(root, "question-answering", settings, columns))
+    return root
+
+
 def write_text_bundle(root: Path, task: str, columns: dict[str, Any], **spec: Any) -> Path:
-    kind = "logits" if task == "text-classification" else "hidden"
+    kind = "hidden" if task in ("feature-extraction", "token-classification") else "logits"
     text_model(root / "model/model.onnx", kind)
     text_model(root / "baseline/model.onnx", kind, seed=1)
     write_tokenizer(root / "model")
@@ -373,6 +454,10 @@ class Tiny:
     save = staticmethod(save)
     image_model = staticmethod(image_model)
     text_model = staticmethod(text_model)
+    span_model = staticmethod(span_model)
+    span_bundle = staticmethod(write_span_bundle)
+    segment_bundle = staticmethod(write_segment_bundle)
+    box_bundle = staticmethod(write_box_bundle)
     write_tokenizer = staticmethod(write_tokenizer)
     open_onnx = staticmethod(open_onnx)
     stage = staticmethod(stage)

@@ -18,9 +18,12 @@ from compress.distill.losses import (
     average_masked,
     cosine_error,
     divergence,
+    each_label,
     label_loss,
+    number_error,
     pool_tokens,
     relative_error,
+    set_loss,
 )
 from compress.distill.objective import pair_modules, uniform
 from compress.errors import PassError
@@ -53,6 +56,29 @@ def test_equal_tensors_are_at_distance_zero() -> None:
     assert relative_error(x, x, MASK).abs().max() == 0
     assert cosine_error(x, x, MASK).abs().max() < 1e-6
     assert attention_error(maps, maps, MASK).abs().max() == 0
+
+
+def test_labels_one_by_one_are_choices_of_yes_or_no() -> None:
+    student, teacher = logits(0, 3, 5), logits(1, 3, 5)
+    found = average_masked(divergence(each_label(student), each_label(teacher), 2.0), None)
+    p, q = torch.sigmoid(teacher / 2), torch.sigmoid(student / 2)
+    expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean(1)
+    torch.testing.assert_close(found, 4 * expected)
+    own = student.clone().requires_grad_()
+    divergence(each_label(own), each_label(student), 2.0).sum().backward()
+    assert own.grad is not None and own.grad.abs().max() == 0, (
+        "not even a rounding error, of which Adam would make a step"
+    )
+    labels = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    likely = torch.where(labels == 1, torch.sigmoid(student), 1 - torch.sigmoid(student))
+    torch.testing.assert_close(set_loss(student, labels), -likely.log().mean(1))
+
+
+def test_numbers_are_compared_by_their_squares() -> None:
+    numbers, targets = logits(0, 3, 2), logits(1, 3, 2)
+    torch.testing.assert_close(number_error(numbers, targets), (numbers - targets).square().mean(1))
+    torch.testing.assert_close(number_error(numbers[:, :1], targets[:, 0]), (numbers - targets)[:, 0].square())
+    assert number_error(numbers, numbers).abs().max() == 0
 
 
 def test_the_square_of_the_temperature_keeps_the_gradient_s_size() -> None:

@@ -16,11 +16,12 @@ from compress.errors import ExportError
 from compress.export import onnx as room
 from compress.export.bundle import precision
 from compress.export.card import model_card
-from compress.export.onnx import finish, float_graph, read_graph, save_graph, write_graph
+from compress.export.onnx import finish, float_graph, save_graph, write_graph
 from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, clone
 from compress.models.onnx_facts import onnx_facts
+from compress.models.onnx_graph import open_onnx
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
 from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest, model_files, model_size
@@ -84,10 +85,10 @@ def nameless(path: Path, opset: int) -> None:
 def test_an_onnx_file_is_read_with_the_names_that_the_plan_knows(tmp_path: Path, opset: int) -> None:
     nameless(tmp_path / "m.onnx", opset)
     facts = onnx_facts(tmp_path / "m.onnx", "generic", {"x": ((4,), "float32")})
-    graph = read_graph(tmp_path / "m.onnx")
+    graph = open_onnx(tmp_path / "m.onnx").model
     names = [layer.name for layer in find_layers(graph)]
     assert len(names) == 1 and names == [layer.name for layer in facts.layers]
-    assert all(node.name for node in graph.graph) and graph.opset_imports[""] == max(opset, 17)
+    assert all(node.name for node in graph.graph) and graph.opset_imports[""] == max(opset, 20)
 
 
 def test_nothing_of_this_machine_is_written() -> None:

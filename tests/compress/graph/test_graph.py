@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from onnx import helper
 
-from compress.graph.convolutions import fold_batchnorms, shortcuts_to_convolutions
+from compress.graph.convolutions import fold_channel_scales, shortcuts_to_convolutions
 from compress.graph.edit import initializer, strip_metadata, tidy
 from compress.graph.fast_forms import keep_norms_apart
 from compress.graph.half import to_half
@@ -106,7 +106,7 @@ def test_tidy_and_strip_remove_what_nothing_reads() -> None:
 def test_folding_batchnorm_changes_nothing_but_the_graph() -> None:
     model, feeds = graphs.residual_cnn(batchnorm=True), graphs.images()
     expected = graphs.run(model, feeds)
-    folded = fold_batchnorms(model)
+    folded = fold_channel_scales(model)
     assert len(folded) == 5
     assert "BatchNormalization" not in graphs.operators(model)
     for got, want in zip(graphs.run(model, feeds), expected, strict=True):
@@ -132,7 +132,7 @@ def test_folding_keeps_output_names_and_copies_a_shared_weight() -> None:
         nodes, {"w": weight} | batchnorm_constants("1", "2"), {"x": ("n", 3, 8, 8)}, {"y": shape, "z": shape}
     )
     (expected,) = run_batches(open_session(model), graphs.images(1))
-    assert len(fold_batchnorms(model)) == 2
+    assert len(fold_channel_scales(model)) == 2
     (got,) = run_batches(open_session(model), graphs.images(1))
     for name in ("y", "z"):
         np.testing.assert_allclose(got[name], expected[name], atol=1e-5)
@@ -143,7 +143,7 @@ def test_a_convolution_that_others_read_keeps_its_batchnorm() -> None:
     constants = {"w": np.ones((4, 3, 1, 1), np.float32)} | batchnorm_constants("")
     shape = ("n", 4, 8, 8)
     model = graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"y": shape, "c": shape})
-    assert not fold_batchnorms(model)
+    assert not fold_channel_scales(model)
 
 
 def test_a_shortcut_is_the_same_as_a_convolution_bit_for_bit() -> None:

@@ -650,3 +650,50 @@ def test_preprocessing_and_digest_need_no_torch(bert: Path) -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- several outputs
+
+
+SPANS = """
+from torch import nn
+
+
+class Spans(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.table = form, nn.Embedding(9, 2)
+
+    def forward(self, input_ids):
+        start, end = self.table(input_ids).unbind(-1)
+        named = {"end_logits": end, "start_logits": start}
+        return {"tuple": (start, end), "dict": named, "one": start, "other": {"a": start, "b": end}}[self.form]
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [("tuple", ["start_logits", "end_logits"]), ("dict", ["end_logits", "start_logits"])],
+)
+def test_outputs_are_named_by_the_task(tmp_path: Path, form: str, names: list[str]) -> None:
+    (tmp_path / "spans.py").write_text(SPANS)
+    spec = ModelSpec(source="python:spans.py:Spans", task="question-answering", args={"form": form})
+    found = model_facts(spec, tmp_path, {"input_ids": ((5,), "int64")}).outputs
+    assert [(out.name, out.shape) for out in found] == [(name, ("batch", "sequence")) for name in names]
+
+
+def test_outputs_that_a_task_lacks(tmp_path: Path) -> None:
+    (tmp_path / "spans.py").write_text(SPANS)
+    spec = ModelSpec(source="python:spans.py:Spans", task="question-answering", args={"form": "one"})
+    with pytest.raises(SourceError, match=r"needs the outputs start_logits \[batch, sequence\] and end_logits"):
+        model_facts(spec, tmp_path, {"input_ids": ((5,), "int64")})
+    value = helper.make_tensor_value_info
+    shape = ["batch", "sequence"]
+    nodes = [helper.make_node("Gather", ["table", "input_ids"], [name]) for name in ("first", "second")]
+    given = [value(name, TensorProto.FLOAT, shape) for name in ("first", "second")]
+    table = onnx.numpy_helper.from_array(np.ones(9, np.float32), "table")
+    graph = helper.make_graph(nodes, "spans", [value("input_ids", TensorProto.INT64, shape)], given, [table])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    by_order = ModelSpec(source=f"onnx:{tmp_path}/m.onnx", task="question-answering")
+    with pytest.raises(SourceError, match=r"the graph gives 'first' .*; call them so, or use task: generic"):
+        model_facts(by_order, Path(), {"input_ids": ((5,), "int64")})

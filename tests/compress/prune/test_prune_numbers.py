@@ -115,7 +115,7 @@ def test_rows_of_padding_are_left_out_and_batches_add_up(monkeypatch: pytest.Mon
     sums = gather_inputs(Tokens(), ["layer"], batches)["layer"]
     real = x[mask.bool()].double()
     assert sums.n == len(real)
-    torch.testing.assert_close(sums.xx[0], real.T @ real, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums.plain()[0][0] * sums.n, real.T @ real, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(sums.without_means()[0][0], torch.cov(real.T, correction=0), rtol=1e-5, atol=1e-6)
     with pytest.raises(PassError, match="silent: the calibration data never reaches"):
         gather_inputs(Tokens(), ["silent"], batches)

@@ -267,7 +267,7 @@ def test_the_measured_damage_is_that_of_the_model_without_the_units() -> None:
     one = dimensions[1]
     points = {point.layer: point for point in find_points(module, batches[0])}
     readers = readers_of(module, one, points, gather_inputs(module, one.readers, batches))
-    targets = [module(**batch) for batch in batches]
+    targets = [[module(**batch)] for batch in batches]
     assert measure_damage(module, readers, np.array([], np.int64), batches, targets) < 1e-4
     some, more = (measure_damage(module, readers, np.arange(n), batches, targets) for n in (4, 24))
     assert 0 < some < more

@@ -309,7 +309,7 @@ def test_blended_labels_count_by_their_shares() -> None:
     batch = batch_maker(images(), {"pixel_values": "x"}, Augment(mixup=0.5), tokens=False)(np.arange(8), random)
     assert batch.mixed is not None and batch.mixed.labels is not None and batch.labels is not None and batch.augmented
     out = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    found = labels_term(batch, Seen({"logits": out}), Seen({}))
+    found = labels_term(label_loss)(batch, Seen({"logits": out}), Seen({}))
     log = out.log_softmax(-1)
     for i in range(8):
         own, other = log[i, batch.labels[i]], log[i, batch.mixed.labels[i]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import wave
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 from PIL import Image
 from shortcuts import quick_judge
 
 from compress.export.card import model_card, usage_of
 from runtime.__main__ import main
 from runtime.bundle.format import Artifact, Benchmark, Judgement, read_manifest, write_bundle
-from runtime.encode.preprocess import TensorPreprocess
+from runtime.encode.preprocess import AudioPreprocess, ImageTextPreprocess, TensorPreprocess, TextPreprocess
 from runtime.tasks import TASKS
 
 LOCK = {"model": {"source": "onnx:m.onnx", "digest": "abc"}}
@@ -30,12 +32,58 @@ def commands_of(card: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line]
 
 
-def make_generic(root: Path, tiny: Any) -> Path:
+def make_generic(root: Path, tiny: Any, task: str = "generic") -> Path:
     tiny.image_model(root / "model/model.onnx")
     tiny.image_model(root / "baseline/model.onnx", seed=1)
     rows = np.zeros((12, 3, 4, 4), np.float32)
-    write_bundle(root, replace(tiny.stage(root, "generic", TensorPreprocess(), {"x": rows}), class_names=()))
+    write_bundle(root, replace(tiny.stage(root, task, TensorPreprocess(), {"x": rows}), class_names=()))
     return root
+
+
+def make_images(root: Path, tiny: Any, task: str) -> Path:
+    tiny.image_model(root / "model/model.onnx")
+    tiny.image_model(root / "baseline/model.onnx", seed=1)
+    write_bundle(root, tiny.stage(root, task, tiny.image_spec, {"image": np.zeros((12, 4, 4, 3), np.uint8)}))
+    return root
+
+
+def make_audio(root: Path, tiny: Any, task: str) -> Path:
+    x, logits = (tensor(name, ["batch", size]) for name, size in (("x", 8), ("logits", 5)))
+    nodes = [helper.make_node("MatMul", ["x", "weight"], ["logits"])]
+    for seed, folder in enumerate(("model", "baseline")):
+        weight = np.random.default_rng(seed).normal(size=(8, 5)).astype(np.float32)
+        tiny.save(root / folder / "model.onnx", nodes, [x], [logits], {"weight": weight})
+    sounds = {"audio": np.zeros((12, 8), np.float32), "rate": np.full(12, 16000)}
+    write_bundle(root, tiny.stage(root, task, AudioPreprocess(seconds=8 / 16000), sounds))
+    return root
+
+
+def make_pairs(root: Path, tiny: Any, task: str) -> Path:
+    ids = tensor("input_ids", ["batch", 8], TensorProto.INT64)
+    inputs = [tensor("pixels", ["batch", 3, 4, 4]), ids]
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["pixels"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["image_embeds"]),
+        helper.make_node("Gather", ["table", "input_ids"], ["embedded"]),
+        helper.make_node("ReduceSum", ["embedded", "middle"], ["text_embeds"], keepdims=0),
+    ]
+    outputs = [tensor(name, ["batch", 3]) for name in ("image_embeds", "text_embeds")]
+    for seed, folder in enumerate(("model", "baseline")):
+        weights = {
+            "table": np.random.default_rng(seed).normal(size=(12, 3)).astype(np.float32),
+            "middle": np.array([1]),
+        }
+        tiny.save(root / folder / "model.onnx", nodes, inputs, outputs, weights)
+    tiny.write_tokenizer(root / "model")
+    rng = np.random.default_rng(0)
+    columns = {"image": rng.integers(0, 256, (12, 4, 4, 3), np.uint8), "text": tiny.words}
+    spec = ImageTextPreprocess(image=tiny.image_spec, text=TextPreprocess(max_length=8, padding="max_length"))
+    write_bundle(root, tiny.stage(root, task, spec, columns))
+    return root
+
+
+def tensor(name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, kind, shape)
 
 
 @quick_judge()
@@ -53,10 +101,20 @@ def test_every_command_of_a_card_works(
         "text-classification": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
         "token-classification": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
         "feature-extraction": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
+        "semantic-segmentation": lambda: tiny.segment_bundle(tmp_path / "bundle"),
+        "object-detection": lambda: tiny.box_bundle(tmp_path / "bundle"),
+        "question-answering": lambda: tiny.span_bundle(tmp_path / "bundle"),
         "generic": lambda: make_generic(tmp_path / "bundle", tiny),
         "text-generation": lambda: request.getfixturevalue("make_decoder_bundle")(),
     }
-    root = makers[task]()
+    by_kind: dict[str | None, Callable[[], Path]] = {
+        None: lambda: make_generic(tmp_path / "bundle", tiny, task),
+        "image": lambda: make_images(tmp_path / "bundle", tiny, task),
+        "audio": lambda: make_audio(tmp_path / "bundle", tiny, task),
+        "image-text": lambda: make_pairs(tmp_path / "bundle", tiny, task),
+        "text": lambda: request.getfixturevalue("make_text_bundle")(task, {"text": tiny.words}),
+    }
+    root = (makers.get(task) or by_kind[TASKS[task].preprocess])()
     manifest = read_manifest(root)
     if task != "text-generation":
         manifest = write_bundle(root, replace(manifest, judgement=QUICK))
@@ -64,6 +122,10 @@ def test_every_command_of_a_card_works(
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save("image.png")
+    with wave.open("sound.wav", "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(np.arange(100, dtype=np.int16).tobytes())
+    np.savez("pairs.npz", image=np.zeros((2, 4, 4, 3), np.uint8), text=["the cat", "far"])
     np.savez("inputs.npz", x=np.zeros((2, 3, 4, 4), np.float32))
     for command in commands:
         words = shlex.split(command)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.audio import AudioPreprocess, feature_shape, load_audio
+from runtime.encode.audio import AudioPreprocess, feature_shape, load_audio, split_chunks
 from runtime.encode.preprocess import make_preprocessor, spec_from_dict, spec_to_dict
 from runtime.errors import UsageError
 
@@ -116,6 +116,13 @@ def test_the_shape_is_known_before(spec: AudioPreprocess) -> None:
     assert spec_from_dict(spec_to_dict(spec)) == spec
 
 
+def test_chunks_are_the_whole_again() -> None:
+    chunks = split_chunks(sound(40001), AudioPreprocess(seconds=1))
+    assert [len(chunk) for chunk in chunks] == [16000, 16000, 8001]
+    np.testing.assert_array_equal(np.concatenate(chunks), sound(40001))
+    assert [len(chunk) for chunk in split_chunks(sound(40001), AudioPreprocess())] == [40001]
+
+
 def test_a_model_with_a_channel() -> None:
     channel = TensorSpec("x", "float32", ("batch", 1, 9000))
     assert encode(AudioPreprocess(), [sound(9000)], channel)["x"].shape == (1, 1, 9000)
@@ -170,6 +177,8 @@ NAN = np.full(9000, np.nan, np.float32)
         ({}, [np.zeros((2, 9000), np.float32)], RATE, "channels come last"),
         ({}, [np.zeros(0, np.float32)], RATE, "a waveform is"),
         ({}, [3.5], RATE, "expected a path"),
+        ({}, [sound(9000)], np.nan, "rate nan: give samples a second"),
+        ({}, [{"array": sound(9000), "sampling_rate": "fast"}], None, "rate fast: give samples a second"),
         ({"features": "kaldi"}, [sound(100)], RATE, "shorter than a frame of 400"),
         ({"features": "whisper"}, [sound(100)], RATE, "too short for a spectrogram"),
     ],

@@ -17,6 +17,7 @@ from runtime.judge.stats import (
     exact,
     fresh_processes_needed,
     paired_difference,
+    paired_ratio,
     percentile_interval,
     proportion_interval,
     range_interval,
@@ -93,6 +94,58 @@ def test_paired_difference_holds_its_value_and_is_mirrored_with_the_sides(
     assert (other.low, other.high) == pytest.approx((-found.high, -found.low), abs=1e-12)
     surer = paired_difference(gained, lost, n, 0.995)
     assert surer.low <= found.low + 1e-12 and found.high <= surer.high + 1e-12
+
+
+def brute_force_ratio(both: int, gained: int, lost: int, n: int, confidence: float) -> tuple[float, float]:
+    """Invert the score test of a ratio as `brute_force_difference` does that of a difference."""
+    z, after, net = stats.norm.ppf(0.5 + confidence / 2), both + gained, gained - lost
+    seen = (both + gained + lost) / n
+
+    def score(ratio: float, after: int) -> float:
+        def chances(p_lost: float) -> tuple[float, float, float]:
+            p_both = (seen - (1 + ratio) * p_lost) / ratio
+            return p_both, seen - p_lost - p_both, p_lost
+
+        def negative(p_lost: float) -> float:
+            counts = zip((both, gained, lost), chances(p_lost), strict=True)
+            return -sum(k * math.log(max(p, 1e-300)) for k, p in counts)
+
+        bounds = (max(0.0, seen * (1 - ratio)), seen / (1 + ratio))
+        best = optimize.minimize_scalar(negative, bounds=bounds, method="bounded", options={"xatol": 1e-12}).x
+        p_both, p_gained, p_lost = chances(best)
+        variance = n * (p_both * (1 - ratio) ** 2 + p_gained + ratio**2 * p_lost)
+        return float((after - ratio * (both + lost)) / math.sqrt(variance))
+
+    value = after / (both + lost)
+    low = optimize.brentq(lambda ratio: score(ratio, after - (net > 0)) - z, value / 2, value - 1e-7)
+    high = optimize.brentq(lambda ratio: score(ratio, after + (net < 0)) + z, value + 1e-7, 2 * value)
+    return low, high
+
+
+@pytest.mark.parametrize("table", [(80, 4, 9, 100), (40, 10, 3, 60), (300, 2, 12, 400)])
+def test_paired_ratio_is_the_brute_force_score_interval(table: tuple[int, int, int, int]) -> None:
+    found = paired_ratio(*table, 0.95)
+    assert (found.low, found.high) == pytest.approx(brute_force_ratio(*table, 0.95), abs=2e-4)
+
+
+def test_paired_ratio_holds_one_where_the_difference_holds_zero() -> None:
+    for both, gained, lost, n in ((80, 4, 9, 100), (500, 2, 30, 600), (50, 12, 1, 70), (90, 0, 0, 90)):
+        ratio, difference = paired_ratio(both, gained, lost, n, 0.95), paired_difference(gained, lost, n, 0.95)
+        assert (ratio.low <= 1 <= ratio.high) == (difference.low <= 0 <= difference.high)
+
+
+@pytest.mark.parametrize(("chances", "n"), [((0.8, 0.05, 0.08), 50), ((0.9, 0.01, 0.03), 200), ((0.2, 0.1, 0.1), 100)])
+def test_paired_ratio_keeps_either_side(chances: tuple[float, float, float], n: int) -> None:
+    p_both, p_gained, p_lost = chances
+    truth, draws = (p_both + p_gained) / (p_both + p_lost), 2000
+    tables = np.random.default_rng(0).multinomial(n, [*chances, 1 - sum(chances)], draws)
+    found = [paired_ratio(int(both), int(gained), int(lost), n, 0.95) for both, gained, lost, _ in tables]
+    assert sum(each.low > truth for each in found) <= 0.03 * draws
+    assert sum(each.high < truth for each in found) <= 0.03 * draws
+
+
+def test_nothing_has_a_share_of_nothing() -> None:
+    assert math.isinf(paired_ratio(0, 3, 0, 50, 0.95).low)
 
 
 def test_paired_difference_agrees_with_mcnemars_test_at_zero() -> None:

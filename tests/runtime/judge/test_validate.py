@@ -235,7 +235,7 @@ def test_a_run_that_fails_leaves_no_earlier_report(make_bundle: MakeBundle, monk
     validate(root, ONE)
     assert (root / "report.json").exists()
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise BundleError("cannot run")
 
     monkeypatch.setattr("runtime.judge.validate.run_samples", fail)

@@ -14,7 +14,7 @@ from runtime.bundle.format import read_manifest, read_samples
 from runtime.encode.images import ImagePreprocess, load_pixels
 from runtime.measure.answering import STAGES, Answerer, make_sent, time_answers
 from runtime.tasks import find_task
-from runtime.tasks.predict import bundle_preprocessor
+from runtime.tasks.predict import bundle_preprocessor, facts_of
 
 
 def open_answerer(root: Path, stack: ExitStack) -> Answerer:
@@ -22,7 +22,7 @@ def open_answerer(root: Path, stack: ExitStack) -> Answerer:
     session = open_artifact(root, manifest.artifact("candidate"), "onnxruntime-cpu", 1)
     stack.callback(session.close)
     preprocessor = bundle_preprocessor(root, manifest, session.inputs)
-    return Answerer(session, preprocessor, find_task(manifest.task), manifest.class_names)
+    return Answerer(session, preprocessor, find_task(manifest.task), facts_of(manifest))
 
 
 def test_images_are_sent_as_files_and_every_stage_takes_time(image_bundle: Path) -> None:

@@ -306,3 +306,38 @@ def test_an_error_that_nobody_foresaw_is_json_and_raised_for_the_log(
         response = client.post("/v2/models/tiny/infer", content=b"{}")
         assert response.status_code == 503 and "not enough memory" in response.json()["error"]
         service.close()
+
+
+def test_questions_with_contexts_of_several_windows(tiny: Any, tmp_path: Path) -> None:
+    with served(tiny.span_bundle(tmp_path / "bundle")) as (bundle, call):
+        assert [one["name"] for one in call("{at}")[1]["inputs"]] == ["question", "context"]
+        columns = {"question": ["the cat", "dog"], "context": ["the mat sat on a dog " * 6, "mat"]}
+        asked = [tensor(name, [[text] for text in texts], "BYTES") for name, texts in columns.items()]
+        status, answer = call("{at}/infer", {"inputs": asked})
+        expected = bundle.predict(columns)
+        assert status == 200
+        assert outputs(answer)["answer"].ravel().tolist() == [one["label"] for one in expected["prediction"]]
+        assert outputs(answer)["begin"].ravel().tolist() == expected["begin"][:, 0].tolist()
+        status, refused = call("{at}/infer", {"inputs": asked[:1]})
+        assert status == 400 and "reads the column 'context'" in refused["error"]
+
+
+def test_maps_are_as_large_as_their_images(tiny: Any, tmp_path: Path) -> None:
+    with served(tiny.segment_bundle(tmp_path / "bundle")) as (bundle, call):
+        images = np.random.default_rng(0).integers(0, 256, (2, 7, 5, 3), np.uint8)
+        (described,) = [one for one in call("{at}")[1]["outputs"] if one["name"] == "classes"]
+        assert (described["datatype"], described["shape"]) == ("UINT8", [-1, -1, -1])
+        status, answer = call("{at}/infer", {"inputs": [tensor("image", images, "UINT8")]})
+        assert status == 200 and np.array_equal(outputs(answer)["classes"], bundle.predict(images)["classes"])
+
+
+def test_boxes_are_in_pixels_of_the_images_that_were_sent(tiny: Any, tmp_path: Path) -> None:
+    with served(tiny.box_bundle(tmp_path / "bundle")) as (bundle, call):
+        images = np.random.default_rng(0).integers(0, 256, (2, 8, 6, 3), np.uint8)
+        (described,) = [one for one in call("{at}")[1]["outputs"] if one["name"] == "box"]
+        assert (described["datatype"], described["shape"]) == ("FP32", [-1, -1, 4])
+        status, answer = call("{at}/infer", {"inputs": [tensor("image", images, "UINT8")]})
+        expected = bundle.predict(images)
+        assert status == 200 and np.array_equal(outputs(answer)["box"], expected["boxes"])
+        assert expected["boxes"][:, 1, 3].min() > 5  # of the eight rows, not of the model's four
+        assert outputs(answer)["label"][:, :2].tolist() == [["a", "d"]] * 2

@@ -152,3 +152,28 @@ def test_decoders_go_elsewhere(make_decoder_bundle: Callable[..., Path], tmp_pat
     with pytest.raises(ExportError, match="a decoder with a key-value cache is served by onnxruntime-genai or vLLM"):
         write_repository(make_decoder_bundle(), tmp_path / "models", Serving())
     assert not (tmp_path / "models").exists()
+
+
+def test_maps_go_through_an_ensemble(tiny: Any, tmp_path: Path) -> None:
+    root = tiny.segment_bundle(tmp_path / "bundle")
+    name = write_repository(root, tmp_path / "models", Serving())[0].name
+    assert find_problems(tmp_path / "models", read_repository(tmp_path / "models")) == []
+    images = np.random.default_rng(0).integers(0, 256, (2, 7, 5, 3), np.uint8)
+    answers = run_ends(tmp_path / "models", name, {"image": images})
+    with runtime.open_bundle(root) as bundle:
+        assert np.array_equal(answers["classes"], bundle.predict(images)["classes"])
+
+
+def test_windows_are_no_rows_of_an_ensemble(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="a long text is several rows of the model"):
+        write_repository(tiny.span_bundle(tmp_path / "bundle"), tmp_path / "models", Serving())
+
+
+def test_boxes_go_through_an_ensemble(tiny: Any, tmp_path: Path) -> None:
+    root = tiny.box_bundle(tmp_path / "bundle")
+    name = write_repository(root, tmp_path / "models", Serving())[0].name
+    assert find_problems(tmp_path / "models", read_repository(tmp_path / "models")) == []
+    images = np.random.default_rng(0).integers(0, 256, (2, 7, 5, 3), np.uint8)
+    answers = run_ends(tmp_path / "models", name, {"image": images})
+    with runtime.open_bundle(root) as bundle:
+        assert np.array_equal(answers["box"], bundle.predict(images)["boxes"])

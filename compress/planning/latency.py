@@ -1,0 +1,324 @@
+"""Forecast how long the model and the compressed model will take, by timing graphs that are made like them.
+
+Speed does not ask for trained weights. So the plan makes twins: the ONNX file as it is, or a torch model built
+untrained and exported; then what each pass will leave, with as many channels and blocks, and weights rounded as they
+come. Both are timed on the target's runtime in turn. Where that gains little, what else there is on this machine is
+timed, too. What was measured is kept for the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from compress.errors import CompressError
+from compress.export.decoder import export_decoder
+from compress.export.onnx import export_float, float_graph, write_graph
+from compress.facts import ModelFacts, Note
+from compress.formats.schemes import Scheme, WeightScheme
+from compress.formats.targets import TARGETS
+from compress.graph.layers import find_layers
+from compress.graph.specs import cache_of
+from compress.models.factory import USER_ERRORS
+from compress.models.facts import short_feeds
+from compress.models.load import TorchModel, build_torch_model, load_torch_model
+from compress.models.onnx_graph import open_onnx
+from compress.models.source import locate
+from compress.planning.cache_keys import CacheKeys
+from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
+from compress.planning.measurements import LARGEST_BYTES
+from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_stopwatch
+from compress.quantize.int8 import with_integer_layers
+from compress.quantize.latency import UNDISTURBED, Stopwatch, round_roughly
+from compress.quantize.rounding import round_to_nearest
+from compress.quantize.state import GraphState
+from compress.recipe.schema import Recipe
+from compress.store.cache import measured_file
+from compress.store.durable import seal, temporary_folder, unseal
+from compress.store.progress import no_progress
+from compress.work import WORK, foresee_pass
+from compress.work.contexts import GraphContext, GraphTiming, ModelContext
+from runtime.backends import BACKENDS, Feeds, find_backend
+from runtime.bundle.files import write_whole
+from runtime.bundle.manifest import fixed_batch
+from runtime.decode.kv_cache import Decoder
+from runtime.errors import RuntimeFailure
+from runtime.measure.benchmark import choose_backend
+from runtime.measure.environment import cpu_info
+from runtime.measure.timing import time_requests
+from runtime.report.units import size_text
+
+BUDGET_S = 6.0
+"""Seconds for the calls of one comparison."""
+REQUESTS = 12
+GAINS = 1.1
+"""Times as fast as float; what gains less is compressed for size, and the plan says so."""
+WEIGHT_GROUP = 32
+MOST_NAMED = 8
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LatencyForecast:
+    """Milliseconds of a call (of a decoder: of a further token) before and after, on `backend`.
+
+    `parts`: what the second does not hold, in words. `in_float`: layers that stay float because they are faster so.
+    `others`: what else was timed, where the recipe gains little: in
+    words -> milliseconds.
+    """
+
+    metric: str
+    backend: str
+    float_ms: float
+    compressed_ms: float
+    parts: tuple[str, ...] = ()
+    in_float: tuple[str, ...] = ()
+    others: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float:
+        return self.float_ms / self.compressed_ms
+
+
+def forecast_latency(
+    inputs: Inputs, keys: CacheKeys, cache: Path, twins: bool = True, log: Log | None = None
+) -> tuple[LatencyForecast | None, list[Note]]:
+    """Measure the forecast, or take up the one that is kept for this machine; and what the plan says of it.
+
+    `twins`: a torch model is built and exported for it, which takes as long as an export; else only an ONNX file, or
+    what is kept, gives a forecast. Nothing raises: what cannot be timed is said in a note.
+    """
+    recipe = inputs.recipe
+    reason = _explain_no_forecast(inputs)
+    if reason is not None:
+        return None, [Note("info", f"latency is not forecast, nothing was measured: {reason}")]
+    machine = cpu_info()[0]
+    path = measured_file(cache, ["forecast", machine, keys.float_graph, list(keys.passes), describe_call(recipe)])
+    kept = unseal(path.read_bytes()) if path.is_file() else None
+    if kept is not None:
+        lists = {name: tuple(kept["forecast"][name]) for name in ("parts", "in_float")}
+        latency = LatencyForecast(**{**kept["forecast"], **lists})
+        return latency, _tell(recipe, latency)
+    if not twins and inputs.facts.source != "onnx":
+        return None, []
+    try:
+        latency = _measure(inputs, cache, machine, log or _log_to_stderr)
+    except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS) as error:
+        first = str(error).partition("\n")[0]
+        return None, [Note("info", f"latency is not forecast: {type(error).__name__}: {first}")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, seal({"forecast": asdict(latency)}))
+    return latency, _tell(recipe, latency)
+
+
+def _log_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _explain_no_forecast(inputs: Inputs) -> str | None:
+    """Return why nothing is forecast, or None. Decoders, of which no layer is timed, are timed whole."""
+    if reason := explain_untimed(inputs.recipe, layers=False):
+        return reason
+    large = inputs.facts.n_bytes > LARGEST_BYTES
+    return f"the weights are larger than {size_text(LARGEST_BYTES)}" if large else None
+
+
+def _measure(inputs: Inputs, cache: Path, machine: str, log: Log) -> LatencyForecast:
+    recipe = inputs.recipe
+    stopwatch = make_stopwatch(recipe)
+    log(f"measuring how long the model takes on {stopwatch.backend}, before and after the passes")
+    feeds = [make_call(inputs)]
+    before, after, parts = make_twins(inputs, cache, machine, stopwatch, feeds, log)
+    in_float = _list_in_float(recipe, inputs.facts, after)
+    if recipe.model.generates:
+        ms = _time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
+        return LatencyForecast("tpot", stopwatch.backend, round(ms[0], 4), round(ms[1], 4), parts, in_float)
+    ms = stopwatch.time([before, after], feeds, BUDGET_S)
+    latency = LatencyForecast("latency_p50", stopwatch.backend, round(ms[0], 4), round(ms[1], 4), parts, in_float)
+    if recipe.passes and latency.speedup < GAINS:
+        log("it gains little; measuring what else there is")
+        latency = replace(latency, others=_time_others(recipe, before, stopwatch, feeds))
+    return latency
+
+
+def _list_in_float(recipe: Recipe, facts: ModelFacts, after: GraphState) -> tuple[str, ...]:
+    """Return the layers that a pass would put into eight bits and left in float for their speed."""
+    planned: list[str] = []
+    for pass_ in recipe.passes:
+        plan = pass_.check(facts, TARGETS[recipe.target])
+        if pass_.chooses_by_time:
+            products = {layer.name for layer in plan.facts.layers if layer.op != "Gather"}
+            planned += [d.layer for d in plan.decisions if d.action != "kept" and d.layer in products]
+        facts = plan.facts
+    in_graph = {layer.name for layer in find_layers(after.model)}
+    return tuple(name for name in planned if name in in_graph and name not in after.integer)
+
+
+def make_call(inputs: Inputs) -> Feeds:
+    """Return one call as it will be timed: batch size and length of texts as the recipe says, or as its samples are."""
+    recipe, speed = inputs.recipe, inputs.recipe.validate_.benchmark
+    size = fixed_batch(inputs.facts.inputs) or speed.batch_size
+    rng = np.random.default_rng(recipe.seed)
+    feeds = {}
+    for name, (shape, dtype) in inputs.feeds.items():
+        if getattr(inputs.preprocess, "max_length", None) and len(shape) == 1:
+            usual = round(shape[0] * text_fill(inputs, "evaluation"))
+            shape = (speed.sequence_length or max(usual, 1),)
+        kind = np.dtype(dtype)
+        if kind.kind == "f":
+            feeds[name] = rng.standard_normal((size, *shape)).astype(kind)
+        else:
+            feeds[name] = np.full((size, *shape), "mask" in name, kind)
+    return feeds
+
+
+def make_twins(
+    inputs: Inputs, cache: Path, machine: str, stopwatch: Stopwatch, feeds: Sequence[Feeds], log: Log
+) -> tuple[GraphState, GraphState, tuple[str, ...]]:
+    """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold."""
+    recipe = inputs.recipe
+    source = locate(recipe.model, recipe.root)
+    missing: list[str] = []
+    facts, resized, loaded = inputs.facts, False, None
+    if source.onnx is not None:
+        before = after = GraphState(open_onnx(source.onnx).model)
+        if inputs.facts.rebuilt:
+            loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)
+    else:
+        loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
+        before = after = GraphState(_export(loaded, recipe, feeds[0]))
+    timing = None
+    if explain_untimed(recipe) is None:
+        file_of = partial(measured_file, cache)
+        timing = GraphTiming(stopwatch, feeds, machine, file_of, describe_call(recipe))
+    target = flavour_of(recipe)
+    context = GraphContext((), target, recipe.seed, log, no_progress, timing=timing)
+    for pass_ in recipe.passes:
+        stage = pass_.stage_on(inputs.facts)
+        plan = pass_.check(facts, TARGETS[recipe.target])
+        if loaded is not None and stage == "model":
+            student = pass_.find_student()
+            if student is not None and student.separate:
+                loaded, resized = make_student(recipe, inputs.feeds, loaded, student, recipe.seed), True
+            elif plan.facts.macs != facts.macs:
+                sample = ModelContext([_make_sample(inputs)], target, recipe.seed, log, no_progress)
+                loaded, known = foresee_pass(pass_, loaded, facts, sample)
+                resized |= known
+                missing += [] if known else [pass_.kind]
+        if resized and loaded is not None and stage != "model":
+            after, resized = replace(after, model=_export(loaded, recipe, feeds[0])), False
+        if plan.schemes:
+            after = round_as_planned(after, plan.schemes)
+        elif stage == "graph" or pass_.kind not in WORK:
+            after, known = foresee_pass(pass_, after, facts, context)
+            missing += [] if known else [pass_.kind]
+        facts = plan.facts
+    if resized and loaded is not None:
+        after = replace(after, model=_export(loaded, recipe, feeds[0]))
+    return before, after, tuple(missing)
+
+
+def _make_sample(inputs: Inputs) -> Feeds:
+    """Return one short sample of zeros for each input, on which a torch model shows how it is built."""
+    shapes = short_feeds(inputs.recipe.model, inputs.feeds)
+    return {name: np.zeros((1, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
+    if recipe.model.generates:
+        return export_decoder(getattr(loaded.module, "wrapped", loaded.module), recipe.opset)
+    return export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)
+
+
+def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphState:
+    """Return the state with layers' weights rounded to nearest in these schemes, those that the graph has."""
+    layers = {layer.name: layer for layer in find_layers(state.model) if layer.op != "Gather"}
+    chosen = {name: scheme for name, scheme in schemes.items() if name in layers and scheme.weights.kind == "int"}
+    integer = [name for name, scheme in chosen.items() if scheme.activations is not None]
+    if integer:
+        state = with_integer_layers(state, integer, "inputs", False, True, round_roughly)
+    weights = {
+        name: round_to_nearest(
+            layers[name].matrix().astype(np.float32), w.weights.bits, w.weights.group_size, w.weights.symmetric, False
+        )
+        for name, w in chosen.items()
+        if name not in integer
+    }
+    return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
+
+
+def _time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) -> list[float]:
+    """Return milliseconds of a further token of each decoder."""
+    speed, rng = recipe.validate_.benchmark, np.random.default_rng(recipe.seed)
+    vocab_size = inputs.facts.outputs[0].shape[-1]
+    assert isinstance(vocab_size, int)
+    backend = choose_backend(recipe.target, None, True)[0]
+    with temporary_folder() as folder, ExitStack() as held:
+        decoders = []
+        for number, graph in enumerate(graphs):
+            path = folder / str(number) / "model.onnx"
+            path.parent.mkdir()
+            write_graph(graph, path)
+            session = find_backend(backend).open(path, speed.threads, {})
+            held.callback(session.close)
+            decoders.append(Decoder(session, cache_of(graph)))
+        prompt = rng.integers(0, vocab_size, (speed.batch_size, speed.prompt_tokens))
+        times = time_requests(decoders, [list(prompt)], speed.new_tokens, REQUESTS, 1, recipe.seed, BUDGET_S)
+    return [1000 * float(value) for value in np.quantile(times.per_token, UNDISTURBED, axis=1)]
+
+
+def _time_others(recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds: Sequence[Feeds]) -> dict[str, float]:
+    """Time what else there is here: other forms of the layers on the target, other runtimes for the float file."""
+    graphs, names, backends = [float_graph(before.model)], ["float"], [stopwatch.backend]
+    products = {layer.name: layer for layer in find_layers(before.model) if layer.op in ("MatMul", "Gemm")}
+    formats = TARGETS[recipe.target].formats
+    if products and formats["int8-dynamic"].verdict == "fast":
+        state = with_integer_layers(before, list(products), "inputs", False, True, round_roughly)
+        names.append("int8 with mode: dynamic")
+        graphs.append(stopwatch.write(state))
+    if products and formats["w4"].verdict == "fast":
+        wide = [name for name, layer in products.items() if layer.matrix().shape[1] % WEIGHT_GROUP == 0]
+        four_bits = Scheme(WeightScheme(4, WEIGHT_GROUP))
+        if wide:
+            names.append(f"weights in 4 bits (rtn, scheme: W4A16, group_size: {WEIGHT_GROUP})")
+            graphs.append(stopwatch.write(round_as_planned(before, dict.fromkeys(wide, four_bits))))
+    backends *= len(graphs)
+    if stopwatch.backend != "openvino" and BACKENDS["openvino"].available() is None:
+        type_ = "bf16" if BF16_FLAGS & set(cpu_info()[1]) else "float32"
+        names.append(f"target: openvino, float file in {type_}")
+        graphs.append(graphs[0])
+        backends.append("openvino")
+    ms = stopwatch.time_graphs(graphs, feeds, BUDGET_S, backends)
+    return {name: round(value, 4) for name, value in zip(names, ms, strict=True)}
+
+
+def _tell(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
+    """Return what the plan says of a forecast: that it gains, or that it does not, and what does."""
+    notes = []
+    if latency.parts:
+        notes.append(Note("warning", f"latency: not in the forecast: what {', '.join(latency.parts)} changes"))
+    if latency.in_float:
+        n, some = len(latency.in_float), ", ".join(latency.in_float[:MOST_NAMED])
+        text = f"latency: {n} layers stay float here, as int8 or its borders would slow them down: {some}"
+        notes.append(Note("info", text + (", ..." if n > MOST_NAMED else "")))
+    if not recipe.passes or latency.speedup >= GAINS:
+        return notes
+    what = " and ".join(dict.fromkeys(pass_.kind for pass_ in recipe.passes))
+    text = f"{what} gains {latency.speedup:.2f}x on {latency.backend} here: for size only"
+    base = latency.others.get("float", latency.float_ms)
+    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= GAINS}
+    ranked = sorted(better.items(), key=lambda item: -item[1])
+    found = "; ".join(f"{name} {gain:.2f}x" for name, gain in ranked)
+    if found:
+        text += f". What does gain, measured in the same way: {found}"
+    elif len(latency.others) > 1:
+        text += f". Nor does {', nor '.join(name for name in latency.others if name != 'float')}"
+    return [*notes, Note("warning", text)]

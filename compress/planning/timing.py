@@ -1,0 +1,58 @@
+"""What can be timed on this machine, and how: the one answer for the plan, the passes and the cache's keys."""
+
+from __future__ import annotations
+
+import os
+
+import onnx_ir as ir
+
+from compress.export.onnx import finish, float_graph
+from compress.formats.targets import TARGETS, Target
+from compress.quantize.latency import Stopwatch
+from compress.quantize.state import GraphState
+from compress.recipe.exports import GraphExport
+from compress.recipe.schema import Recipe
+from runtime.bundle.engine import ENGINES
+from runtime.measure.benchmark import choose_backend, graph_backend
+
+SWITCH = "COMPRESS_TIMING"
+"""The environment variable that with "off" keeps the plan and the passes from timing anything."""
+
+
+def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
+    """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
+    if os.environ.get(SWITCH) == "off":
+        return f"{SWITCH} is off"
+    if layers and recipe.model.generates:
+        return "a decoder's layers meet another shape with every token"
+    if not recipe.has_onnx:
+        return f"{recipe.target} reads checkpoints, which nothing here runs"
+    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
+    if elsewhere is not None:
+        return f"{recipe.target} does not run here"
+    return f"{name} runs engines, which are compiled at the end" if name in ENGINES else None
+
+
+def describe_call(recipe: Recipe) -> list[object]:
+    """Return what a measured time depends on beside the graph and the machine, as JSON values."""
+    speed = recipe.validate_.benchmark
+    return [recipe.target, speed.threads, speed.batch_size, speed.sequence_length]
+
+
+def make_stopwatch(recipe: Recipe) -> Stopwatch:
+    """Return what times graphs as the result will be timed: on the recipe's backend, in the form that is judged."""
+    target = flavour_of(recipe)
+
+    def write(state: GraphState) -> ir.Model:
+        decided = state.weights or state.half is not None or state.kv_cache is not None
+        return finish(state, target)[0] if decided else float_graph(state.model)
+
+    backend = choose_backend(recipe.target, None, recipe.model.generates)[0]
+    return Stopwatch(backend, recipe.validate_.benchmark.threads, write, recipe.seed)
+
+
+def flavour_of(recipe: Recipe) -> Target:
+    """Return the target whose form of the graph is judged: the backend's own where a file is written for it."""
+    backend = graph_backend(recipe.target, recipe.model.generates)
+    written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
+    return TARGETS[next((name for name in written if name == backend), recipe.target)]

@@ -1,0 +1,297 @@
+"""How long each layer takes in float and in eight bits, measured on the runtime that will run the model.
+
+A layer is timed in a tiny graph of its own. Alone it would also pay for what stands at the borders of such a graph (a
+copy into the runtime's layout, Q and DQ, the call), which it does not pay inside a network. So it is timed once and
+COPIES times, all reading one tensor, each read to its end by a cheap reduction: the difference of the two is the
+layer's own time, and what is left over is what its borders cost (measured on a face detector's layers in ONNX Runtime:
+79 and 232 microseconds where a profile of the whole model shows 113 and 254; the layer alone: 135 and 510).
+
+The table is kept for the machine, so that a shape is measured once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+
+from compress.graph.layers import GraphLayer, find_layers
+from compress.graph.run import IN_MEMORY, Feeds, open_session, tap, weight_bytes
+from compress.quantize.int8 import with_integer_layers
+from compress.quantize.placement import ACTIVATIONS, Kind, after_activation
+from compress.quantize.qdq import placement_of
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.state import GraphState, Range
+from compress.store.durable import seal, temporary_folder, unseal
+from runtime.backends import find_backend
+from runtime.bundle.files import write_whole
+from runtime.errors import RuntimeFailure
+from runtime.measure.timing import time_rounds
+
+COPIES = 3
+ROUNDS, LEAST_ROUNDS = 40, 3
+UNDISTURBED = 0.2
+"""Share of the rounds that are as quick as what is taken: other work slows the others down, and long calls more often
+than short ones, so that medians told of 11 times as fast on a busy machine where 5 is so."""
+LAYER_BUDGET_S = 0.6
+"""Seconds for the calls of one layer; fewer rounds are made of those that take longer, LEAST_ROUNDS at least."""
+TABLE_BUDGET_S = 30.0
+"""Seconds for all layers of a model together; the largest come first, and what is left over is not in the table."""
+OPSET = 17
+NOT_NEGATIVE = {"Relu": 6.0, "Clip": 6.0, "Sigmoid": 1.0, "Softmax": 1.0, "HardSigmoid": 1.0}
+"""Operator -> the top of a range that stands for its outputs. ONNX Runtime drops a Relu before a range that begins at
+zero, and keeps one, with a copy in float, before any other."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer as a runtime meets it: all that decides its time on a machine.
+
+    `weight`: [out, in / groups, *kernel]; `input`: the tensor that it reads, batch included; `attributes`: of the node,
+    as texts; `activation`: the operator that is fused into it, or "".
+    """
+
+    op: str
+    weight: tuple[int, ...]
+    input: tuple[int, ...]
+    attributes: tuple[tuple[str, str], ...]
+    bias: bool
+    activation: str
+
+    def to_text(self) -> str:
+        """Return the call as the table's key."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def macs(self) -> int:
+        """Return about how much it multiplies: exact but for strides, which are not looked at."""
+        places = np.prod(self.input[2:]) if self.op == "Conv" else np.prod(self.input[:-1])
+        return int(np.prod(self.weight) * places)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Milliseconds of one layer, in float and in eight bits, and those that its borders cost beside it."""
+
+    float_ms: float
+    int8_ms: float
+    float_border_ms: float
+    int8_border_ms: float
+
+
+Times = Mapping[LayerCall, LayerTime]
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """What times graphs: a backend, its threads, and how a state is written for it."""
+
+    backend: str
+    threads: int
+    write: Callable[[GraphState], ir.Model]
+    seed: int = 0
+
+    def time(self, states: Sequence[GraphState], feeds: Sequence[Feeds], budget_s: float) -> list[float]:
+        """Return the milliseconds of a call of each, timed in turn over the batches of `feeds`.
+
+        Each's is that of the quick rounds (UNDISTURBED). Raises what the backend raises.
+        """
+        return self.time_graphs([self.write(state) for state in states], feeds, budget_s)
+
+    def time_graphs(
+        self, graphs: Sequence[ir.Model], feeds: Sequence[Feeds], budget_s: float, backends: Sequence[str] = ()
+    ) -> list[float]:
+        """Time written graphs as `time` does; `backends`: of each, where they are not all its own."""
+        with temporary_folder() as folder, ExitStack() as held:
+            sessions = []
+            for number, graph in enumerate(graphs):
+                path = folder / f"{number}.onnx"
+                ir.save(graph, path, external_data="weights" if weight_bytes(graph) > IN_MEMORY else None)
+                backend = find_backend(backends[number] if backends else self.backend)
+                sessions.append(backend.open(path, self.threads, {}))
+                held.callback(sessions[-1].close)
+            batches = [feeds] * len(sessions)
+            pace = float(time_rounds(sessions, batches, 1, 1, self.seed, 0.0).sum())
+            fitting = int(budget_s / max(2 * pace, 1e-9))
+            made = max(LEAST_ROUNDS, min(ROUNDS, fitting))
+            seconds = time_rounds(sessions, batches, made, 2, self.seed, budget_s)
+        return [1000 * float(value) for value in np.quantile(seconds, UNDISTURBED, axis=1)]
+
+
+@dataclass
+class LayerTable:
+    """What was measured on this machine, kept in `path` (None: in memory alone)."""
+
+    path: Path | None
+    times: dict[str, LayerTime] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path | None) -> LayerTable:
+        """Read the table that lies in `path`; an empty one where there is none, or a damaged one."""
+        stored = unseal(path.read_bytes()) if path is not None and path.is_file() else None
+        return cls(path, {key: LayerTime(*row) for key, row in (stored or {}).get("layers", {}).items()})
+
+    def measure(
+        self,
+        calls: Iterable[LayerCall],
+        stopwatch: Stopwatch,
+        dynamic: bool = False,
+        log: Callable[[str], None] = print,
+    ) -> dict[LayerCall, LayerTime]:
+        """Return the times of these calls, measuring those that the table lacks, within TABLE_BUDGET_S.
+
+        What there was no time for, and what the backend refuses, is left out, and told to `log`.
+        """
+        wanted = {call: _key(call, dynamic) for call in sorted(set(calls), key=lambda call: -call.macs)}
+        missing = [call for call, key in wanted.items() if key not in self.times]
+        begun, refused = time.monotonic(), list[str]()
+        if missing:
+            log(f"measuring {len(missing)} layer shapes, in float and in int8, on {stopwatch.backend}")
+        for call in missing:
+            if time.monotonic() - begun > TABLE_BUDGET_S:
+                break
+            try:
+                self.times[wanted[call]] = time_layer(call, stopwatch, dynamic)
+            except RuntimeFailure as error:
+                refused.append(f"{call.op} {list(call.weight)}: {error}")
+        left = sum(key not in self.times for key in wanted.values()) - len(refused)
+        if refused:
+            log(f"{len(refused)} layer shapes could not be timed; the first: {refused[0]}")
+        if left:
+            log(f"{left} layer shapes were not timed: the others took {TABLE_BUDGET_S:g} s")
+        if missing and self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rows = {key: list(asdict(times).values()) for key, times in self.times.items()}
+            write_whole(self.path, seal({"layers": rows}))
+        return {call: self.times[key] for call, key in wanted.items() if key in self.times}
+
+
+def _key(call: LayerCall, dynamic: bool) -> str:
+    return f"{'dynamic' if dynamic else 'static'} {call.to_text()}"
+
+
+def describe_calls(model: ir.Model, names: Iterable[str], feeds: Feeds) -> dict[str, LayerCall]:
+    """Return layer -> its call on such feeds; the graph is run once for the shapes."""
+    wanted = set(names)
+    layers = [layer for layer in find_layers(model) if layer.name in wanted and layer.op != "Gather"]
+    shapes = run_shapes(model, [layer.data_input.name or "" for layer in layers], feeds)
+    return {layer.name: _describe_call(layer, shapes[layer.data_input.name or ""]) for layer in layers}
+
+
+def run_shapes(model: ir.Model, tensors: Iterable[str], feeds: Feeds) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that inner tensors have on such feeds."""
+    names = list(dict.fromkeys(tensors))
+    if not names:
+        return {}
+    session = open_session(tap(model, names))
+    given = {entry.name for entry in session.get_inputs()}
+    outputs = session.run(None, {name: values for name, values in feeds.items() if name in given})
+    return {name: tuple(values.shape) for name, values in zip(names, outputs, strict=True)}
+
+
+def _describe_call(layer: GraphLayer, shape: tuple[int, ...]) -> LayerCall:
+    activation = after_activation(layer.output).producer()
+    op = activation.op_type if activation is not None and activation.op_type in ACTIVATIONS else ""
+    attributes = {} if layer.op != "Conv" else {name: _format(a) for name, a in layer.node.attributes.items()}
+    weight = tuple(int(size) for size in layer.matrix().shape)
+    return LayerCall(layer.op, weight, shape, tuple(sorted(attributes.items())), layer.bias is not None, op)
+
+
+def _format(attribute: ir.Attr) -> str:
+    value = attribute.value
+    return json.dumps(list(value) if isinstance(value, tuple | list) else value)
+
+
+def time_layer(call: LayerCall, stopwatch: Stopwatch, dynamic: bool = False) -> LayerTime:
+    """Measure one layer. Raises what the backend raises."""
+    states = [state for copies in (1, COPIES) for state in _float_and_int8(make_layer_graph(call, copies), dynamic)]
+    x = np.random.default_rng(stopwatch.seed).standard_normal(call.input).astype(np.float32)
+    once = stopwatch.time(states, [{"x": x}], LAYER_BUDGET_S)
+    own = [max((once[2 + i] - once[i]) / (COPIES - 1), 1e-4) for i in (0, 1)]
+    return LayerTime(own[0], own[1], *(max(once[i] - own[i], 0.0) for i in (0, 1)))
+
+
+def _float_and_int8(model: ir.Model, dynamic: bool) -> tuple[GraphState, GraphState]:
+    layers = find_layers(model)
+    kind: Kind = "all" if layers[0].op == "Conv" else "inputs"
+    names = [layer.name for layer in layers]
+    state = with_integer_layers(GraphState(model), names, kind, False, dynamic, round_roughly)
+    return GraphState(model), pretend_ranges(state)
+
+
+def pretend_ranges(state: GraphState) -> GraphState:
+    """Return the state with a range for each tensor that it quantizes: none is measured, for speed asks for none."""
+    if state.dynamic:
+        return state
+    ranges = {}
+    for name in placement_of(state).consumers:
+        top = NOT_NEGATIVE.get(_find_maker(state.model, name), 0.0)
+        ranges[name] = Range(0.0, top, top) if top else Range(-3.0, 3.0, 3.0)
+    return replace(state, ranges={**ranges, **state.ranges})
+
+
+def _find_maker(model: ir.Model, name: str) -> str:
+    return next((node.op_type for node in model.graph for value in node.outputs if value.name == name), "")
+
+
+def round_roughly(layer: GraphLayer) -> QuantizedWeight:
+    """Round a weight to int8 by its channels' largest values: quick, for graphs that are only timed."""
+    matrix = np.ascontiguousarray(layer.matrix().T) if layer.op == "Gather" else layer.matrix()
+    rows = matrix.reshape(matrix.shape[0], -1).astype(np.float32)
+    scales = np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1e-12) / 127  # [out, 1]
+    values = np.clip(np.round(rows / scales), -127, 127).astype(np.int8).reshape(matrix.shape)
+    return QuantizedWeight(values, scales.astype(np.float32), None, 8, -1)
+
+
+def make_layer_graph(call: LayerCall, copies: int) -> ir.Model:
+    """Return a graph: x float32 -> `copies` of the layer, each with weights of its own -> y, what each reduces to."""
+    rng = np.random.default_rng(0)
+    nodes: list[Any] = []
+    constants: dict[str, np.ndarray] = {}
+    outputs = []
+    for number in range(copies):
+        name = f"layer{number}"
+        fan_in = max(int(np.prod(call.weight[1:])), 1)
+        weight = (rng.standard_normal(call.weight) / np.sqrt(fan_in)).astype(np.float32)
+        constants[f"{name}.weight"] = weight if call.op == "Conv" else np.ascontiguousarray(weight.T)
+        inputs, bias = ["x", f"{name}.weight"], f"{name}.bias"
+        if call.bias:
+            constants[bias] = (rng.standard_normal(call.weight[0]) / 10).astype(np.float32)
+        biased = [bias] if call.bias else []
+        out = f"{name}/out"
+        if call.op == "MatMul":
+            nodes.append(helper.make_node("MatMul", inputs, [out], name=name))
+            if call.bias:
+                nodes.append(helper.make_node("Add", [out, bias], [f"{name}/biased"]))
+                out = f"{name}/biased"
+        else:
+            attributes = {key: json.loads(text) for key, text in call.attributes}
+            nodes.append(helper.make_node(call.op, inputs + biased, [out], name=name, **attributes))
+        if call.activation:
+            bounds = ["low", "high"] if call.activation == "Clip" else []
+            constants |= {"low": np.zeros((), np.float32), "high": np.full((), 6, np.float32)} if bounds else {}
+            nodes.append(helper.make_node(call.activation, [out, *bounds], [f"{name}/active"]))
+            out = f"{name}/active"
+        read = f"{name}/read"
+        if call.op == "Conv":
+            nodes.append(helper.make_node("GlobalAveragePool", [out], [read]))
+        else:
+            nodes.append(helper.make_node("ReduceMean", [out], [read], axes=[-1], keepdims=1))
+        outputs.append(read)
+    axis = 1 if call.op == "Conv" else -1
+    nodes.append(helper.make_node("Concat", outputs, ["y"], axis=axis))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, call.input)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * len(call.input))
+    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "layer", [x], [y], tensors)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9))
+    ir.passes.common.ShapeInferencePass()(model)
+    return model

@@ -1,0 +1,135 @@
+"""A small anchor-free detector of plain convolutions, and its training: for tests and the benchmark of detection.
+
+Every cell of one grid says how likely each class is, and how far the sides of the object around it are, as FCOS does
+(Tian et al. 2019, arXiv:1904.01355); scores learn the overlap of their own box (Li et al. 2020, arXiv:2006.04388).
+The grid has a cell in 8 x 8 pixels, and sees what two coarser levels saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STRIDE = 8
+CENTRE = 1.5
+"""Cells whose centre is so many strides from that of an object learn it."""
+
+
+class Block(nn.Sequential):
+    """A 3 x 3 convolution, batch norm and ReLU."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int = 1) -> None:
+        super().__init__(nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU())
+
+
+class GridDetector(nn.Module):
+    """float32 [B, 3, H, W] -> {"boxes": [B, A, 4] left, top, right, bottom in strides, "scores": [B, A, C] logits}.
+
+    H and W are multiples of 32; A = H / 8 * W / 8.
+    """
+
+    def __init__(self, n_classes: int, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        w = width
+        self.stem = nn.Sequential(Block(3, w, 2), Block(w, 2 * w, 2), *(Block(2 * w, 2 * w) for _ in range(depth - 1)))
+        self.fine = nn.Sequential(Block(2 * w, 4 * w, 2), *(Block(4 * w, 4 * w) for _ in range(depth - 1)))
+        self.middle = nn.Sequential(Block(4 * w, 8 * w, 2), *(Block(8 * w, 8 * w) for _ in range(depth - 1)))
+        self.coarse = nn.Sequential(Block(8 * w, 8 * w, 2), *(Block(8 * w, 8 * w) for _ in range(depth - 1)))
+        self.down = nn.ModuleList([Block(8 * w, 8 * w), Block(8 * w, 4 * w)])
+        self.merge = nn.ModuleList([Block(16 * w, 8 * w), Block(8 * w, 4 * w)])
+        self.score_branch, self.box_branch = Block(4 * w, 4 * w), Block(4 * w, 4 * w)
+        self.score_head, self.box_head = nn.Conv2d(4 * w, n_classes, 1), nn.Conv2d(4 * w, 4, 1)
+        nn.init.constant_(self.score_head.bias, -4.0)  # type: ignore[arg-type]  # objects are rare
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        fine = self.fine(self.stem(image))  # [B, 4w, H / 8, W / 8]
+        middle = self.middle(fine)
+        x = F.interpolate(self.down[0](self.coarse(middle)), scale_factor=2.0)
+        x = self.merge[0](torch.cat([x, middle], 1))
+        x = F.interpolate(self.down[1](x), scale_factor=2.0)
+        x = self.merge[1](torch.cat([x, fine], 1))
+        boxes = F.softplus(self.box_head(self.box_branch(x)))
+        scores = self.score_head(self.score_branch(x))
+        return {"boxes": boxes.flatten(2).transpose(1, 2), "scores": scores.flatten(2).transpose(1, 2)}
+
+
+def grid_detector(n_classes: int, width: int = 16, depth: int = 2) -> GridDetector:
+    """Return the detector with random weights; a recipe's factory."""
+    return GridDetector(n_classes, width, depth)
+
+
+def place_centres(height: int, width: int) -> Tensor:
+    """Return the centres of the cells (x, y) in pixels, float32 [A, 2]."""
+    y, x = torch.meshgrid(torch.arange(height // STRIDE), torch.arange(width // STRIDE), indexing="ij")
+    return (torch.stack([x, y], -1).reshape(-1, 2) + 0.5) * STRIDE
+
+
+def assign_cells(centres: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each cell the class that it learns, int64 [B, A], -1 for none, and the box, [B, A, 4] corners.
+
+    `labels` [B, m, >= 5]: class (-1: none) and corners in pixels of the input. Of several objects the smallest.
+    """
+    boxes, there = labels[..., 1:5], labels[..., 0] >= 0
+    middle = (boxes[..., :2] + boxes[..., 2:]) / 2
+    sides = torch.cat(
+        [centres[None, :, None] - boxes[:, None, :, :2], boxes[:, None, :, 2:] - centres[None, :, None]], -1
+    )
+    near = (centres[None, :, None] - middle[:, None]).abs().amax(-1) < CENTRE * STRIDE  # [B, A, m]
+    fits = near & (sides.amin(-1) > 0) & there[:, None]
+    area = (boxes[..., 2:] - boxes[..., :2]).prod(-1)[:, None].expand(fits.shape)
+    smallest = torch.where(fits, area, torch.inf).min(-1)
+    chosen = smallest.indices  # [B, A]
+    classes = torch.where(smallest.values.isfinite(), labels[..., 0].gather(1, chosen).long(), -1)
+    return classes, boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
+
+
+def compute_overlaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the overlap of pairs of boxes [n, 4], and its generalised form (arXiv:1902.09630): [n] each."""
+    shared = (torch.minimum(a[:, 2:], b[:, 2:]) - torch.maximum(a[:, :2], b[:, :2])).clamp_min(0).prod(-1)
+    union = (a[:, 2:] - a[:, :2]).prod(-1) + (b[:, 2:] - b[:, :2]).prod(-1) - shared
+    hull = (torch.maximum(a[:, 2:], b[:, 2:]) - torch.minimum(a[:, :2], b[:, :2])).prod(-1)
+    iou = shared / union.clamp_min(1e-9)
+    return iou, iou - (hull - union) / hull.clamp_min(1e-9)
+
+
+def detection_loss(outputs: dict[str, Tensor], centres: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a batch: scores towards the overlap of their own box, boxes by generalised overlap."""
+    classes, real = assign_cells(centres, labels)
+    cells = classes >= 0
+    n = cells.sum().clamp_min(1)
+    sides = outputs["boxes"] * STRIDE
+    found = torch.cat([centres - sides[..., :2], centres + sides[..., 2:]], -1)
+    iou, generalised = compute_overlaps(found[cells], real[cells])
+    target = torch.zeros_like(outputs["scores"])
+    target[cells, classes[cells]] = iou.detach().clamp(0, 1)
+    gap = (outputs["scores"].sigmoid().detach() - target).abs().square()
+    score_loss = (F.binary_cross_entropy_with_logits(outputs["scores"], target, reduction="none") * gap).sum() / n
+    return score_loss + 2.0 * (1 - generalised).sum() / n
+
+
+DrawBatch = Callable[[np.random.Generator], tuple[Tensor, Tensor]]
+"""Gives images as the model reads them, [B, 3, H, W], and labels [B, m, >= 5] in pixels of these."""
+
+
+def train_detector(
+    model: GridDetector, draw_batch: DrawBatch, steps: int, learning_rate: float, seed: int = 0
+) -> Iterator[float]:
+    """Train in place with AdamW, the rate rising and falling once; yield each step's loss. Left in eval mode."""
+    rng = np.random.default_rng(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.15)
+    model.train()
+    for _ in range(steps):
+        images, labels = draw_batch(rng)
+        loss = detection_loss(model(images), place_centres(*images.shape[2:]), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        schedule.step()
+        yield float(loss.detach())
+    model.eval()

@@ -1,0 +1,144 @@
+"""Which detections are right, by the COCO rules: what every metric of detections counts. As pycocotools does.
+
+Labels are float64 [N, m, 7], a row for each box: class (-1: none, it fills up), x1, y1, x2, y2, ignored, area. What is
+`CROWD` or `DIFFICULT` need not be found, and a detection on it counts for nothing; a crowd overlaps what lies in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.boxes.overlap import intersect, measure_areas
+from runtime.bundle.columns import Array
+from runtime.errors import UsageError
+
+COUNTED, CROWD, DIFFICULT = 0, 1, 2
+"""Values of `ignored`."""
+LABEL_WIDTH = 7
+THRESHOLDS = np.linspace(0.5, 0.95, 10)
+"""Intersection over union from which on a detection is right."""
+RECALLS = np.linspace(0.0, 1.0, 101)
+"""Where precision is read off."""
+DETECTIONS = 100
+"""Of an image and a class, the best ones, that are counted."""
+ALL_AREAS = (0.0, 1e10)
+"""Square pixels: least and most of the boxes that count."""
+WRONG, RIGHT, IGNORED = 0, 1, -1
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Detections beside the labels, of N images with up to D detections each, best first.
+
+    `scores` float32 [N, D]; `classes` int64 [N, D], -1 where there is none, or it is not counted. `results` int8
+    [N, D, T] at each threshold: RIGHT, WRONG or IGNORED. `partners` int64 [N, D]: row of the label that it is right for
+    at the first threshold, else -1; `overlaps` float64 [N, D]: with that one. `counted` int64 [N, C]: boxes of each
+    class that should be found.
+    """
+
+    scores: Array
+    classes: Array
+    results: Array
+    partners: Array
+    overlaps: Array
+    counted: Array
+
+
+def check_labels(labels: object, n: int) -> Array:
+    """Return labels as float64 [N, m, 7]. UsageError for another shape, or classes that are no whole numbers."""
+    given = np.asarray(labels)
+    if given.ndim != 3 or len(given) != n or given.shape[2] != LABEL_WIDTH or given.dtype.kind not in "iuf":
+        raise UsageError(
+            f"labels: {given.dtype} {list(given.shape)} where float64 [{n}, boxes, {LABEL_WIDTH}] are needed: class, "
+            "x1, y1, x2, y2, ignored (0, 1 crowd, 2 difficult), area"
+        )
+    wrong = np.argwhere((given[..., 0] != np.floor(given[..., 0])) | (given[..., 0] < -1) | ~np.isfinite(given).all(-1))
+    if len(wrong):
+        row, box = wrong[0]
+        raise UsageError(f"labels: row {row}, box {box}: {given[row, box].tolist()} is no class and box")
+    return given.astype(np.float64)
+
+
+def match_detections(outputs: Mapping[str, Array], labels: Array, areas: tuple[float, float] = ALL_AREAS) -> Matches:
+    """Return which detections are right. `outputs`: boxes [N, D, 4], scores and classes [N, D], -1 for none.
+
+    Boxes of another area than from `areas[0]` to `areas[1]` are ignored.
+    """
+    scores, classes = outputs["scores"], outputs["classes"]
+    order = np.argsort(-scores.astype(np.float64), axis=1, kind="stable")
+    scores, classes = np.take_along_axis(scores, order, 1), np.take_along_axis(classes, order, 1).astype(np.int64)
+    boxes = np.take_along_axis(outputs["boxes"], order[..., None], 1).astype(np.float64)
+    classes = _leave_out_worst(classes)
+    n_classes = int(labels[..., 0].max(initial=-1)) + 1
+    results = np.zeros((*scores.shape, len(THRESHOLDS)), np.int8)
+    partners, overlaps = np.full(scores.shape, -1), np.zeros(scores.shape)
+    counted = np.zeros((len(scores), n_classes), np.int64)
+    for image, rows in enumerate(labels):
+        for number in np.unique(np.concatenate([rows[rows[:, 0] >= 0, 0], classes[image][classes[image] >= 0]])):
+            numbered = np.flatnonzero(rows[:, 0] == number)
+            real = rows[numbered]
+            places = np.flatnonzero(classes[image] == number)
+            ignored = (real[:, 5] != COUNTED) | (real[:, 6] < areas[0]) | (real[:, 6] > areas[1])
+            if number < n_classes:
+                counted[image, int(number)] = np.count_nonzero(~ignored)
+            found = boxes[image][places]
+            results[image, places], taken, overlaps[image, places] = _match_class(found, real, ignored, areas)
+            partners[image, places[taken >= 0]] = numbered[taken[taken >= 0]]
+    return Matches(scores, classes, results, partners, overlaps, counted)
+
+
+def _leave_out_worst(classes: Array) -> Array:
+    """Return classes [N, D], best first, with -1 for those that are not among the DETECTIONS best of their class."""
+    if classes.shape[1] <= DETECTIONS:
+        return classes
+    kept = classes.copy()
+    for row in kept:
+        for number in np.unique(row):
+            row[np.flatnonzero(row == number)[DETECTIONS:]] = -1
+    return kept
+
+
+def _match_class(found: Array, real: Array, ignored: Array, areas: tuple[float, float]) -> tuple[Array, ...]:
+    """Match one class of one image: boxes [d, 4], best first, to labels [g, 7].
+
+    Returns results int8 [d, T], and at the first threshold the label that is found, int64 [d], and the overlap, [d].
+
+    Each detection takes the free box that it overlaps most, of equal ones the last, and an ignored one only where no
+    other is left; a crowd, and what is difficult, stays free.
+    """
+    n_found, n_levels = len(found), len(THRESHOLDS)
+    area = measure_areas(found)
+    outside = (area < areas[0]) | (area > areas[1])
+    results = np.repeat(np.where(outside, IGNORED, WRONG).astype(np.int8)[:, None], n_levels, axis=1)
+    partners, overlaps = np.full(n_found, -1), np.zeros(n_found)
+    if not n_found or not len(real):
+        return results, partners, overlaps
+    ious = _overlap_labels(found, real)  # [d, g]
+    levels = np.minimum(THRESHOLDS, 1 - 1e-10)
+    free = np.ones((n_levels, len(real)), bool)
+    for place in np.flatnonzero(ious.max(axis=1) >= levels[0]):
+        fits = free & (ious[place] >= levels[:, None])  # [T, g]
+        first, second = fits & ~ignored, fits & ignored
+        choice = np.where(first.any(axis=1, keepdims=True), first, second)
+        weighed = np.where(choice, ious[place], -1.0)
+        best = len(real) - 1 - weighed[:, ::-1].argmax(axis=1)  # of equal ones the last
+        matched = choice.any(axis=1)
+        counts = matched & ~ignored[best]
+        taken = matched & (real[best, 5] == COUNTED)
+        free[np.flatnonzero(taken), best[taken]] = False
+        results[place] = np.where(counts, RIGHT, np.where(matched, IGNORED, results[place]))
+        if counts[0]:
+            partners[place], overlaps[place] = best[0], ious[place, best[0]]
+    return results, partners, overlaps
+
+
+def _overlap_labels(found: Array, real: Array) -> Array:
+    """Return the intersection over union [d, g]; over the detection alone where the label is a crowd."""
+    shared = intersect(found, real[:, 1:5])
+    own = measure_areas(found)[:, None]
+    union = np.where(real[:, 5] == CROWD, own, own + measure_areas(real[:, 1:5])[None, :] - shared)
+    ratio: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    return ratio

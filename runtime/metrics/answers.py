@@ -1,0 +1,70 @@
+"""What a classifier answers once `postprocess` has chosen: how often, and how often rightly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels
+
+
+def mark_answered(outputs: Outputs, _: Any = None) -> Columns:
+    """Return 1.0 where there is an answer, float64 [N]."""
+    if "answered" not in outputs:
+        return (np.ones(len(outputs["logits"])),)
+    return (outputs["answered"].astype(np.float64),)
+
+
+def mark_right_answers(outputs: Outputs, labels: Any) -> Columns:
+    """Return 1.0 where the label is among a sample's answers, and where there are any, float64 [N] each."""
+    logits, (given,) = outputs["logits"], mark_answered(outputs)
+    checked = class_labels(labels, logits.shape[1], len(logits))
+    chosen = outputs["top"] if "top" in outputs else logits.argmax(axis=1)[:, None]  # [N, k]
+    return (chosen == checked[:, None]).any(axis=1) * given, given
+
+
+def share_right(columns: Columns) -> float:
+    """Return the share of the answers that are right; 0 where there are none, so that silence scores badly."""
+    return float(columns[0].sum() / max(columns[1].sum(), 1.0))
+
+
+def share_influence(columns: Columns) -> np.ndarray:
+    """Return what each sample adds to the share, float64 [N]."""
+    right, given = columns
+    influence: np.ndarray = (right - share_right(columns) * given) * len(given) / max(given.sum(), 1.0)
+    return influence
+
+
+COVERAGE = Metric(
+    name="coverage",
+    against="texts",
+    higher_is_better=True,
+    fits=("classes",),
+    unit="fraction",
+    about="fraction of samples that are answered at all: those that postprocess.reject_below does not reject",
+    reduce=mark_answered,
+    shape="answers",
+    kind="proportion",
+    needs=("reject_below",),
+)
+ACCURACY_ANSWERED = Metric(
+    name="accuracy_answered",
+    against="labels",
+    higher_is_better=True,
+    fits=("classes",),
+    unit="fraction",
+    about="fraction of the answered samples whose label is among the answers (postprocess.top_k of them, or one)",
+    reduce=mark_right_answers,
+    shape="answers",
+    kind="statistic",
+    statistic=share_right,
+    influence=share_influence,
+    weights=lambda columns: columns[1],
+    shortage=lambda columns: "" if columns[1].sum() else "no sample is answered",
+    flaws=Flaws(
+        of=lambda columns: columns[0] < columns[1],
+        reach=lambda columns: len(columns[1]) / max(float(columns[1].sum()), 1.0),
+    ),
+    needs=("reject_below", "top_k"),
+)

@@ -1,0 +1,83 @@
+"""Pairs found again: each image's text among all texts, and each text's image among all images.
+
+Similarity is the product of the embeddings. Of equal similarities the pair's own comes last, so that a model whose
+embeddings collapse finds nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs
+
+DEPTHS = (1, 5, 10)
+ROWS = 1024
+"""Queries whose similarities are held at once."""
+SIDES = {"text": ("image_embeds", "text_embeds"), "image": ("text_embeds", "image_embeds")}
+"""What is found -> (embeddings of queries, embeddings of what is searched)."""
+
+
+def rank_own(queries: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Count for each query [N, D] the others that are at least as similar as its own, int64 [N]; 0: found first."""
+    queries, others = queries.astype(np.float64), others.astype(np.float64)
+    ranks = []
+    for start in range(0, len(queries), ROWS):
+        similar = queries[start : start + ROWS] @ others.T
+        own = similar[np.arange(len(similar)), start + np.arange(len(similar))]
+        ranks.append((similar >= own[:, None]).sum(axis=1) - 1)
+    return np.concatenate(ranks)
+
+
+def _hits(side: str, depth: int, outputs: Outputs, _: Any) -> Columns:
+    queries, others = (outputs[name] for name in SIDES[side])
+    return ((rank_own(queries, others) < depth).astype(np.float64),)
+
+
+def _gains(side: str, depth: int, outputs: Outputs, _: Any) -> Columns:
+    queries, others = (outputs[name] for name in SIDES[side])
+    ranks = rank_own(queries, others)
+    return (np.where(ranks < depth, 1 / np.log2(ranks + 2), 0.0),)
+
+
+def _find_misfit(depth: int, outputs: Outputs, _: Any) -> str | None:
+    n = len(outputs["image_embeds"])
+    return None if n > depth else f"is always 1 with {n} pairs to choose from"
+
+
+def _make_recall(side: str, depth: int) -> Metric:
+    query = "image" if side == "text" else "text"
+    return Metric(
+        name=f"{side}_recall_at_{depth}",
+        against="texts",
+        higher_is_better=True,
+        fits=("embedding pairs",),
+        unit="fraction",
+        about=f"fraction of {query}s whose own {side} is among the {depth} most similar of all {side}s",
+        reduce=partial(_hits, side, depth),
+        misfit=partial(_find_misfit, depth),
+        kind="proportion",
+    )
+
+
+def _make_ndcg(side: str, depth: int) -> Metric:
+    query = "image" if side == "text" else "text"
+    return Metric(
+        name=f"{side}_ndcg_at_{depth}",
+        against="texts",
+        higher_is_better=True,
+        fits=("embedding pairs",),
+        unit="fraction",
+        about=f"normalised discounted gain of each {query}'s own {side} among the {depth} most similar",
+        reduce=partial(_gains, side, depth),
+        misfit=partial(_find_misfit, 1),
+        flaws=Flaws(of=lambda columns: columns[0] < 1, reach=lambda columns: 1.0),
+    )
+
+
+RETRIEVAL = (
+    *(_make_recall(side, depth) for side in SIDES for depth in DEPTHS),
+    *(_make_ndcg(side, 10) for side in SIDES),
+)

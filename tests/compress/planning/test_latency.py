@@ -1,0 +1,160 @@
+"""The plan's forecast of speed, from injected times: what it says, keeps, and refuses to guess."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import graphs
+import numpy as np
+import onnx_ir as ir
+import pytest
+from makers import bundle_bytes, image_recipe, plan, write_recipe
+from onnx import helper
+
+from compress.commands.reproduce import reproduce
+from compress.execution.run import apply_recipe
+from compress.graph.layers import GraphLayer, find_layers
+from compress.planning.latency import round_as_planned
+from compress.quantize.latency import Stopwatch
+from compress.quantize.state import GraphState
+from compress.recipe.load import load_recipe
+
+
+def onnx_recipe(folder: Path, passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Write a file with a depthwise and a full convolution, batch norm unfolded, and samples; a recipe about them."""
+    rng, ones = np.random.default_rng(0), np.ones(8, np.float32)
+    constants = {"dw.weight": rng.normal(size=(8, 1, 3, 3)), "pw.weight": rng.normal(size=(8, 8, 1, 1))}
+    norm = {f"norm.{part}": ones for part in ("gamma", "beta", "mean", "var")}
+    nodes = [
+        helper.make_node("Conv", ["x", "dw.weight"], ["dw_out"], pads=[1] * 4, group=8),
+        helper.make_node("BatchNormalization", ["dw_out", *norm], ["normed"]),
+        helper.make_node("Relu", ["normed"], ["a"]),
+        helper.make_node("Conv", ["a", "pw.weight"], ["y"]),
+    ]
+    arrays = {name: values.astype(np.float32) for name, values in constants.items()} | norm
+    ir.save(graphs.build(nodes, arrays, {"x": ("n", 8, 6, 6)}, {"y": ("n", 8, 6, 6)}), folder / "net.onnx")
+    np.savez(folder / "x.npz", x=rng.normal(size=(64, 8, 6, 6)).astype(np.float32))
+    return {
+        "version": 1,
+        "name": "foreign",
+        "model": {"source": "onnx:net.onnx", "task": "generic"},
+        "data": {name: {"source": "npz:x.npz"} for name in ("calibration", "evaluation")},
+        "passes": list(passes),
+        "validate": {"gates": [], "benchmark": {"warmup": 1, "iterations": 5, "throughput_batch_size": 1}},
+    }
+
+
+def price(layer: GraphLayer, in_int8: bool) -> float:
+    return 2.0 if not in_int8 else 4.0 if layer.groups > 1 else 1.0
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Time as on a machine where a depthwise layer takes twice as long in int8 and any other half; lists the calls."""
+    calls: list[int] = []
+
+    def time(watch: Stopwatch, states: Sequence[GraphState], feeds: Any, budget_s: float) -> list[float]:
+        calls.append(len(states))
+        return [
+            sum(price(layer, layer.name in state.integer) for layer in find_layers(state.model)) for state in states
+        ]
+
+    def time_graphs(watch: Stopwatch, written: Any, feeds: Any, budget_s: float, backends: Any = ()) -> list[float]:
+        return [2.0 if backend != "openvino" else 1.0 for backend in backends]
+
+    monkeypatch.setenv("COMPRESS_TIMING", "on")
+    monkeypatch.setattr(Stopwatch, "time", time)
+    monkeypatch.setattr(Stopwatch, "time_graphs", time_graphs)
+    return calls
+
+
+def notes(made: Any) -> str:
+    return "\n".join(note.text for note in made.notes)
+
+
+def test_an_onnx_file_s_forecast_is_that_of_the_placement_that_gains(tmp_path: Path, timed: list[int]) -> None:
+    recipe = onnx_recipe(tmp_path, [{"kind": "fold_batchnorm"}, {"kind": "int8"}])
+    made = plan(recipe, tmp_path, tmp_path / "cache")
+    assert (made.latency.float_ms, made.latency.compressed_ms, made.latency.in_float) == (4.0, 3.0, ("dw",))
+    assert "1 layers stay float here" in notes(made) and "for size only" not in notes(made)
+    n_calls = len(timed)
+    assert plan(recipe, tmp_path, tmp_path / "cache").latency == made.latency and len(timed) == n_calls
+
+
+def test_a_recipe_that_gains_nothing_is_told_so_before_any_work_and_what_gains(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(Stopwatch, "time", lambda watch, states, *rest: [2.0 + 0.1 * bool(s.integer) for s in states])
+    made = plan(onnx_recipe(tmp_path, [{"kind": "int8"}]), tmp_path, tmp_path / "cache")
+    assert "int8 gains 1.00x on onnxruntime-cpu here: for size only" in notes(made)
+    assert "target: openvino" in notes(made) and "2.00x" in notes(made)
+
+
+def test_where_nothing_is_timed_the_plan_says_so_and_why(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = onnx_recipe(tmp_path, [{"kind": "int8"}])
+    engine = plan(recipe | {"target": "tensorrt"}, tmp_path, tmp_path / "cache")
+    assert "nothing was measured: tensorrt does not run here" in notes(engine)
+    monkeypatch.setenv("COMPRESS_TIMING", "off")
+    off = plan(recipe, tmp_path, tmp_path / "cache")
+    assert "nothing was measured: COMPRESS_TIMING is off" in notes(off)
+    assert engine.latency is None and off.latency is None and not timed
+
+
+def test_timed_and_untimed_results_have_keys_of_their_own(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, keys = onnx_recipe(tmp_path, [{"kind": "int8"}]), []
+    slower = recipe | {"validate": {"benchmark": {"threads": 2}}}
+    for case, switch in ((recipe, "on"), (slower, "on"), (recipe, "off")):
+        monkeypatch.setenv("COMPRESS_TIMING", switch)
+        keys.append(plan(case, tmp_path, tmp_path / "cache").keys.passes[0])
+    assert len(set(keys)) == 3
+
+
+def test_weights_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
+    from compress.formats.schemes import Scheme, WeightScheme
+
+    state = round_as_planned(
+        GraphState(graphs.one_layer()), {"fc": Scheme(WeightScheme(4, 32)), "gone": Scheme(WeightScheme(4))}
+    )
+    assert state.weight_only == ["fc"] and (state.weights["fc"].bits, state.weights["fc"].group_size) == (4, 32)
+
+
+@pytest.mark.slow
+def test_a_torch_model_is_built_untrained_pruned_as_planned_and_exported(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    def time(watch: Stopwatch, states: Sequence[GraphState], *rest: Any) -> list[float]:
+        seen.append([state.facts()[1].shape for state in states])
+        return [4.0, 1.0]
+
+    monkeypatch.setattr(Stopwatch, "time", time)
+    recipe = image_recipe(tmp_path)
+    recipe["passes"] = [{"kind": "prune_channels", "ratio": 0.5, "targets": ["fc1"]}]
+    made = plan(recipe, tmp_path, tmp_path / "cache")
+    assert made.latency.speedup == 4 and seen[-1] == [(32, 256), (16, 256)]
+
+
+@pytest.mark.slow
+def test_the_lock_repeats_the_choice_on_a_machine_with_other_times(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(
+        tmp_path / "foreign.yaml", onnx_recipe(tmp_path, [{"kind": "fold_batchnorm"}, {"kind": "int8"}])
+    )
+    apply_recipe(load_recipe(recipe), tmp_path / "first", tmp_path / "cache", quiet=True)
+    lock = json.loads((tmp_path / "first/lock.json").read_text())
+    assert list(lock["choices"]["1"]["in_float"]) == ["dw"]
+    layers = {row["layer"]: row for row in json.loads((tmp_path / "first/layers.json").read_text())}
+    assert layers["dw"]["action"] == "float32" and layers["pw"]["action"] == "int8"
+    monkeypatch.setattr(Stopwatch, "time", lambda watch, states, *rest: [5.0 - bool(s.integer) for s in states])
+    assert reproduce(tmp_path / "first", out=tmp_path / "again", quiet=True).same
+    assert bundle_bytes(tmp_path / "again") == bundle_bytes(tmp_path / "first")

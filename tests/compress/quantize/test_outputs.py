@@ -1,0 +1,18 @@
+"""What is compared of models that give several tensors: texts of any length have as many numbers a row."""
+
+from __future__ import annotations
+
+import torch
+
+from compress.quantize.outputs import first_output, model_output
+
+
+def test_numbers_of_each_token_are_side_by_side() -> None:
+    start, end, hidden = torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5, 3)
+    feeds = {"attention_mask": torch.ones(2, 5)}
+    out = {"start_logits": start, "hidden": hidden, "end_logits": end}
+    assert torch.equal(model_output(out, feeds), torch.stack([start, end], -1))
+    assert torch.equal(model_output((start, end), feeds), torch.stack([start, end], -1))
+    assert model_output(start, feeds).shape == (2, 5, 1)
+    assert model_output(out, {}) is start is first_output(out)
+    assert model_output((hidden, start), feeds) is hidden

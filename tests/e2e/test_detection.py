@@ -1,0 +1,144 @@
+"""A trained detector of squares and bars: pruned, distilled, in int8, judged by boxes, run where there is no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from detecting import CLASSES, draw_images, write_detector
+from makers import QUICK, apply, changed, plan, serve
+from PIL import Image
+from shortcuts import quick_export, quick_judge
+
+from compress.errors import CompressError
+from runtime import open_bundle
+from runtime.bundle.format import read_manifest
+
+PASSES = [
+    {"kind": "prune_channels", "max_flops": 0.6, "round_to": 2},
+    {"kind": "distill", "steps": 4, "batch_size": 8, "learning_rate": 1e-4, "held_out": 0.1},
+    {"kind": "int8", "restore": {"max_layers": 0}},
+]
+GATES = {"gates": [{"metric": "map", "max_drop": 0.2}, {"metric": "box_agreement", "min": 0.5}], "benchmark": QUICK}
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with the detector and its data, and a recipe that stands in it."""
+    folder = tmp_path_factory.mktemp("squares")
+    return folder, {"version": 1, "name": "squares", "passes": PASSES, "validate": GATES, **write_detector(folder)}
+
+
+@pytest.fixture(scope="module")
+def found(squares: tuple[Path, dict[str, Any]], cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its bundle."""
+    out = tmp_path_factory.mktemp("found") / "bundle"
+    with quick_judge(), quick_export():
+        apply(squares[1], out, cache, squares[0])
+    return out
+
+
+@pytest.mark.slow
+def test_it_stays_a_detector(found: Path) -> None:
+    report = json.loads((found / "report.json").read_text())
+    before, after = (report[side]["metrics"] for side in ("baseline", "candidate"))
+    assert before["ap50"] > 0.9
+    assert after["ap50"] > before["ap50"] - 0.05
+    assert after["map"] > before["map"] - 0.1
+    assert after["box_agreement"] > 0.9
+    kept = np.load(found / "evaluation/baseline_outputs.npz")
+    assert {name: kept[name].shape for name in kept.files} == {
+        "boxes": (60, 20, 4),
+        "scores": (60, 20),
+        "classes": (60, 20),
+    }
+
+
+@pytest.mark.slow
+def test_it_answers_with_boxes(found: Path, tmp_path: Path) -> None:
+    ((image, objects),) = draw_images(1, 11)
+    with open_bundle(found) as bundle:
+        (answer,) = bundle.predict([image])["prediction"]
+    best = [one for one in answer if one["score"] > 0.3]
+    assert sorted((CLASSES.index(one["label"]), *np.rint(one["box"])) for one in best) == [
+        pytest.approx(one, abs=2) for one in sorted(tuple(one) for one in objects)
+    ]
+    Image.fromarray(image).save(tmp_path / "a.png")
+    assert serve(found, "['a.png']", tmp_path)["finite"]
+    detections = read_manifest(found).detections
+    assert detections is not None
+    assert detections.suppress == "class"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"detections": None},
+            r"model\.detections: the outputs boxes .* do not say what their numbers mean: give boxes",
+        ),
+        ({"class_names": ["square", "bar", "disc"]}, r"no dimension of 3 numbers, for 3 class names"),
+        ({"class_names": []}, "class_names: object-detection needs them"),
+        ({"detections": {"boxes": "ltrb"}}, "is relative to priors: give them"),
+    ],
+)
+def test_what_does_not_say_what_it_means(
+    squares: tuple[Path, dict[str, Any]], cache: Path, model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CompressError, match=message):
+        plan(changed(squares[1], model=model), squares[0], cache)
+
+
+def test_tensors_are_no_images(squares: tuple[Path, dict[str, Any]], cache: Path) -> None:
+    with pytest.raises(CompressError, match=r"object-detection answers by .*pixels.*, so it needs kind: image"):
+        plan({**squares[1], "preprocess": {"kind": "tensor"}}, squares[0], cache)
+
+
+def test_another_task_has_no_detections(squares: tuple[Path, dict[str, Any]], cache: Path) -> None:
+    recipe = changed(squares[1], model={"task": "generic"}, validate={"gates": [{"metric": "sqnr_db", "min": 1}]})
+    with pytest.raises(CompressError, match="is for models that find boxes, and the task is generic"):
+        plan({**recipe, "preprocess": None}, squares[0], cache)
+
+
+def test_labels_are_no_term_of_a_head(squares: tuple[Path, dict[str, Any]], cache: Path) -> None:
+    with pytest.raises(CompressError, match="labels: which place of a head learns which box"):
+        plan({**squares[1], "passes": [{"kind": "distill", "steps": 1, "labels": {}}]}, squares[0], cache)
+
+
+@pytest.mark.slow
+def test_a_transformers_detector(squares: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
+    """A tiny random YOLOS: both of its outputs in the bundle, and what they mean told by their names."""
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    config = YolosConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=[64, 64],
+        patch_size=16,
+        num_detection_tokens=5,
+        use_mid_position_embeddings=False,
+        id2label=dict(enumerate(CLASSES)),
+        label2id={name: i for i, name in enumerate(CLASSES)},
+    )
+    YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
+    YolosImageProcessor(size={"height": 64, "width": 64}, do_pad=False).save_pretrained(tmp_path / "yolos")
+    recipe = {
+        "version": 1,
+        "name": "yolos",
+        "model": {"source": f"dir:{tmp_path / 'yolos'}", "task": "object-detection"},
+        "data": squares[1]["data"],
+        "passes": [{"kind": "int8", "restore": {"max_layers": 0}}],
+        "validate": {"gates": [{"metric": "box_agreement", "min": 0.0}], "benchmark": QUICK},
+    }
+    with quick_judge(), quick_export():
+        apply(recipe, tmp_path / "out", cache, squares[0])
+    manifest = read_manifest(tmp_path / "out")
+    assert [output.name for output in manifest.artifact("candidate").outputs] == ["logits", "pred_boxes"]
+    assert manifest.detections is not None
+    assert (manifest.detections.boxes, manifest.detections.background) == ("cxcywh", -1)
+    assert manifest.class_names == CLASSES

@@ -1,0 +1,5 @@
+"""Fixtures of the shelf: measurements cut short."""
+
+from shortcuts import quick_run
+
+__all__ = ["quick_run"]

@@ -1,0 +1,218 @@
+"""What people deploy, small: transformers' own classes with random weights, each in a folder as a hub has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+SIZE = 64
+"""Pixels of a side."""
+N = 48
+"""Samples, for calibration and for the judgement alike."""
+LABELS = {i: f"class{i}" for i in range(5)}
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """One model of the shelf."""
+
+    name: str
+    task: str
+    model: str
+    """Name of transformers' class."""
+    config: Callable[[], Any]
+    passes: tuple[dict[str, Any], ...] = field(default=({"kind": "prune_channels", "ratio": 0.25},))
+    """The structure passes that it goes through before int8; (): none fits."""
+    metric: str = "cosine"
+    """What the table shows: closeness to the float model."""
+    least: float = 0.8
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the model as a hub's folder has it, with samples beside; return the recipe, without passes."""
+        torch.manual_seed(0)
+        config = self.config()
+        config.id2label = LABELS
+        model = getattr(transformers, self.model)(config).eval()
+        spread_outputs(model)
+        model.save_pretrained(folder / "model")
+        more = WRITERS[self.task](folder)
+        return {
+            "version": 1,
+            "name": self.name,
+            "model": {"source": "dir:model", "task": self.task},
+            "validate": {
+                "gates": [{"metric": self.metric, "min": self.least, "undecided": "pass"}],
+                "benchmark": {"iterations": 30, "warmup": 2, "throughput_batch_size": 4},
+            },
+            **more,
+        }
+
+
+@torch.no_grad()
+def spread_outputs(model: torch.nn.Module) -> None:
+    """Scale every weight matrix and kernel so that signals keep their size; batch norms have the statistics of noise.
+
+    With transformers' initial weights of 0.02 the signals of a narrow model die out: outputs do not depend on inputs.
+    """
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)):
+            fan_in = module.weight[0].numel()
+            module.weight.normal_(0, 1.5 / fan_in**0.5)
+        elif isinstance(module, torch.nn.Embedding):
+            module.weight.normal_(0, 1)
+    if norms:
+        for norm in norms:
+            norm.momentum = None  # the mean of what it sees
+        model.train()(torch.randn(16, 3, SIZE, SIZE))
+        model.eval()
+
+
+def write_images(folder: Path) -> dict[str, Any]:
+    """Write an image processor and smooth random images with labels."""
+    processor = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": SIZE, "width": SIZE},
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.25, 0.25, 0.25],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "resample": 2,
+    }
+    (folder / "model/preprocessor_config.json").write_text(json.dumps(processor))
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (N, 8, 8, 3), dtype=np.uint8)
+    images = coarse.repeat(SIZE // 8, axis=1).repeat(SIZE // 8, axis=2)
+    np.savez(folder / "samples.npz", image=images, label=rng.integers(0, len(LABELS), N))
+    return {"data": {part: {"source": "npz:samples.npz"} for part in ("calibration", "evaluation")}}
+
+
+def write_texts(folder: Path) -> dict[str, Any]:
+    """Write a tokenizer of words and texts with labels."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(VOCABULARY - 2))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "text": " ".join(f"w{i}" for i in rng.integers(0, VOCABULARY - 2, rng.integers(4, 16))),
+            "label": int(rng.integers(len(LABELS))),
+        }
+        for _ in range(N)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data": {part: {"source": "jsonl:samples.jsonl"} for part in ("calibration", "evaluation")}}
+
+
+WRITERS = {
+    "image-classification": write_images,
+    "text-classification": write_texts,
+    "feature-extraction": write_texts,
+}
+
+
+def _text(cls: str, **more: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, cls)(
+        vocab_size=VOCABULARY, max_position_embeddings=64, pad_token_id=0, **{**TINY, **more}
+    )
+
+
+def _image(cls: str, **more: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, cls)(**more)
+
+
+CLASSIFY, TEXTS = "image-classification", "text-classification"
+SHELF = (
+    Shelved(
+        "resnet-50",
+        CLASSIFY,
+        "ResNetForImageClassification",
+        _image("ResNetConfig", embedding_size=16, hidden_sizes=[32, 64, 96, 128], depths=[3, 4, 6, 3]),
+    ),
+    Shelved(
+        "mobilenet-v1",
+        CLASSIFY,
+        "MobileNetV1ForImageClassification",
+        _image("MobileNetV1Config", image_size=SIZE, depth_multiplier=0.25),
+    ),
+    Shelved(
+        "mobilenet-v2",
+        CLASSIFY,
+        "MobileNetV2ForImageClassification",
+        _image("MobileNetV2Config", image_size=SIZE, depth_multiplier=0.35),
+    ),
+    Shelved(
+        "efficientnet-b0",
+        CLASSIFY,
+        "EfficientNetForImageClassification",
+        _image("EfficientNetConfig", image_size=SIZE, width_coefficient=0.25, depth_coefficient=0.5, hidden_dim=320),
+    ),
+    Shelved(
+        "convnext",
+        CLASSIFY,
+        "ConvNextForImageClassification",
+        _image("ConvNextConfig", hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], image_size=SIZE),
+    ),
+    Shelved(
+        "vit",
+        CLASSIFY,
+        "ViTForImageClassification",
+        _image("ViTConfig", image_size=SIZE, patch_size=16, **TINY),
+    ),
+    Shelved(
+        "deit",
+        CLASSIFY,
+        "DeiTForImageClassification",
+        _image("DeiTConfig", image_size=SIZE, patch_size=16, **TINY),
+    ),
+    Shelved(
+        "swin",
+        CLASSIFY,
+        "SwinForImageClassification",
+        _image(
+            "SwinConfig", image_size=SIZE, patch_size=4, embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4
+        ),
+    ),
+    Shelved("bert", TEXTS, "BertForSequenceClassification", _text("BertConfig")),
+    Shelved(
+        "distilbert",
+        TEXTS,
+        "DistilBertForSequenceClassification",
+        lambda: transformers.DistilBertConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=64, dim=32, n_layers=2, n_heads=4, hidden_dim=64
+        ),
+    ),
+    Shelved("roberta", TEXTS, "RobertaForSequenceClassification", _text("RobertaConfig")),
+    Shelved(
+        "deberta-v2",
+        TEXTS,
+        "DebertaV2ForSequenceClassification",
+        _text("DebertaV2Config", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=16),
+    ),
+    Shelved(
+        "deberta",
+        TEXTS,
+        "DebertaForSequenceClassification",
+        _text("DebertaConfig", relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16),
+    ),
+)
