@@ -283,7 +283,8 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
         return columns["sets" if name.startswith("label") else "ranks"]
     real, chosen = rng.integers(1, 40, (2, n, 4))
     columns["maps"] = (rng.binomial(np.minimum(real, chosen), 0.7), real, chosen)
-    right, sure = rng.random(n) < 0.8, rng.uniform(0.2, 1, n)
+    sure = rng.uniform(0.2, 1, n)
+    right = rng.random(n) < 0.2 * sure  # so sure that no bin is near where its gap's sign turns
     columns["gaps"] = (right - sure, np.ceil(15 * sure).astype(int) - 1)
     columns["answers"] = (1.0 * (right & (sure > 0.5)), 1.0 * (sure > 0.5))
     kinds = {
