@@ -19,6 +19,8 @@ from common import ROOT, Call, Claim, Measured, Peer, Row, apply_recipe, at_leas
 import runtime
 from compress.deploy.places import deploy
 from compress.deploy.triton import Serving
+from runtime.bundle.format import read_manifest
+from runtime.bundle.format import read_samples as read_bundle_samples
 
 NEEDS = ()
 PEER = Peer("tritonserver", "triton_ask.py", venv="triton")
@@ -93,13 +95,13 @@ def prepare_call(kind: str, bundle: Path, out: Path) -> dict[str, str]:
             (config.parent / "1" / "model.py").write_text(STAND_IN, encoding="utf-8")
     samples = out / f"{kind}-samples.npz"
     np.savez(samples, **read_samples(kind, bundle))  # type: ignore[arg-type]
-    name = runtime.bundle.format.read_manifest(bundle).name
+    name = read_manifest(bundle).name
     return {"model": name, "samples": str(samples), "answers": str(out / f"{kind}-answers.npz")}
 
 
 def read_samples(kind: str, bundle: Path) -> dict[str, np.ndarray]:
     """Columns of some of the bundle's own samples as a client sends them: images [n, H, W, C], texts [n, 1]."""
-    columns = runtime.bundle.format.read_samples(bundle, runtime.bundle.format.read_manifest(bundle))
+    columns = read_bundle_samples(bundle, read_manifest(bundle))
     names = {"images": ("image",), "texts": ("text",), "embeddings": ("text",)}.get(kind, ("first", "second"))
     found = {name: np.array(columns[name][:SAMPLES]) for name in names}
     if kind == "images" and found["image"].ndim == 3:

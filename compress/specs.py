@@ -16,6 +16,7 @@ from runtime.encode.preprocess import (
     AudioPreprocess,
     ImagePreprocess,
     ImageTextPreprocess,
+    Seq2SeqPreprocess,
     TensorPreprocess,
     TextPreprocess,
 )
@@ -100,7 +101,13 @@ if TYPE_CHECKING:
 else:
     TaskName = Literal[tuple(TORCH_TASKS)]
 Preprocess = Annotated[
-    ImagePreprocess | AudioPreprocess | ImageTextPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess,
+    ImagePreprocess
+    | AudioPreprocess
+    | ImageTextPreprocess
+    | TextPreprocess
+    | LanguagePreprocess
+    | TensorPreprocess
+    | Seq2SeqPreprocess,
     Field(discriminator="kind"),
 ]
 
@@ -135,6 +142,11 @@ class ModelSpec(Record):
     def generates(self) -> bool:
         """Return whether the model writes text, token by token."""
         return find_task(self.task).generates
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether the model is an encoder-decoder."""
+        return find_task(self.task).encodes
 
 
 class DataSpec(Record):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 if TYPE_CHECKING:
     from runtime.backends import Session
     from runtime.bundle.manifest import Manifest
+    from runtime.decode.answers import AnswerGenerator
     from runtime.decode.generate import Generator, Request, Result
     from runtime.encode.preprocess import Preprocessor
     from runtime.measure.benchmark import BenchmarkResult
@@ -113,6 +114,8 @@ class Bundle:
     def generate(self, prompt: Any, /, *, stream: bool = False, **settings: Any) -> Any:
         """Return the model's answer to a prompt; for a list of prompts a list of answers, made in one batch.
 
+        A prompt is a text that is continued; of an encoder-decoder what its encoder reads: a text, a recording.
+
         An answer is a `runtime.decode.generate.Result`. `settings` are `runtime.decode.generate.Request`'s:
         max_new_tokens, temperature (0: greedy, the default), top_k, top_p, min_p, repetition_penalty, stop (a list of
         texts), seed, chat (prompts are what a user says, or lists of messages). With `stream` it is an iterator of text
@@ -123,7 +126,7 @@ class Bundle:
         from runtime.decode.generate import Request
 
         request, generator = _make_request(Request, settings), self.generator()
-        single = isinstance(prompt, str) or (request.chat and bool(prompt) and isinstance(prompt[0], Mapping))
+        single = isinstance(prompt, (str, Path)) or (request.chat and bool(prompt) and isinstance(prompt[0], Mapping))
         prompts = [prompt] if single else list(prompt)
         if not stream:
             results = generator.generate(prompts, request)
@@ -131,15 +134,21 @@ class Bundle:
         pieces = generator.stream(prompts, request)
         return (text for _, text in pieces) if single else pieces
 
-    def generator(self) -> "Generator":
+    def generator(self) -> "Generator | AnswerGenerator":
         """Return the generator that `generate` runs; errors as there."""
+        from runtime.decode.answers import AnswerGenerator, answer_encoder
         from runtime.decode.generate import Generator
-        from runtime.decode.kv_cache import Decoder
+        from runtime.decode.kv_cache import Decoder, EncodedDecoder
         from runtime.decode.scoring import language_encoder
         from runtime.errors import UsageError
+        from runtime.tasks import find_task
 
         if self.manifest.generation is None:
             raise UsageError(f"a model for {self.manifest.task} generates no text: use predict")
+        task = find_task(self.manifest.task)
+        if task.encodes:
+            encoder = answer_encoder(self.preprocessor)
+            return AnswerGenerator(EncodedDecoder(self.session, encoder.target.start_tokens), encoder, task)
         decoder = Decoder(self.session, self.manifest.candidate_for(self.backend).cache)
         folder = (self.root / self.manifest.artifact("candidate").path).parent
         return Generator(decoder, language_encoder(self.preprocessor), self.manifest.generation, folder)

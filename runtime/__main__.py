@@ -84,9 +84,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--output", type=Path, metavar="FILE.npz", help="keep the outputs as arrays")
     generate = _add_command(
-        commands, "generate", _generate, "continue a prompt with the compressed decoder, as it comes"
+        commands,
+        "generate",
+        _generate,
+        "let the model write: continue a prompt, or answer a text or recording",
     )
-    generate.add_argument("prompt", metavar="PROMPT", help="a text; '-' reads it from stdin")
+    generate.add_argument("prompt", metavar="PROMPT", help="a text, or a recording's file; '-' reads a text from stdin")
     for flag, kind, about in _SAMPLING:
         generate.add_argument(flag, type=kind, metavar="N", help=about)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")

@@ -18,7 +18,7 @@ import numpy as np
 
 from runtime import Bundle, open_bundle
 from runtime.bundle.columns import Array
-from runtime.decode.generate import Request
+from runtime.decode.generate import Generator, Request
 from runtime.decode.scoring import language_encoder, log_softmax, logit_rows
 from runtime.errors import MissingDependency, UsageError
 from runtime.processes.endings import end_command
@@ -63,7 +63,9 @@ class Scorer:
     def __init__(self, bundle: Bundle, batch_size: int = 8) -> None:
         self.bundle, self.batch_size = bundle, batch_size
         self.encoder = language_encoder(bundle.preprocessor)
-        self.generator = bundle.generator()
+        generator = bundle.generator()
+        assert isinstance(generator, Generator)  # a language model's encoder, just above
+        self.generator = generator
         self.length = self.generator.settings.context_length
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:

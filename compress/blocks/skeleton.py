@@ -162,12 +162,16 @@ def passage(
 
 
 def until_reached(run: Callable[[], Any]) -> Tensor:
-    """Return the hidden state with which `run` was ended. AssertionError if it came to its own end."""
+    """Return the hidden state with which `run` was ended. AssertionError if it came to its own end.
+
+    StopForward where somebody who watches had seen enough: the part before the first block may have layers, too.
+    """
     try:
         run()
     except StopForward as reached:
-        if reached.hidden is not None:
-            return reached.hidden
+        if reached.hidden is None:
+            raise
+        return reached.hidden
     raise AssertionError("no block was reached")
 
 

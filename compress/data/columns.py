@@ -64,6 +64,8 @@ def resolve_roles(
         columns = _match_usual_names(table, task, task_roles, input_names, slices)
     required = task_roles[: find_task(task).required] or tuple(input_names)
     required = required or tuple(role for role in columns if role != LABEL)[:1]
+    if find_task(task).encodes:  # what its decoder reads is the reference
+        required = (*required, LABEL)
     missing = [role for role in required if role not in columns]
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:

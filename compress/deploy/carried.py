@@ -15,6 +15,7 @@ ON_A_GPU = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 SAMPLES = {
     "text": ("tokenizers",),
     "language": ("tokenizers", "jinja2"),
+    "seq2seq": ("tokenizers",),
     "image": ("pillow",),
     "audio": ("soundfile", "soxr"),
     "image-text": ("pillow", "tokenizers"),
@@ -30,7 +31,9 @@ def copy_runtime(folder: Path) -> None:
 
 def reading_samples(manifest: Manifest) -> tuple[str, ...]:
     """Return the packages that turn samples into tensors."""
-    return SAMPLES.get(str(manifest.preprocess["kind"]), ())
+    source = manifest.preprocess.get("source")  # of an encoder-decoder: what its encoder reads
+    further = SAMPLES.get(str(source.get("kind")), ()) if isinstance(source, dict) else ()
+    return tuple(dict.fromkeys((*SAMPLES.get(str(manifest.preprocess["kind"]), ()), *further)))
 
 
 def write_requirements(

@@ -129,6 +129,18 @@ def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     return _mean_by_row(gaps, chosen)
 
 
+def target_token_logits_term(temperature: float, kind: Divergence) -> Term:
+    """Return a term: KL divergence of the first outputs [b, T, V], mean over the tokens of a reference."""
+
+    def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
+        assert batch.labels is not None
+        chosen = batch.labels[:, : student.first.shape[1]] >= 0
+        gaps = divergence(student.first[chosen], teacher.first[chosen], temperature, kind)
+        return _mean_by_row(gaps, chosen)
+
+    return term
+
+
 def head_classes_term(spec: Detections, n_classes: int, temperature: float, kind: Divergence) -> Term:
     """Return a term: the divergence of a detector's classes, place by place."""
     return lambda batch, student, teacher: class_error(
@@ -208,6 +220,7 @@ LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
     "pixel classes": (pixel_logits_term, pixel_labels_term),
     "answer spans": (span_logits_term, span_labels_term),
     "next tokens": (next_token_logits_term, next_token_term),
+    "target tokens": (target_token_logits_term, token_labels_term),
 }
 """What is learned -> the terms for logits and for labels; of anything else those of classes."""
 

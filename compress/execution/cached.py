@@ -21,8 +21,9 @@ from compress.context import PassResult
 from compress.errors import ExportError, OutputError
 from compress.execution.quality import run_graph
 from compress.export.decoder import export_decoder
+from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
-from compress.export.parity import check_decoder_parity, check_parity
+from compress.export.parity import check_decoder_parity, check_encoder_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
 from compress.graph.cleanup import describe_clean_up
 from compress.graph.specs import input_specs, output_specs
@@ -80,7 +81,8 @@ def float_model(
 
     def write(folder: Path) -> dict[str, Any]:
         loaded = load()
-        export = _export_decoder if find_task(loaded.task).generates else _export_plain
+        task = find_task(loaded.task)
+        export = _export_encoder_decoder if task.encodes else _export_decoder if task.generates else _export_plain
         graph, inputs, outputs, parity = export(loaded, batches, opset)
         write_graph(graph, folder / GRAPH)
         return {
@@ -124,6 +126,17 @@ def _export_decoder(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset:
     graph = export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
     inputs = input_specs(graph)
     parity = check_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
+    return graph, inputs, output_specs(graph), parity
+
+
+def _export_encoder_decoder(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
+    """Export an encoder-decoder as the whole graph; its two halves are what is compared with torch."""
+    if isinstance(loaded, OnnxModel):
+        raise ExportError("an encoder-decoder is exported from torch, and an onnx: source is none")
+    sample = batches(loaded.inputs)
+    graph = export_encoder_decoder(getattr(loaded.module, "wrapped", loaded.module), sample[0], opset)
+    inputs = input_specs(graph)
+    parity = check_encoder_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
     return graph, inputs, output_specs(graph), parity
 
 

@@ -23,9 +23,9 @@ from compress.planning.cache_keys import quality_gates
 from compress.planning.inputs import Inputs
 from compress.planning.own_metrics import find_own_metrics
 from compress.store.durable import temporary_folder
-from runtime.backends import find_backend
+from runtime.backends import find_backend, open_model
 from runtime.bundle.tensors import TensorSpec
-from runtime.decode.scoring import reduce_sample, score
+from runtime.decode.scoring import reduce_sample
 from runtime.encode.preprocess import make_preprocessor
 from runtime.judge.evidence import quality_evidence, select_metrics
 from runtime.judge.gates import GateResult, judge
@@ -53,16 +53,14 @@ def run_graph(
         sessions = []
         for file in (path, beside):
             if file is not None:
-                sessions.append(find_backend(name).open(file, recipe.validate_.benchmark.threads, {}))
+                sessions.append(open_model(find_backend(name), file, recipe.validate_.benchmark.threads, {}))
                 stack.callback(sessions[-1].close)
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
-        if recipe.model.generates:
-            return score(sessions[0], preprocessor, columns, recipe.validate_.batch_size, *sessions[1:])
         facts = BatchFacts(
             class_names=inputs.class_names, detections=inputs.facts.detections, postprocess=recipe.postprocess
         )
-        size = recipe.validate_.batch_size
-        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, facts=facts)
+        size, beside_session = recipe.validate_.batch_size, sessions[1] if beside is not None else None
+        return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, beside_session, facts)
 
 
 def shortfall_finder(

@@ -23,6 +23,7 @@ from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
+from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport
@@ -48,7 +49,7 @@ from runtime.bundle.format import (
     write_samples,
 )
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.preprocess import PreprocessSpec, spec_to_dict
+from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
 
 FOLDER_FILES = (
     "config.json",
@@ -211,6 +212,8 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
     artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder, contents.tokenizer)
+        if isinstance(contents.preprocess, Seq2SeqPreprocess):
+            _copy_file(contents.folder, folder, contents.preprocess.target.tokenizer)
         notes += write_first_token(folder, contents.preprocess)
         if artifact.cache is not None and artifact.cache.shared_buffer and (folder / "config.json").is_file():
             write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
@@ -254,14 +257,17 @@ def precision(state: GraphState) -> str:
 def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: Graphs, target: str) -> Artifact:
     path = folder / "model.onnx"
     save_graph(graph, path)
-    cache = cache_of(graph)
+    cross = cross_names(graph)
+    cache = cache_of_decoder(graph) if cross else cache_of(graph)
     return Artifact(
         name=name,
         path=f"{folder.name}/model.onnx",
         target=target,
         precision=stored,
         inputs=graphs.inputs if cache is None else input_specs(graph),
-        outputs=graphs.outputs if cache is None else output_specs(graph),
+        outputs=graphs.outputs
+        if cache is None
+        else tuple(spec for spec in output_specs(graph) if spec.name not in cross),
         size_bytes=model_size(path),
         cache=cache,
     )
@@ -271,9 +277,13 @@ def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None
     """Copy FOLDER_FILES that `folder` lacks from `source`; tokenizer.json from the folder `tokenizer`, where given."""
     for name in FOLDER_FILES:
         origin = tokenizer if tokenizer is not None and name == "tokenizer.json" else source
-        if (origin / name).is_file() and not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(origin / name, folder / name)
+        _copy_file(origin, folder, name)
+
+
+def _copy_file(source: Path, folder: Path, name: str) -> None:
+    if (source / name).is_file() and not (folder / name).exists():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 
 from runtime.bundle.format import NO_LAYERS, Manifest
 from runtime.tasks import find_task
+from runtime.tasks.base import TEXT
 
 TEMPLATE = """\
 ---
@@ -73,6 +74,9 @@ def usage_of(manifest: Manifest) -> Usage:
     kind = manifest.preprocess["kind"]
     if manifest.generates:
         needs = "numpy, onnxruntime, `tokenizers` and, for `--chat`, `jinja2`"
+        if kind == "seq2seq":
+            sample = "a text" if TEXT in find_task(manifest.task).columns else "recording.wav"
+            return Usage(f'compress-run generate DIR "{sample}"', "The commands need numpy, onnxruntime, `tokenizers`.")
         return Usage('compress-run generate DIR "Once upon a time"', f"The commands need {needs}.")
     if kind == "image":
         needs = "numpy, onnxruntime and `pillow`"

@@ -36,6 +36,7 @@ from compress.graph.fast_forms import (
     to_two_bits,
 )
 from compress.graph.half import to_half
+from compress.graph.halves import cross_names, share_weights, split
 from compress.graph.layers import find_layers
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
@@ -44,7 +45,10 @@ from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import failures
+from runtime.bundle.files import ENCODER
 
+SHARED = "shared.data"
+"""Name of the file that holds what an encoder and its decoder have in common."""
 ACTIVATION_LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
 MOST_SHARED = 2**16
@@ -86,6 +90,8 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     if target.cpu_operators:
         if n_cached_layers(model):
             model, notes = _prepare_decoder_for_cpu(model, state)
+        elif cross_names(model):
+            _speed_up_single_rows(model)
         keep_norms_apart(model)
         pad_input_channels(model)
     if state.kv_cache is not None and not _keeps_integers(model):
@@ -102,10 +108,15 @@ def _prepare_decoder_for_cpu(model: ir.Model, state: GraphState) -> tuple[ir.Mod
         model, notes = to_group_query_attention(model, scales=scales)
     except KeyError as error:
         raise ExportError(f"the key-value cache is {state.kv_cache}, but {error} has no scales") from error
+    _speed_up_single_rows(model)
+    return model, notes
+
+
+def _speed_up_single_rows(model: ir.Model) -> None:
+    """Rewrite, in place, what costs much where a call reads one token."""
     divide_by_root(model)
     merge_products(model)
     to_two_bits(model)
-    return model, notes
 
 
 def _keeps_integers(model: ir.Model) -> bool:
@@ -131,8 +142,17 @@ def float_graph(model: ir.Model) -> ir.Model:
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
-    What computes in bfloat16 is not loaded: ONNX Runtime has no such kernels for CPUs.
+    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 is not
+    loaded: ONNX Runtime has no such kernels for CPUs.
     """
+    if cross_names(model):
+        encoder, model = split(model)
+        share_weights(encoder, model, path.with_name(SHARED))
+        _save_one(encoder, path.with_name(ENCODER))
+    _save_one(model, path)
+
+
+def _save_one(model: ir.Model, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_graph(_without_inferred(model), path)
     refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())

@@ -16,11 +16,13 @@ from compress.blocks.materialise import plain
 from compress.blocks.trace import run
 from compress.errors import ExportError
 from compress.graph.cleanup import HALVES
+from compress.graph.halves import split
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.specs import n_cached_layers, past_name, present_name
 from compress.models.load import OnnxModel, TorchModel
 from runtime.backends.onnxruntime_cpu import InferenceSession, failures
+from runtime.encode.seq2seq import DECODER_IDS
 
 TOLERANCE = 1e-4
 """Largest difference over largest magnitude; float32 kernels of two libraries stay about ten times below it."""
@@ -170,6 +172,46 @@ def check_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[
             f"(allowed {TOLERANCE:.0e})"
         )
     return worst
+
+
+def check_encoder_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
+    """Return the largest difference of any logits, relative to the largest logit. ExportError beyond the tolerance.
+
+    `batches`: feeds with empty caches. The encoder runs once, the decoder reads all but the last tokens of a text in
+    one call and those one at a time.
+    """
+    encoder, decoder = (open_session(half) for half in split(model))
+    worst = 0.0
+    for feeds in batches:
+        tensors = {loaded.parameters[name]: torch.from_numpy(feeds[name]) for name in loaded.input_names}
+        expected = next(iter(run(loaded.module, tensors).values())).numpy()  # [n, t, vocab]
+        got = np.concatenate(list(_run_halves(encoder, decoder, feeds)), axis=1)
+        worst = max(worst, relative_difference(expected, got))
+    if worst > TOLERANCE:
+        raise ExportError(
+            f"parity: the logits of torch and of ONNX, encoder and decoder, differ by {worst:.2e} of the largest "
+            f"(allowed {TOLERANCE:.0e})"
+        )
+    return worst
+
+
+def _run_halves(
+    encoder: InferenceSession, decoder: InferenceSession, feeds: Mapping[str, np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yield the logits [n, t, vocab] of the texts' first part, then of each of their last tokens."""
+    crosses = [value.name for value in encoder.get_outputs()]
+    given = encoder.run(crosses, {value.name: feeds[value.name] for value in encoder.get_inputs()})
+    names = [value.name for value in decoder.get_inputs()]
+    state = {**feeds, **dict(zip(crosses, given, strict=True))}
+    presents = [value.name for value in decoder.get_outputs() if value.name != "logits"]
+    ids = feeds[DECODER_IDS]
+    length = ids.shape[1]
+    start = max(length - DECODED, 1)
+    for low, high in [(0, start), *((t, t + 1) for t in range(start, length))]:
+        state[DECODER_IDS] = ids[:, low:high]
+        logits, *present = decoder.run(["logits", *presents], {name: state[name] for name in names})
+        state |= {n.replace("present", "past_key_values", 1): v for n, v in zip(presents, present, strict=True)}
+        yield logits
 
 
 def _run_by_pieces(session: InferenceSession, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:

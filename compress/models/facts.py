@@ -220,7 +220,13 @@ def _trace_removable(
 
 def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
     """Shorten texts to N_TOKENS tokens, which show as much; other feeds stay."""
-    if not find_task(spec.task).reads_texts:
+    task = find_task(spec.task)
+    if task.encodes:  # what is no row of tokens, as Whisper's features, has to stay as long as it is
+        return {
+            name: ((min(N_TOKENS, *shape),) if len(shape) == 1 else shape, dtype)
+            for name, (shape, dtype) in feeds.items()
+        }
+    if not task.reads_texts:
         return feeds
     return {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
 

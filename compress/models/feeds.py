@@ -26,8 +26,10 @@ from runtime.encode.preprocess import (
     ImagePreprocess,
     ImageTextPreprocess,
     PreprocessSpec,
+    Seq2SeqPreprocess,
     TextPreprocess,
 )
+from runtime.encode.seq2seq import DECODER_IDS
 from runtime.encode.texts import FEEDS
 from runtime.tasks import find_task
 
@@ -49,6 +51,10 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
     names = model_inputs(spec, root)
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
+    if isinstance(preprocess, Seq2SeqPreprocess):
+        read = [name for name in names if name != DECODER_IDS]
+        source = feeds_shapes_of_source(spec, root, preprocess, samples, read)
+        return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
     if isinstance(preprocess, ImagePreprocess):
         shape = _image_shape(preprocess, samples)
         return {name: (shape, _image_dtype(spec, root)) for name in names}
@@ -57,6 +63,20 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
         return {name: (text, "int64") if name in FEEDS else (image, "float32") for name in names}
     if isinstance(preprocess, AudioPreprocess):
         return _audio_shapes(spec, root, preprocess, samples, names)
+    missing = [name for name in names if name not in samples]
+    if missing:
+        raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
+    return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
+
+
+def feeds_shapes_of_source(
+    spec: ModelSpec, root: Path, preprocess: Seq2SeqPreprocess, samples: SampleShapes, names: Sequence[str]
+) -> SampleShapes:
+    """Return shape and dtype of what an encoder-decoder's encoder is fed with for one sample, by name. SourceError."""
+    if isinstance(preprocess.source, TextPreprocess):
+        return dict.fromkeys(names, ((preprocess.source.max_length,), "int64"))
+    if isinstance(preprocess.source, AudioPreprocess):
+        return _audio_shapes(spec, root, preprocess.source, samples, names)
     missing = [name for name in names if name not in samples]
     if missing:
         raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
@@ -100,7 +120,14 @@ def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, o
 
 def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) -> tuple[TensorSpec, ...]:
     """Return the inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
-    text = find_task(spec.task).reads_texts
+    task = find_task(spec.task)
+    text = task.reads_texts
+    if task.encodes:
+        length = {DECODER_IDS: "sequence", "input_ids": "source", "attention_mask": "source"}
+        return tuple(
+            TensorSpec(name, feeds[name][1], ("batch", *((length[name],) if name in length else feeds[name][0])))
+            for name in names
+        )
     return tuple(
         TensorSpec(
             name, feeds[name][1], ("batch", *(("sequence",) if text and len(feeds[name][0]) == 1 else feeds[name][0]))

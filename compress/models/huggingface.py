@@ -24,6 +24,7 @@ from compress.models.source import Source, read_object
 from compress.models.weights import safetensors_shapes
 from compress.specs import ModelSpec
 from compress.tasks import TORCH_TASKS, find_torch_task
+from runtime.encode.seq2seq import DECODER_IDS
 from runtime.tasks import find_task
 
 DECODED = "weights in the GPTQ format are read as the floats that they stand for"
@@ -72,6 +73,21 @@ class ImageModel(nn.Module):
 def select_outputs(given: Mapping[str, Tensor], names: tuple[str, ...]) -> Given:
     """Return the field of transformers' outputs of that name; of several a dict of them, in their order."""
     return given[names[0]] if len(names) == 1 else {name: given[name] for name in names}
+
+
+class EncoderDecoderModel(nn.Module):
+    """source int64 [B, S] or features, decoder_input_ids [B, T] (, attention_mask [B, S]) -> logits [B, T, V]."""
+
+    def __init__(self, wrapped: nn.Module, output: str) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.output = output
+
+    def forward(self, source: Tensor, decoder_input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        feeds = {str(self.wrapped.main_input_name): source, DECODER_IDS: decoder_input_ids}
+        if attention_mask is not None:
+            feeds["attention_mask"] = attention_mask
+        return self.wrapped(**feeds, use_cache=False, return_dict=True)[self.output]
 
 
 class AudioModel(nn.Module):
@@ -158,6 +174,9 @@ def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | N
     kind = find_task(spec.task).preprocess
     if kind == "image":
         return ("pixel_values",)
+    if find_task(spec.task).encodes:
+        main = str(getattr(model, "main_input_name", "input_ids"))
+        return (main, DECODER_IDS, *(("attention_mask",) if main == "input_ids" else ()))
     takes = inspect.signature(model.forward).parameters
     if kind == "image-text":
         masked = "attention_mask" in takes and (folder is None or reads_token_mask(folder))
@@ -257,6 +276,8 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     task = find_torch_task(spec.task)
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
+    if task.task.encodes:
+        return EncoderDecoderModel(model, *task.outputs).eval()
     wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel, "image-text": ImageTextModel}
     return wrappers.get(task.task.preprocess, TextModel)(model, *task.outputs).eval()
 
@@ -347,13 +368,18 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     `auto`: transformers' class for the task.
     """
     kind = type(config).__name__
-    tasks = _find_tasks(config.model_type)
-    is_for = f"; transformers has it for {', '.join(tasks)}, not supported here yet" if tasks else ""
-    if find_task(task).generates and getattr(config, "is_encoder_decoder", False):
+    known = _find_tasks({name: other.tables for name, other in TORCH_TASKS.items()}, config.model_type)
+    elsewhere = _find_tasks(OTHER_TASKS, config.model_type)
+    is_for = f"; transformers has it for {', '.join(elsewhere)}, not supported here yet" if elsewhere else ""
+    is_for = f"; give task: {' or '.join(known)}" if known and task not in known else is_for
+    encodes = bool(getattr(config, "is_encoder_decoder", False))
+    if find_task(task).generates and not find_task(task).encodes and encodes:
         raise SourceError(
             f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a {task} model "
             f"it would be compressed without it{is_for}"
         )
+    if find_task(task).encodes and not encodes:
+        raise SourceError(f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here" + is_for)
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
     own = find_torch_task(task)
@@ -364,22 +390,20 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 
 
-SEQUENCE_TASKS = {
-    "automatic-speech-recognition": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "MODEL_FOR_CTC_MAPPING_NAMES"),
-    "text2text-generation": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+OTHER_TASKS = {
+    "speech recognition without a decoder (CTC)": ("MODEL_FOR_CTC_MAPPING_NAMES",),
     "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
     "text-to-speech": ("MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"),
 }
 """Tasks that are not supported here -> the tables of transformers that name their models."""
 
 
-def _find_tasks(model_type: str) -> list[str]:
+def _find_tasks(tables: Mapping[str, tuple[str, ...]], model_type: str) -> list[str]:
+    """Return the tasks of which a table of transformers names the model."""
     from transformers.models.auto import modeling_auto
 
     return [
-        task
-        for task, tables in SEQUENCE_TASKS.items()
-        if any(model_type in getattr(modeling_auto, table, {}) for table in tables)
+        task for task, names in tables.items() if any(model_type in getattr(modeling_auto, name, {}) for name in names)
     ]
 
 

@@ -32,7 +32,7 @@ def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | N
     special tokens); the model was measured with those, so calibration, evaluation and serving use them, too.
     """
     source = locate(spec, root)
-    if not spec.generates or source.kind != "huggingface" or source.folder is None:
+    if not spec.generates or spec.encodes or source.kind != "huggingface" or source.folder is None:
         return source.folder, []
     notes: list[str] = []
     made, key = ResultCache(cache / "tokenizers", notes.append), _hash_files(source.folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import SourceError
+from compress.models.answers import resolve_target
 from compress.models.source import Source, locate
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
@@ -18,6 +19,7 @@ from runtime.encode.preprocess import (
     ImagePreprocess,
     ImageTextPreprocess,
     PreprocessSpec,
+    Seq2SeqPreprocess,
     TensorPreprocess,
     TextPreprocess,
 )
@@ -40,6 +42,8 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
     Raises SourceError: no statement to be found, one that cannot be expressed here, or one that contradicts the model.
     """
     source = locate(spec, root)
+    if find_task(spec.task).encodes:
+        return _resolve_seq2seq(spec, declared, source)
     if declared is not None:
         return _check_fit(spec, source, _fill_first_token(declared, source))
     kind = find_task(spec.task).preprocess
@@ -52,6 +56,24 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
             "`{kind: tensor}` if the data holds its inputs ready"
         )
     return _check_fit(spec, source, _READERS[kind](source.folder))
+
+
+def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: Source) -> Seq2SeqPreprocess:
+    """Return the preprocessing of an encoder-decoder: of its encoder's inputs alone where only these are declared."""
+    if source.kind != "huggingface" or source.folder is None:
+        raise SourceError(f"{spec.source}: a {spec.task} model is a Hugging Face folder: give dir: or hf:")
+    kind = find_task(spec.task).columns[0]
+    if isinstance(declared, ImagePreprocess | ImageTextPreprocess | LanguagePreprocess):
+        raise SourceError(f"preprocess: kind: {declared.kind} does not fit the task {spec.task}")
+    whole = declared if isinstance(declared, Seq2SeqPreprocess) else Seq2SeqPreprocess(source=declared)
+    read = whole.source or _READERS[kind](source.folder)
+    if not isinstance(read, TextPreprocess | AudioPreprocess | TensorPreprocess) or read.kind not in (kind, "tensor"):
+        raise SourceError(f"preprocess: source of kind: {read.kind} does not fit the task {spec.task}")
+    if isinstance(read, TextPreprocess):
+        _check_tokenizer(source, "text", read.tokenizer)
+        _check_positions(source.folder, read.max_length)
+    _check_tokenizer(source, "seq2seq", whole.target.tokenizer)
+    return replace(whole, source=read, target=resolve_target(source.folder, whole.target))
 
 
 def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
@@ -76,7 +98,7 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         _check_text(spec, source, preprocess)
     task = find_task(spec.task)
-    others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess
+    others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess | Seq2SeqPreprocess
     given = ("image", None) if isinstance(preprocess, ImagePreprocess) else (preprocess.kind,)
     if isinstance(preprocess, others) and task.preprocess not in given:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
@@ -101,12 +123,13 @@ def shifts_masks(folder: Path | None) -> bool:
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
     if find_task(spec.task).preprocess != preprocess.kind:
         raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
-    folder = _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
+    _check_positions(_check_tokenizer(source, preprocess.kind, preprocess.tokenizer), preprocess.max_length)
+
+
+def _check_positions(folder: Path, max_length: int) -> None:
     positions = _count_positions(_read_object(folder / "config.json"))
-    if positions is not None and preprocess.max_length > positions:
-        raise SourceError(
-            f"preprocess: max_length {preprocess.max_length} is more than the model's {positions} positions"
-        )
+    if positions is not None and max_length > positions:
+        raise SourceError(f"preprocess: max_length {max_length} is more than the model's {positions} positions")
 
 
 def _check_tokenizer(source: Source, kind: str, tokenizer: str) -> Path:

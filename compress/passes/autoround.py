@@ -11,6 +11,7 @@ from compress.formats.targets import Target
 from compress.passes.base import Stage, TrainingCost
 from compress.passes.tune import is_selected, learning_cost, plan_from_integers
 from compress.passes.weight_only import WeightPass, float_problems, with_problems
+from runtime.tasks import find_task
 
 
 class AutoRound(WeightPass):
@@ -44,6 +45,10 @@ class AutoRound(WeightPass):
         return learning_cost(facts, whole=False)
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        if find_task(facts.task).encodes:
+            return PassPlan(
+                facts, problems=("autoround: learns one chain of blocks, and this model has two; use gptq",)
+            )
         if facts.structure is None:
             return PassPlan(facts, problems=("autoround: works on torch models; an ONNX file has no blocks to learn",))
         if self.start == "given":

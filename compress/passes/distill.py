@@ -44,14 +44,14 @@ class Distill(LearningPass):
         return self.student
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        problems = self.training_problems(facts)
+        problems, task = self.training_problems(facts), find_task(facts.task)
         facts, more, who = student_facts(self.student, facts)
         problems += [f"distill: {problem}" for problem in more]
         rounded = [layer.name for layer in facts.layers if layer.bits < 16]
         if rounded:
             problems.append(f"distill: must come before the pass that rounds {rounded[0]}")
         problems += self.term_problems(facts)
-        if self.sequences is not None and not find_task(facts.task).generates:
+        if self.sequences is not None and (not task.generates or task.encodes):
             problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
         notes = [Note("info", f"distill: learns by {self.describe_loss(facts.task)}")]

@@ -9,6 +9,7 @@ from compress.formats.schemes import KvScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import refusal, target_word
+from runtime.tasks import find_task
 
 
 class KvCache(Pass):
@@ -29,7 +30,9 @@ class KvCache(Pass):
         structure = facts.structure
         modules = attentions(structure.readings) if structure is not None else {}
         notes, problems = target_word(target, self._format, self.kind)
-        if not modules:
+        if find_task(facts.task).encodes:
+            problems.append("kv_cache: an encoder-decoder keeps its keys and values as floats here; leave the pass out")
+        elif not modules:
             problems.append("kv_cache: no attention was found in the model: there are no keys and values to store")
         decisions = [LayerDecision(name, "attention", f"kv-{self.scheme}", "one scale each") for name in modules]
         return PassPlan(facts, tuple(decisions), tuple(notes), tuple(problems))

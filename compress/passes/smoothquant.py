@@ -31,7 +31,8 @@ class SmoothQuant(Pass):
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         """Return "blocks" for a decoder, smoothed in torch for W8A8 in a checkpoint; "graph" for others, for `int8`."""
-        return "blocks" if facts.source == "torch" and find_task(facts.task).generates else "graph"
+        task = find_task(facts.task)
+        return "blocks" if facts.source == "torch" and task.generates and not task.encodes else "graph"
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""

@@ -256,6 +256,7 @@ _USUAL: dict[Loss, Terms] = {
     "pixel classes": Terms(logits=LogitsTerm()),
     "answer spans": Terms(logits=LogitsTerm(temperature=2.0)),
     "next tokens": Terms(logits=LogitsTerm()),
+    "target tokens": Terms(logits=LogitsTerm()),
     "numbers": Terms(logits=LogitsTerm()),
     "embeddings": Terms(output=OutputTerm(), hidden=HiddenTerm()),
     "detections": Terms(logits=LogitsTerm(), output=OutputTerm(loss="mse", pooling="none")),
@@ -335,7 +336,8 @@ class LearningPass(TrainingPass):
             softened = f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}"
             parts.append("squared error of the numbers" if of_numbers else softened)
         if terms.labels is not None:
-            parts.append("the next tokens" if find_torch_task(task).loss == "next tokens" else "the labels")
+            learned = {"next tokens": "the next tokens", "target tokens": "the references' tokens"}
+            parts.append(learned.get(find_torch_task(task).loss, "the labels"))
         if terms.output is not None and find_torch_task(task).loss == "detections":
             parts.append("smooth L1 of the boxes")
         elif terms.output is not None:

@@ -14,6 +14,7 @@ from compress.passes.base import STATE_COPIES, Stage, TrainingCost
 from compress.passes.weight_only import WeightPass
 from compress.specs import find_changes
 from runtime.processes.memory import available_bytes
+from runtime.tasks import find_task
 
 ROUNDING_BYTES = 40
 """For each weight whose rounding is learned: its value, gradient, position, Adam's two, the best so far, integers."""
@@ -83,6 +84,8 @@ class Tune(WeightPass):
         return super().explain_refusal(target) if find_changes(self, NUMBERS) else None
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        if find_task(facts.task).encodes:
+            return PassPlan(facts, problems=("tune: learns one chain of blocks, and this model has two; use gptq",))
         if facts.structure is None:
             return PassPlan(facts, problems=("tune: works on torch models; an ONNX file has no parameters to learn",))
         rounded = [layer for layer in facts.layers if layer.bits < 16]

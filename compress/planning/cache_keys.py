@@ -17,7 +17,7 @@ from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
-from runtime.encode.preprocess import ImageTextPreprocess, TextPreprocess
+from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
 from runtime.metrics import METRICS, is_own
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 
@@ -113,6 +113,9 @@ def quality_gates(judgement: Judgement) -> Judgement:
 def _describe_preprocess(inputs: Inputs) -> list[Any]:
     """Describe preprocessing for a key: its record, and the tokenizer's digest where it has one."""
     preprocess = inputs.preprocess
+    if isinstance(preprocess, Seq2SeqPreprocess) and inputs.tokenizer is not None:
+        names = {preprocess.target.tokenizer, getattr(preprocess.source, "tokenizer", preprocess.target.tokenizer)}
+        return [to_json(preprocess), *(sha256_of(inputs.tokenizer / name) for name in sorted(names))]
     if (
         not isinstance(preprocess, TextPreprocess | LanguagePreprocess | ImageTextPreprocess)
         or inputs.tokenizer is None

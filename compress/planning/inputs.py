@@ -21,6 +21,7 @@ from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
+from compress.models.answers import describe_not_followed
 from compress.models.detections import read_detections
 from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
@@ -38,8 +39,16 @@ from compress.tasks.base import MaskIds
 from runtime.bundle.columns import count
 from runtime.bundle.manifest import Generation, fixed_batch
 from runtime.bundle.tensors import TensorSpec
+from runtime.decode.answers import answer_encoder
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
-from runtime.encode.preprocess import AudioPreprocess, PreprocessSpec, make_preprocessor, split_samples
+from runtime.encode.preprocess import (
+    AudioPreprocess,
+    PreprocessSpec,
+    Seq2SeqPreprocess,
+    make_preprocessor,
+    split_samples,
+)
+from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 
@@ -47,7 +56,7 @@ BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
-TEXTS = ("text", "language")
+TEXTS = ("text", "language", "seq2seq")
 """Kinds of preprocessing that make tokens."""
 
 
@@ -110,6 +119,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
     detections = read_detections(spec, root, facts.outputs)
     notes = [*notes, *_note_masks(recipe, data, folder)]
+    if spec.encodes and folder is not None:
+        notes += describe_not_followed(folder)
     facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections)
     problems += students.problems
     return Inputs(
@@ -172,7 +183,11 @@ def generation_of(inputs: Inputs) -> Generation | None:
         return None
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    return read_generation(inputs.folder, vocab_size)
+    generation = read_generation(inputs.folder, vocab_size)
+    if not isinstance(inputs.preprocess, Seq2SeqPreprocess):
+        return generation
+    target = inputs.preprocess.target
+    return replace(generation, context_length=target.most_tokens, eos_token_ids=target.end_tokens)
 
 
 def calibration_tokens(inputs: Inputs) -> int:
@@ -180,6 +195,9 @@ def calibration_tokens(inputs: Inputs) -> int:
     if "calibration" not in inputs.data:
         return 0
     samples = load_set(inputs, "calibration", None)
+    if inputs.recipe.model.encodes:
+        feeds = Batches(samples, inputs, inputs.facts.inputs)
+        return sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in feeds)
     return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
 
 
@@ -197,7 +215,15 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     Raises SourceError for tokens that the model does not know.
     """
     vocab_size = inputs.facts.outputs[0].shape[-1]
-    assert isinstance(inputs.preprocess, LanguagePreprocess) and isinstance(vocab_size, int)
+    assert isinstance(vocab_size, int)
+    if inputs.recipe.model.encodes:
+        encoded = make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
+        try:
+            answer_encoder(encoded).references(samples.columns)
+        except UsageError as error:
+            raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
+        return samples
+    assert isinstance(inputs.preprocess, LanguagePreprocess)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
     try:
         columns = dict(encoder.samples(samples.columns))

@@ -15,7 +15,7 @@ from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
-from compress.recipe.exports import Engine, GraphExport
+from compress.recipe.exports import Engine, GraphExport, OnnxExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
 from runtime.bundle.engine import EngineOrder
@@ -132,6 +132,11 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {missing}")
     if not recipe.has_onnx and not recipe.model.generates:
         problems.append(f"export: a {recipe.model.task} model is judged as an ONNX graph; add {{kind: onnx}}")
+    for index, export in enumerate(recipe.export if recipe.model.encodes else ()):
+        if not isinstance(export, OnnxExport):
+            problems.append(
+                f"export.{index}: an encoder-decoder is written as ONNX files, not as {export.kind}; use {{kind: onnx}}"
+            )
     if facts.source == "onnx" and any(export.kind == "checkpoint" for export in recipe.export):
         problems.append("export: a checkpoint is made from a torch model, and an onnx: source is none")
     return problems
@@ -218,7 +223,7 @@ def benchmark_problems(inputs: Inputs) -> list[str]:
     if generation is None or not recipe.has_onnx:
         return []
     try:
-        check_room(recipe.validate_.benchmark, generation.context_length)
+        check_room(recipe.validate_.benchmark, generation.context_length, inputs.preprocess)
     except UsageError as error:
         return [f"validate.{problem}" for problem in error.problems]
     return []

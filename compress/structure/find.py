@@ -216,6 +216,8 @@ def _find_readings(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[_Mix
     for reading in readings:
         block = block_of[reading.layers[0]]
         if block:
+            if reading.source and not within(reading.source, block):  # an encoder's output, which every block reads
+                reading = Reading(reading.layers)
             parts.by_block[block] = (*parts.by_block.get(block, ()), reading)
         elif _find_start(flow, reading) < first.start:
             parts.before = (*parts.before, reading)

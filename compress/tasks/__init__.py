@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from compress.tasks.audio_classification import AUDIO_CLASSIFICATION
+from compress.tasks.automatic_speech_recognition import AUTOMATIC_SPEECH_RECOGNITION
 from compress.tasks.base import TorchTask
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
@@ -14,6 +15,7 @@ from compress.tasks.object_detection import OBJECT_DETECTION
 from compress.tasks.question_answering import QUESTION_ANSWERING
 from compress.tasks.regression import REGRESSIONS
 from compress.tasks.semantic_segmentation import SEMANTIC_SEGMENTATION
+from compress.tasks.text2text_generation import TEXT2TEXT_GENERATION
 from compress.tasks.text_classification import TEXT_CLASSIFICATION
 from compress.tasks.text_generation import TEXT_GENERATION
 from compress.tasks.token_classification import TOKEN_CLASSIFICATION
@@ -32,6 +34,8 @@ _OWN = {
         QUESTION_ANSWERING,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
+        TEXT2TEXT_GENERATION,
+        AUTOMATIC_SPEECH_RECOGNITION,
         ZERO_SHOT_IMAGE_CLASSIFICATION,
         *MULTI_LABEL_TASKS,
         *REGRESSIONS,

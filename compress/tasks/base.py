@@ -26,15 +26,16 @@ Loss = Literal[
     "label sets",
     "answer spans",
     "next tokens",
+    "target tokens",
     "embeddings",
     "numbers",
     "detections",
     "outputs",
 ]
 """What is learned of a teacher where a recipe names no term: KL of the logits of each sample, of each token, of each
-pixel, of each label on its own, of where an answer begins and ends, or of each token that is predicted; pooled
-embeddings and hidden states; the squared error of numbers; classes and boxes of a head; the squared error of the
-outputs, over their size."""
+pixel, of each label on its own, of where an answer begins and ends, or of each token that is predicted (of a text that
+goes on, or of a reference); pooled embeddings and hidden states; the squared error of numbers; classes and boxes of a
+head; the squared error of the outputs, over their size."""
 INT8 = """  - kind: int8                 # weights and activations in eight bits
     calibration: mse           # or minmax, percentile, entropy
     # ignore: ["re:.*head"]    # layers that stay float: names, types, re:patterns
@@ -170,6 +171,8 @@ class TorchTask:
     """Finds the first sample whose columns do not go together: its number among them, and why."""
     make_targets: Callable[[Columns, Preprocessor], np.ndarray | None] = lambda columns, _: columns.get("label")
     """Makes of a training set's columns the labels that outputs are compared with, [n, ...]."""
+    tables: tuple[str, ...] = ()
+    """Names of transformers' tables of models for this task and, of those here, none other."""
     class_arguments: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Gives arguments that build a model of a transformers configuration for this task."""
 

@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from runtime.backends import onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
-from runtime.backends.base import Backend, DeviceTimed, Feeds, Options, Resident, Session
+from runtime.backends.base import (
+    Backend,
+    DeviceTimed,
+    EncoderDecoderSession,
+    Feeds,
+    Options,
+    Resident,
+    Session,
+    open_model,
+)
 from runtime.backends.tensorrt import HOST_CODE, WEIGHTS, check_engine
 from runtime.bundle.files import inside, model_files
 from runtime.bundle.manifest import Artifact
@@ -20,11 +29,13 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "DeviceTimed",
+    "EncoderDecoderSession",
     "Feeds",
     "Resident",
     "Session",
     "find_backend",
     "open_artifact",
+    "open_model",
     "open_options",
 ]
 
@@ -54,7 +65,7 @@ def open_artifact(
     path = inside(root, artifact.path)
     if artifact.engine is not None:
         check_engine(path, artifact.engine)
-    return find_backend(backend).open(path, threads, open_options(root, artifact, options))
+    return open_model(find_backend(backend), path, threads, open_options(root, artifact, options))
 
 
 def open_options(root: Path, artifact: Artifact, options: Options | None = None) -> Options:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 from runtime.bundle.columns import Array
+from runtime.bundle.files import find_encoder
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.tensors import TensorSpec
-from runtime.errors import UsageError
+from runtime.errors import BundleError, UsageError
 
 Feeds = dict[str, Array]
 Options = Mapping[str, str | int | bool]
@@ -128,3 +129,62 @@ def choose_outputs(specs: tuple[TensorSpec, ...], outputs: Sequence[str] | None)
     if unknown:
         raise UsageError(f"the model has no output '{unknown[0]}'; its outputs: {', '.join(names)}")
     return names if outputs is None else list(outputs)
+
+
+@dataclass(frozen=True)
+class EncoderDecoderSession:
+    """An encoder and its decoder as one: `run` calls the encoder, then the decoder with what it gave.
+
+    Whoever generates calls each as often as it needs.
+    """
+
+    path: Path
+    """The decoder's file."""
+    encoder: Session
+    decoder: Session
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return the encoder's inputs, then the decoder's that neither the encoder gives nor both read."""
+        known = {spec.name for spec in (*self.encoder.inputs, *self.encoder.outputs)}
+        return (*self.encoder.inputs, *(spec for spec in self.decoder.inputs if spec.name not in known))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Return the decoder's outputs."""
+        return self.decoder.outputs
+
+    @property
+    def cross(self) -> tuple[str, ...]:
+        """Return the names of what the encoder gives to the decoder."""
+        return tuple(spec.name for spec in self.encoder.outputs)
+
+    def encode(self, feeds: Feeds) -> Feeds:
+        """Run the encoder; return what the decoder reads at every token: the encoder's outputs, a mask."""
+        given = self.encoder.run({spec.name: feeds[spec.name] for spec in self.encoder.inputs})
+        read = {spec.name for spec in self.decoder.inputs}
+        return {name: values for name, values in {**feeds, **given}.items() if name in read}
+
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        check_feeds(self.inputs, feeds)
+        names = choose_outputs(self.outputs, outputs)
+        return self.decoder.run(self.encode(feeds), names)
+
+    def close(self) -> None:
+        self.encoder.close()
+        self.decoder.close()
+
+
+def open_model(backend: Backend, path: Path, threads: int, options: Options) -> Session:
+    """Open the model's file on a backend, an encoder-decoder with its encoder. BundleError, UsageError."""
+    encoder = find_encoder(path)
+    if encoder is None:
+        return backend.open(path, threads, options)
+    if not backend.decoders:
+        raise UsageError(f"backend '{backend.name}' does not run encoder-decoders: it keeps no cache between calls")
+    session = EncoderDecoderSession(path, backend.open(encoder, threads, options), backend.open(path, threads, options))
+    lost = [name for name in session.cross if name not in {spec.name for spec in session.decoder.inputs}]
+    if lost:
+        session.close()
+        raise BundleError(f"{path}: does not read '{lost[0]}', which {encoder.name} gives: they are not of one model")
+    return session

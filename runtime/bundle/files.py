@@ -99,17 +99,29 @@ def sync_tree(folder: Path) -> None:
 
 
 def model_files(model: Path) -> tuple[Path, ...]:
-    """Return the .onnx file and the files of external data that it names.
+    """Return the .onnx file, that of its encoder where it is an encoder-decoder, and the external data that they name.
 
     BundleError if one is missing or outside the model's folder: the names come from a file that we do not trust.
     """
     if not model.is_file():
         raise BundleError(f"{model}: the model file is missing")
-    data = [inside(model.parent, location) for location in sorted(external_files(model))]
+    encoder = find_encoder(model)
+    graphs = (model,) if encoder is None else (model, encoder)
+    data = [inside(model.parent, name) for name in sorted({name for graph in graphs for name in external_files(graph)})]
     missing = [path.name for path in data if not path.is_file()]
     if missing:
         raise BundleError(f"{model}: its external data is missing: {', '.join(missing)}")
-    return (model, *data)
+    return (*graphs, *data)
+
+
+ENCODER = "encoder.onnx"
+"""Name of an encoder-decoder's encoder, beside its decoder, which a bundle lists as the model."""
+
+
+def find_encoder(model: Path) -> Path | None:
+    """Return the encoder that lies beside the .onnx file of an encoder-decoder's decoder; None of any other model."""
+    encoder = model.with_name(ENCODER)
+    return encoder if model != encoder and encoder.is_file() else None
 
 
 def engine_files(engine: Path) -> tuple[Path, ...]:

@@ -30,6 +30,12 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
         raise ValueError(f"{name} is {value}, above {most}")
 
 
+SELF_PAST, SELF_PRESENT = "past_key_values.{layer}.decoder.{kind}", "present.{layer}.decoder.{kind}"
+"""In an encoder-decoder: its decoder's own earlier tokens."""
+CROSS = "cross.{layer}.{kind}"
+"""What each of its layers makes of the encoder's output, once for a text: what the one gives and the other reads."""
+
+
 @dataclass(frozen=True)
 class KvCacheSpec:
     """The keys and values of earlier tokens, as inputs and outputs of a decoder's graph.
@@ -77,7 +83,11 @@ class Artifact:
     name: str
     """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend."""
     path: str
-    """Of the .onnx file, of a checkpoint's config.json, or of an engine; relative to the bundle's folder."""
+    """Of the .onnx file, of a checkpoint's config.json, or of an engine; relative to the bundle's folder.
+
+    Of an encoder-decoder the decoder's .onnx file, beside which its encoder lies as encoder.onnx; `inputs`, `outputs`
+    and `size_bytes` are of both together.
+    """
     target: str
     """The backend it was made for."""
     precision: str

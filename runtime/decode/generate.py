@@ -7,8 +7,9 @@ added. Text comes out as tokens do: never half a character, never what belongs t
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Generation
 from runtime.decode.kv_cache import Decoder
+from runtime.decode.rules import NO_RULES, Rules
 from runtime.decode.sampling import Sampling, choose
 from runtime.encode.chat import check_messages, render_chat
 from runtime.encode.language import LanguageEncoder
@@ -111,11 +113,11 @@ class Generator:
 
     def generate(self, prompts: Sequence[Any], request: Request) -> list[Result]:
         """Answer each prompt, all in one batch; errors as in `stream`."""
-        return _collect_results(self.stream(prompts, request))
+        return collect_results(self.stream(prompts, request))
 
     def continue_tokens(self, ids: Sequence[Array], request: Request) -> list[Result]:
         """Answer prompts that are tokens already, int64 [t] each, as `generate` does."""
-        return _collect_results(
+        return collect_results(
             self._generate_pieces(
                 ids, self._limit_new_tokens(ids, request), request.sampling(self.settings), request.stop
             )
@@ -155,27 +157,45 @@ class Generator:
         return n_new
 
     def _generate_pieces(self, ids: Sequence[Array], n_new: int, sampling: Sampling, stop: Sequence[str]) -> Pieces:
-        rows = [_Row(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), stop)) for prompt in ids]
-        draws = [sampling.stream(row) for row in range(len(rows))]
-        logits = self.decoder.start(ids, max(map(len, ids)) + n_new)
-        for count in range(n_new):
-            if count:
-                logits = self.decoder.step(np.array([row.last for row in rows], np.int64))
-            for number, row in enumerate(rows):
-                if row.finish is None:
-                    token = _choose_token(logits[number], row, sampling, draws[number])
-                    piece = row.take(token, self.settings.eos_token_ids)
-                    if piece:
-                        yield number, piece
-            if all(row.finish for row in rows):
-                break
+        rows = [Answer(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), stop)) for prompt in ids]
+        start = partial(self.decoder.start, ids, self.decoder.room(ids, n_new))
+        return generate_rows(start, self.decoder.step, rows, n_new, self.settings.eos_token_ids, sampling)
+
+
+def generate_rows(
+    start: Callable[[], Array],
+    step: Callable[[Array], Array],
+    rows: Sequence[Answer],
+    n_new: int,
+    ends: Sequence[int],
+    sampling: Sampling,
+    rules: Rules = NO_RULES,
+) -> Pieces:
+    """Generate at most `n_new` tokens of each row, as `Generator.stream` yields and returns them.
+
+    `start` gives the logits [n, vocab] after the prompts, `step` those after one more token of each. `ends`: tokens of
+    which any ends an answer. `rules`: which tokens may come.
+    """
+    draws = [sampling.stream(row) for row in range(len(rows))]
+    logits = start()
+    for count in range(n_new):
+        if count:
+            logits = step(np.array([row.last for row in rows], np.int64))
         for number, row in enumerate(rows):
-            if row.finish is None and (rest := row.end("length")):
-                yield number, rest
-        return [row.result() for row in rows]
+            if row.finish is None:
+                allowed = rules.apply(logits[number], row.prompt, row.made, ends)
+                piece = row.take(_choose_token(allowed, row, sampling, draws[number]), ends)
+                if piece:
+                    yield number, piece
+        if all(row.finish for row in rows):
+            break
+    for number, row in enumerate(rows):
+        if row.finish is None and (rest := row.end("length")):
+            yield number, rest
+    return [row.result() for row in rows]
 
 
-def _collect_results(pieces: Pieces) -> list[Result]:
+def collect_results(pieces: Pieces) -> list[Result]:
     while True:
         try:
             next(pieces)
@@ -184,7 +204,7 @@ def _collect_results(pieces: Pieces) -> list[Result]:
             return results
 
 
-def _choose_token(logits: Array, row: _Row, sampling: Sampling, draws: np.random.Generator) -> int:
+def _choose_token(logits: Array, row: Answer, sampling: Sampling, draws: np.random.Generator) -> int:
     if np.isnan(logits).any():
         raise NonFiniteOutputs(f"the model gives NaN after {len(row.prompt) + len(row.made)} tokens")
     seen = np.concatenate([row.prompt, row.made]) if sampling.repetition_penalty != 1 else row.prompt
@@ -192,7 +212,7 @@ def _choose_token(logits: Array, row: _Row, sampling: Sampling, draws: np.random
 
 
 @dataclass
-class _Row:
+class Answer:
     """One answer while it is made."""
 
     prompt: Array
@@ -222,6 +242,7 @@ class _Row:
         return rest
 
     def result(self) -> Result:
+        """Return the answer as it stands."""
         return Result(self.text.text, tuple(self.made), self.finish or "length", len(self.prompt))
 
 

@@ -13,21 +13,25 @@ from typing import Protocol
 
 import numpy as np
 
-from runtime.backends import Feeds, Resident, Session
+from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session
 from runtime.backends.base import check_open
 from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import KvCacheSpec
+from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import positions
+from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import BundleError, UsageError
 
 
 class Keys(Protocol):
     """The keys and values of one batch between the calls that read it."""
 
-    def begin(self, n_rows: int, capacity: int) -> None:
-        """Begin a batch with nothing read yet, and room for `capacity` tokens a row. UsageError where there is less."""
+    def begin(self, n_rows: int, capacity: int, given: Feeds | None = None) -> None:
+        """Begin a batch with nothing read yet, and room for `capacity` tokens a row. UsageError where there is less.
+
+        `given`: inputs that stay as they are for all calls of the batch.
+        """
         ...
 
     def call(self, feeds: Feeds) -> Array:
@@ -59,6 +63,10 @@ class Decoder:
     def n_tokens(self) -> int:
         """Return how many columns the cache holds so far, padding included."""
         return self._total
+
+    def room(self, prompts: Sequence[Array], n_new: int) -> int:
+        """Return the capacity that prompts and answers of `n_new` tokens take."""
+        return max(map(len, prompts)) + n_new
 
     def start(self, prompts: Sequence[Array], capacity: int) -> Array:
         """Read prompts, int64 [t] each, into a new cache with room for `capacity` tokens a row."""
@@ -101,6 +109,63 @@ class Decoder:
         return self.keys.call({name: np.ascontiguousarray(feeds[name], self._inputs[name].dtype) for name in given})
 
 
+class EncodedDecoder:
+    """A batch of an encoder-decoder: `start` encodes and reads the first tokens, `step` one further token of each text.
+
+    All texts begin with the same tokens, so that no row is padded. Both give the logits of the next token, float32
+    [n, vocab]. Errors as of `Decoder`.
+    """
+
+    def __init__(self, session: Session, start_tokens: Sequence[int]) -> None:
+        if not isinstance(session, EncoderDecoderSession) or not isinstance(session.decoder, OnnxRuntimeSession):
+            raise UsageError("text of an encoder-decoder is generated on ONNX Runtime, from its two files")
+        self._session, self._start = session, np.array(start_tokens, np.int64)
+        names = {spec.name: spec for spec in session.decoder.inputs}
+        cache = find_cache(session.decoder)
+        if cache is None or DECODER_IDS not in names or len(session.cross) != len(cache.pairs()):
+            raise BundleError(f"{session.path}: the decoder's graph has no {DECODER_IDS}, or no cache of its own")
+        self.cache, self.keys = cache, BoundKeys(session.decoder, cache)
+
+    def room(self, prompts: Feeds, n_new: int) -> int:
+        """Return the tokens that answers of `n_new` take."""
+        return len(self._start) + n_new
+
+    def start(self, prompts: Feeds, capacity: int) -> Array:
+        """Encode what `prompts`, the encoder's inputs, hold, and read the start tokens into a new cache."""
+        n_rows = len(next(iter(prompts.values())))
+        given = {name: np.ascontiguousarray(values) for name, values in self._session.encode(prompts).items()}
+        self.keys.begin(n_rows, capacity, given)
+        self._total, self._capacity = 0, capacity
+        return self._run(np.tile(self._start, (n_rows, 1)))
+
+    def step(self, tokens: Array) -> Array:
+        """Read one more token of every text, int64 [n]."""
+        return self._run(tokens[:, None])
+
+    def _run(self, ids: Array) -> Array:
+        self._total += ids.shape[1]
+        if self._total > self._capacity:
+            raise UsageError(f"{self._total} tokens do not fit into a cache made for {self._capacity}")
+        logits = self.keys.call({DECODER_IDS: np.ascontiguousarray(ids)})
+        result: Array = logits[:, -1].astype(np.float32)
+        return result
+
+
+def find_cache(session: Session) -> KvCacheSpec | None:
+    """Return the cache that a decoder's inputs name as those of encoder-decoders do; None without one."""
+    inputs = {spec.name: spec for spec in session.inputs}
+    count = 0
+    while SELF_PAST.format(layer=count, kind="key") in inputs:
+        count += 1
+    if not count:
+        return None
+    spec = inputs[SELF_PAST.format(layer=0, kind="key")]
+    heads, size = spec.shape[1], spec.shape[3]
+    if not isinstance(heads, int) or not isinstance(size, int):
+        raise BundleError(f"cache input '{spec.name}' {spec.shape}: heads and size must be numbers")
+    return KvCacheSpec(count, heads, size, spec.dtype, False, SELF_PAST, SELF_PRESENT)
+
+
 def _make_keys(session: OnnxRuntimeSession | Resident, cache: KvCacheSpec) -> Keys:
     if isinstance(session, OnnxRuntimeSession):
         return BoundKeys(session, cache)
@@ -119,9 +184,11 @@ class BoundKeys:
         self._single: Array | None = None
         """Memory for the logits of single tokens, once a call has shown their size."""
 
-    def begin(self, n_rows: int, capacity: int) -> None:
+    def begin(self, n_rows: int, capacity: int, given: Feeds | None = None) -> None:
         """Begin a batch, nothing read yet. UsageError where a buffer of fixed length has less room than `capacity`."""
         self._binding, self._single = check_open(self._session.path, self._session.handle).io_binding(), None
+        for name, array in (given or {}).items():
+            self._binding.bind_ortvalue_input(name, _make_value(array, self._session.device))
         for past, present in self._cache.pairs():
             length = self._past_length(self._inputs[past], capacity)
             shape = (n_rows, self._cache.n_heads, length, self._cache.head_size)
@@ -190,8 +257,10 @@ class ResidentKeys:
     def __init__(self, session: Resident, cache: KvCacheSpec) -> None:
         self._session, self._cache = session, cache
 
-    def begin(self, n_rows: int, capacity: int) -> None:
+    def begin(self, n_rows: int, capacity: int, given: Feeds | None = None) -> None:
         """Begin a batch with nothing read yet. UsageError where the engine takes less than `capacity`."""
+        if given:
+            raise UsageError("an engine keeps nothing that an encoder gives: run encoder-decoders in ONNX Runtime")
         past = self._cache.pairs()[0][0]
         most = self._session.largest(past)[2] + 1  # the past that the last token reads is one shorter
         if capacity > most:

@@ -74,11 +74,11 @@ def logit_rows(
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
     encoders = [replace(encoder, inputs=session.inputs) for session in sessions]
-    vocab = max(_vocab_size(session) for session in sessions) or encoder.vocab_size or 1
-    for rows in _split_batches(sequences, batch_size, vocab):
+    vocab = max(vocab_size(session) for session in sessions) or encoder.vocab_size or 1
+    for rows in split_batches(sequences, batch_size, vocab):
         batch = [sequences[row][:-1] for row in rows]
         all_logits = [
-            _run_logits(session, model_encoder.feeds(batch))
+            run_logits(session, model_encoder.feeds(batch))
             for session, model_encoder in zip(sessions, encoders, strict=True)
         ]
         sizes = {logits.shape[-1] for logits in all_logits}
@@ -127,7 +127,7 @@ def _pick_tokens(log_probabilities: Array, tokens: Array) -> Array:
     return result
 
 
-def _split_batches(sequences: Sequence[Array], batch_size: int, vocab: int) -> Iterator[list[int]]:
+def split_batches(sequences: Sequence[Array], batch_size: int, vocab: int) -> Iterator[list[int]]:
     """Yield batches of samples, longest first and equal ones together: independent of the samples' order."""
     order = sorted(range(len(sequences)), key=lambda row: (-len(sequences[row]), sequences[row].tolist()))
     start = 0
@@ -138,20 +138,20 @@ def _split_batches(sequences: Sequence[Array], batch_size: int, vocab: int) -> I
         start += size
 
 
-def _vocab_size(session: Session) -> int:
+def vocab_size(session: Session) -> int:
     """Return the size of the vocabulary that the graph says; 0 where it does not."""
     last = next((spec.shape[-1] for spec in session.outputs if spec.name == "logits" and spec.shape), 0)
     return last if isinstance(last, int) else 0
 
 
-def _run_logits(session: Session, feeds: dict[str, Array]) -> Array:
-    """Return the logits of one call, float [n, t, vocab]; no other output is asked for."""
+def run_logits(session: Session, feeds: dict[str, Array], tokens: str = "input_ids") -> Array:
+    """Return the logits of one call, float [n, t, vocab], at the input `tokens`; no other output is asked for."""
     if "logits" not in {spec.name for spec in session.outputs}:
         names = ", ".join(spec.name for spec in session.outputs)
         raise BundleError(f"a language model has an output 'logits'; this has {names}")
     logits = session.run(feeds, ("logits",))["logits"]
-    if logits.ndim != 3 or logits.shape[:2] != feeds["input_ids"].shape:
+    if logits.ndim != 3 or logits.shape[:2] != feeds[tokens].shape:
         raise BundleError(
-            f"logits have shape {logits.shape} for tokens {feeds['input_ids'].shape}; scoring needs them at every token"
+            f"logits have shape {logits.shape} for tokens {feeds[tokens].shape}; scoring needs them at every token"
         )
     return logits

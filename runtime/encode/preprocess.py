@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
@@ -15,7 +15,8 @@ from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.pairs import ImageTextPreprocess, make_image_text_encoder
-from runtime.encode.texts import TextEncoder, TextPreprocess, make_text_encoder, pool
+from runtime.encode.seq2seq import Seq2SeqEncoder, TargetPreprocess, split_inputs
+from runtime.encode.texts import TextEncoder, TextPreprocess, load_tokenizer, make_text_encoder, pool
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ __all__ = [
     "LanguagePreprocess",
     "PreprocessSpec",
     "Preprocessor",
+    "Seq2SeqEncoder",
+    "Seq2SeqPreprocess",
+    "TargetPreprocess",
     "TensorPreprocess",
     "TextPreprocess",
     "make_preprocessor",
@@ -49,8 +53,37 @@ class TensorPreprocess:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
 
+SourceSpec = TextPreprocess | AudioPreprocess | TensorPreprocess
+
+
+@dataclass(frozen=True)
+class Seq2SeqPreprocess:
+    """What an encoder reads, and the texts that its decoder writes."""
+
+    kind: Literal["seq2seq"] = "seq2seq"
+    """Discriminator."""
+    source: SourceSpec | None = None
+    """How the encoder's inputs are made; a recipe that does not say means what the model's files say."""
+    target: TargetPreprocess = field(default_factory=TargetPreprocess)
+    """How the decoder's texts are made; what is not given is read from the model's files."""
+    prefix: str = ""
+    """Put before each text that the encoder reads, such as `summarize: `."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
+
+    def __post_init__(self) -> None:
+        if self.prefix and self.source is not None and not isinstance(self.source, TextPreprocess):
+            raise ValueError(f"prefix is put before texts, and the encoder reads kind: {self.source.kind}")
+
+
 PreprocessSpec = (
-    ImagePreprocess | AudioPreprocess | ImageTextPreprocess | TextPreprocess | LanguagePreprocess | TensorPreprocess
+    ImagePreprocess
+    | AudioPreprocess
+    | ImageTextPreprocess
+    | TextPreprocess
+    | LanguagePreprocess
+    | TensorPreprocess
+    | Seq2SeqPreprocess
 )
 
 _KINDS: dict[str, type[PreprocessSpec]] = {
@@ -60,6 +93,7 @@ _KINDS: dict[str, type[PreprocessSpec]] = {
     "text": TextPreprocess,
     "tensor": TensorPreprocess,
     "language": LanguagePreprocess,
+    "seq2seq": Seq2SeqPreprocess,
 }
 
 
@@ -112,7 +146,23 @@ def make_preprocessor(
         return make_text_encoder(spec, inputs, model_dir)
     if isinstance(spec, LanguagePreprocess):
         return make_language_encoder(spec, inputs, model_dir, vocab_size)
+    if isinstance(spec, Seq2SeqPreprocess):
+        return _make_seq2seq_encoder(spec, inputs, model_dir, vocab_size)
     return TensorEncoder(spec, inputs)
+
+
+def _make_seq2seq_encoder(
+    spec: Seq2SeqPreprocess, inputs: tuple[TensorSpec, ...], model_dir: Path | None, vocab_size: int | None
+) -> Seq2SeqEncoder:
+    if model_dir is None:
+        raise UsageError("seq2seq preprocessing reads a tokenizer: give the model's folder")
+    if spec.source is None:
+        raise UsageError("preprocess.source is missing: say how the encoder's inputs are made")
+    source = make_preprocessor(spec.source, split_inputs(inputs), model_dir)
+    tokenizer = load_tokenizer(model_dir / spec.target.tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Seq2SeqEncoder(spec.prefix, spec.target, spec, inputs, source, tokenizer, vocab_size)
 
 
 def split_samples(preprocessor: Preprocessor, columns: Columns) -> tuple[Columns, Array]:

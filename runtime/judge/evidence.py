@@ -264,6 +264,8 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
         differ = (metric.flaws.changed or _find_changed)(ours, theirs)
         count, reach = int(differ.sum()), metric.flaws.reach(ours)
         difference = bound_rare_changes(difference, 0.0, count, len(differ), reach, level)
+        widest = metric.flaws.widest
+        difference = replace(difference, low=max(difference.low, -widest), high=min(difference.high, widest))
     return before, after, difference
 
 
@@ -289,7 +291,11 @@ def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estim
         flawed = metric.flaws.of(columns)
         count, reach = int(flawed.sum()), metric.flaws.reach(columns)
         estimate = bound_rare_changes(estimate, metric.flaws.perfect, count, len(flawed), reach, level)
-        estimate = replace(estimate, high=min(estimate.high, metric.flaws.perfect))
+        perfect = metric.flaws.perfect
+        if metric.higher_is_better:
+            estimate = replace(estimate, high=min(estimate.high, perfect))
+        else:
+            estimate = replace(estimate, low=max(estimate.low, perfect))
     if metric.reach is not None and estimate.method == HALL:
         estimate = _bound_by_commonest(estimate, columns[0], metric.reach, level)
     if metric.bias is not None:
@@ -478,6 +484,8 @@ def request_evidence(times: RequestTimes, judgement: Judgement) -> dict[str, Evi
     """Return evidence of each metric, by name; row 0 of the times is the baseline, row 1 the candidate."""
     evidence = {}
     for quantity in quantities(judgement.benchmark):
+        if MEASURED[quantity.name].of_prompts and not times.of_prompts:
+            continue
         seconds = np.stack([quantity.seconds(times.first[side], times.steps[side]) for side in (0, 1)])
         evidence[quantity.name] = _percentile_evidence(
             quantity.name, quantity.percentile, seconds, judgement.confidence, quantity.to_unit

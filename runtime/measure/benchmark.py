@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_options
+from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_model, open_options
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
-from runtime.bundle.columns import Array
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
-from runtime.decode.kv_cache import Decoder
+from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
 from runtime.encode.preprocess import Preprocessor
+from runtime.encode.seq2seq import Seq2SeqEncoder, source_length
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
     Evidence,
@@ -49,12 +49,14 @@ from runtime.measure.probe import Probe, probe
 from runtime.measure.timing import (
     SETTLING_S,
     Best,
+    Prompts,
     RequestTimes,
     device_rounds,
     find_limited_batches,
     goodput,
     large_batch_rounds,
     make_prompts,
+    make_sources,
     run_request,
     time_requests,
     time_rounds,
@@ -313,19 +315,26 @@ def _measure_requests(
     seed, threads = manifest.judgement.seed, settings.threads
     with ExitStack() as stack:
         sessions = [open_variant(stack, root, variant, threads) for variant in variants]
-        decoders = [Decoder(s, v.artifact.cache) for s, v in zip(sessions, variants, strict=True)]
-        decoders += [Decoder(_open_graph(stack, variants[0].backend, path, threads), cache) for path, cache in between]
-        encoder = language_encoder(bundle_preprocessor(root, manifest, sessions[0].inputs))
+        encoder = bundle_preprocessor(root, manifest, sessions[0].inputs)
+        opened = [(session, variant.artifact.cache) for session, variant in zip(sessions, variants, strict=True)]
+        opened += [(_open_graph(stack, variants[0].backend, path, threads), cache) for path, cache in between]
+        start = encoder.target.start_tokens if isinstance(encoder, Seq2SeqEncoder) else ()
+        decoders = [EncodedDecoder(s, start) if start else Decoder(s, cache) for s, cache in opened]
+
+        def make_batches(batch_size: int) -> Sequence[Prompts]:
+            if isinstance(encoder, Seq2SeqEncoder):
+                return make_sources(encoder, columns, batch_size, settings.prompt_tokens, seed)
+            return make_prompts(language_encoder(encoder), columns, batch_size, settings.prompt_tokens, seed)
 
         def time_batch(batch_size: int, rounds: int, warmup: int, budget_s: float) -> RequestTimes:
-            prompts = make_prompts(encoder, columns, batch_size, settings.prompt_tokens, seed)
+            prompts = make_batches(batch_size)
             return time_requests(decoders, prompts, settings.new_tokens, rounds, warmup, seed, budget_s)
 
         budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
         every = time_batch(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
-        times = RequestTimes(every.first[:2], every.steps[:2])
+        times = RequestTimes(every.first[:2], every.steps[:2], of_prompts=reads_prompts(encoder))
         del decoders[2:]
-        prompts = make_prompts(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)
+        prompts = make_batches(settings.batch_size)
         energy = _measure_energy(
             variants[0].backend,
             [_run_prompts(decoder, prompts, settings.new_tokens) for decoder in decoders],
@@ -333,16 +342,18 @@ def _measure_requests(
         )
         limits = settings.ttft_limit_ms, settings.tpot_limit_ms
         limited = None if limits == (None, None) else goodput(time_batch, settings)
+    given = prompts[0] if isinstance(prompts[0], dict) else {"prompts": np.stack(prompts[0])}
     before, after = (
         probe(
             v.backend,
             inside(root, v.artifact.path),
             threads,
-            {"prompts": np.stack(prompts[0])},
+            given,
             open_options(root, v.artifact, v.options),
             v.artifact.cache,
             settings.new_tokens,
             _count_processes(manifest.judgement),
+            start,
         )
         for v in variants
     )
@@ -361,12 +372,19 @@ def _measure_requests(
     )
 
 
+def reads_prompts(encoder: Preprocessor) -> bool:
+    """Return whether requests are texts, whose tokens can be counted."""
+    return not isinstance(encoder, Seq2SeqEncoder) or source_length(encoder.spec.source) is not None
+
+
 def _run_feeds(session: Session, feeds: Sequence[Feeds]) -> Callable[[int], object]:
     """Return what makes the n-th call of a model, its batches in turn."""
     return lambda n: session.run(feeds[n % len(feeds)])
 
 
-def _run_prompts(decoder: Decoder, prompts: Sequence[Sequence[Array]], new_tokens: int) -> Callable[[int], object]:
+def _run_prompts(
+    decoder: Decoder | EncodedDecoder, prompts: Sequence[Prompts], new_tokens: int
+) -> Callable[[int], object]:
     """Return what makes the n-th request of a decoder, its prompts in turn."""
     return lambda n: run_request(decoder, prompts[n % len(prompts)], new_tokens)
 
@@ -385,7 +403,7 @@ def open_variant(stack: ExitStack, root: Path, variant: Variant, threads: int) -
 
 
 def _open_graph(stack: ExitStack, backend: str, path: Path, threads: int) -> Session:
-    session = find_backend(backend).open(path, threads, {})
+    session = open_model(find_backend(backend), path, threads, {})
     stack.callback(session.close)
     return session
 

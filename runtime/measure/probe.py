@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from runtime.backends import BACKENDS, Session
+from runtime.backends import BACKENDS, Session, open_model
 from runtime.backends.base import Options
 from runtime.bundle.manifest import KvCacheSpec
 from runtime.bundle.npz import read_arrays
@@ -46,10 +46,12 @@ def probe(
     cache: KvCacheSpec | None = None,
     new_tokens: int = 0,
     repeats: int = 3,
+    start_tokens: Sequence[int] = (),
 ) -> Probe:
     """Open the model and run it on `feeds` in `repeats` fresh processes. Raises RuntimeFailure with their error.
 
-    With a `cache` it is a decoder that continues `feeds["prompts"]`, int64 [n, t], by `new_tokens`.
+    With a `cache` it is a decoder that continues `feeds["prompts"]`, int64 [n, t], by `new_tokens`; with `start_tokens`
+    an encoder-decoder that writes as many to what `feeds` give its encoder.
     """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "feeds.npz"
@@ -62,6 +64,7 @@ def probe(
             "feeds": str(saved),
             "cache": to_json(cache),
             "new_tokens": new_tokens,
+            "start_tokens": list(start_tokens),
         }
         seen = [_run_fresh_process(json.dumps(task), path) for _ in range(repeats)]
     return Probe(tuple(s["load_ms"] for s in seen), tuple(s["peak_memory_bytes"] for s in seen))
@@ -97,9 +100,11 @@ def main(task: str) -> None:
     feeds = read_arrays(Path(order["feeds"]))
     bare = peak_memory_bytes()
     start = time.perf_counter()
-    session = backend.open(Path(order["path"]), order["threads"], order["options"])
+    session = open_model(backend, Path(order["path"]), order["threads"], order["options"])
     load_ms = 1000 * (time.perf_counter() - start)
-    if order["cache"] is not None:
+    if order["start_tokens"]:
+        _run_answers(session, order["start_tokens"], feeds, order["new_tokens"])
+    elif order["cache"] is not None:
         _run_requests(
             session, from_json(KvCacheSpec, order["cache"], "cache"), list(feeds["prompts"]), order["new_tokens"]
         )
@@ -116,3 +121,12 @@ def _run_requests(session: Session, cache: KvCacheSpec, prompts: list[np.ndarray
     decoder = Decoder(session, cache)
     for _ in range(RUNS - 1):  # a request is many calls
         run_request(decoder, prompts, new_tokens)
+
+
+def _run_answers(session: Session, start_tokens: Sequence[int], feeds: dict[str, np.ndarray], new_tokens: int) -> None:
+    from runtime.decode.kv_cache import EncodedDecoder
+    from runtime.measure.timing import run_request
+
+    decoder = EncodedDecoder(session, start_tokens)
+    for _ in range(RUNS - 1):
+        run_request(decoder, feeds, new_tokens)

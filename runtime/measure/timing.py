@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from runtime.backends import DeviceTimed, Feeds, Session
-from runtime.bundle.columns import Array, Columns
+from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.format import Benchmark
-from runtime.decode.kv_cache import Decoder
+from runtime.decode.answers import repeat_tokens
+from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.encode.language import LanguageEncoder
+from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import UsageError
 from runtime.judge.stats import is_drifting
 
@@ -41,6 +44,8 @@ LIMIT_BUDGET_S = 10.0
 MAX_LIMITED_POWER = 10
 """Batches of up to 2^10 are tried; of a decoder up to 2^MAX_REQUEST_POWER."""
 MAX_REQUEST_POWER = 6
+Prompts = Sequence[Array] | Feeds
+"""A batch of prompts: tokens of each, or of an encoder-decoder the inputs of its encoder."""
 Best = tuple[int, np.ndarray] | None
 """(batch size, seconds [rounds]) of the largest batch in time; None if even one sample is late."""
 
@@ -143,6 +148,8 @@ class RequestTimes:
 
     first: Array  # [models, rounds]: the prompts read and the first tokens chosen
     steps: Array  # [models, rounds, new_tokens - 1]: each further token
+    of_prompts: bool = True
+    """Whether prompts are texts, whose tokens can be counted; a recording is none."""
 
     @property
     def whole(self) -> Array:
@@ -167,9 +174,16 @@ def make_prompts(
     return [[tokens[start : start + n_tokens] for start in batch] for batch in starts]
 
 
+def make_sources(encoder: Seq2SeqEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int) -> list[Feeds]:
+    """Return at most PROMPTS batches of what an encoder reads, drawn from the samples, each text `n_tokens` long."""
+    n = count(columns)
+    drawn = np.random.default_rng(seed).integers(0, n, (min(PROMPTS, n), batch_size))
+    return [repeat_tokens(encoder.source_feeds(columns, rows), n_tokens) for rows in drawn]
+
+
 def time_requests(
-    decoders: Sequence[Decoder],
-    prompts: Sequence[Sequence[Array]],
+    decoders: Sequence[Decoder | EncodedDecoder],
+    prompts: Sequence[Prompts],
     new_tokens: int,
     rounds: int,
     warmup: int,
@@ -193,10 +207,13 @@ def time_requests(
     return RequestTimes(seconds[:, :, 0], seconds[:, :, 1:])
 
 
-def run_request(decoder: Decoder, prompts: Sequence[Array], new_tokens: int) -> Array:
-    """Generate greedily; return the seconds that each token of the answers took, float64 [new_tokens]."""
+def run_request(decoder: Any, prompts: Prompts, new_tokens: int) -> Array:
+    """Generate greedily; return the seconds that each token of the answers took, float64 [new_tokens].
+
+    `decoder`: a Decoder or an EncodedDecoder, with prompts of its kind.
+    """
     marks = [time.perf_counter()]
-    tokens = decoder.start(prompts, max(map(len, prompts)) + new_tokens).argmax(axis=1)
+    tokens = decoder.start(prompts, decoder.room(prompts, new_tokens)).argmax(axis=1)
     marks.append(time.perf_counter())
     for _ in range(new_tokens - 1):
         tokens = decoder.step(tokens).argmax(axis=1)
@@ -204,7 +221,7 @@ def run_request(decoder: Decoder, prompts: Sequence[Array], new_tokens: int) -> 
     return np.diff(marks)
 
 
-def _warm_up_decoder(decoder: Decoder, prompts: Sequence[Array], new_tokens: int, requests: int) -> float:
+def _warm_up_decoder(decoder: Decoder | EncodedDecoder, prompts: Prompts, new_tokens: int, requests: int) -> float:
     """Run at least one request; return the seconds of the last."""
     start = time.perf_counter()
     seconds = float(run_request(decoder, prompts, new_tokens).sum())

@@ -14,7 +14,8 @@ import numpy as np
 from runtime.backends import Feeds
 from runtime.bundle.columns import count
 from runtime.bundle.manifest import Benchmark, Manifest, fixed_batch
-from runtime.encode.preprocess import Preprocessor
+from runtime.encode.preprocess import Preprocessor, PreprocessSpec, Seq2SeqPreprocess, spec_from_dict
+from runtime.encode.seq2seq import source_length
 from runtime.errors import UsageError
 
 OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms")
@@ -58,11 +59,26 @@ def _check_settings(settings: Benchmark, manifest: Manifest) -> None:
         )
     timed = any(artifact.kind == "onnx" for artifact in manifest.artifacts)
     if manifest.generation is not None and timed:
-        check_room(settings, manifest.generation.context_length)
+        spec = spec_from_dict(manifest.preprocess)
+        check_room(settings, manifest.generation.context_length, spec)
 
 
-def check_room(settings: Benchmark, context_length: int) -> None:
-    """Raise UsageError where a request of the benchmark is longer than a decoder's context."""
+def check_room(settings: Benchmark, context_length: int, spec: PreprocessSpec) -> None:
+    """Raise UsageError where a request of the benchmark is longer than a decoder's context.
+
+    Of an encoder-decoder the prompt is what its encoder reads, and the context is of the answer alone.
+    """
+    if isinstance(spec, Seq2SeqPreprocess):
+        most = context_length - len(spec.target.start_tokens)
+        if settings.new_tokens > most:
+            raise UsageError(f"benchmark.new_tokens {settings.new_tokens} is more than an answer's {most} tokens")
+        longest = source_length(spec.source)
+        if longest is not None and settings.prompt_tokens > longest:
+            raise UsageError(
+                f"benchmark.prompt_tokens {settings.prompt_tokens} is more than the {longest} tokens (max_length) that "
+                "the encoder is given"
+            )
+        return
     if settings.prompt_tokens + settings.new_tokens > context_length:
         raise UsageError(
             f"benchmark.prompt_tokens {settings.prompt_tokens} and new_tokens {settings.new_tokens} are more than the "

@@ -27,6 +27,7 @@ from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASU
 from runtime.metrics.multi_label import MULTI_LABEL
 from runtime.metrics.regression import MAE, R2, RMSE
 from runtime.metrics.retrieval import RETRIEVAL
+from runtime.metrics.texts import CER, CHRF, EXACT_MATCH, ROUGE_L, TEXT_AGREEMENT, WER
 from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
 
@@ -37,6 +38,7 @@ _OWN = {
         *(*MULTI_LABEL, *RETRIEVAL),
         *(AGREEMENT, KL, COSINE, SQNR_DB, MSE_BASELINE),
         *(NLL, PERPLEXITY, KL_TOKEN, TOKEN_AGREEMENT),
+        *(EXACT_MATCH, CHRF, ROUGE_L, WER, CER, TEXT_AGREEMENT),
         *DETECTION_METRICS,
         *(metric for task in TASKS.own.values() for metric in task.metrics()),
     )

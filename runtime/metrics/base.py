@@ -6,6 +6,7 @@ split is what makes intervals cheap: what each sample adds to the statistic (`in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from runtime.errors import RuntimeFailure, UsageError
 
 Outputs = Mapping[str, np.ndarray]
 """Outputs over N samples: {"logits": [N, C]}, {"embeddings": [N, k, D]} or {output name: [N, ...]}."""
-ANSWERS = ("tokens", "maps", "answers", "boxes")
+ANSWERS = ("tokens", "maps", "answers", "boxes", "texts")
 """Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
@@ -83,6 +84,8 @@ class Flaws:
     of: Callable[[Columns], np.ndarray]
     reach: Callable[[Columns], float]
     perfect: float = 1.0
+    widest: float = math.inf
+    """From the worst value to the best: no change is larger."""
     changed: Callable[[Columns, Columns], np.ndarray] | None = None
     """Which samples differ between two models in what counts, bool [N]; None: those that differ in any column."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.tasks.base import Task
+from runtime.tasks.base import TEXT, Task
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,13 @@ class MeasuredMetric:
     about: str
     generates: bool | None = None
     """Whether it is of models that generate text alone, or of all others alone; None: of any."""
+    of_prompts: bool = False
+    """Whether it counts the tokens of a prompt, which only a text has."""
 
     def suits(self, task: Task) -> bool:
         """Return whether models of the task have it."""
+        if self.of_prompts and TEXT not in task.columns:
+            return False
         return self.generates is None or self.generates == task.generates
 
 
@@ -63,7 +67,9 @@ _GENERATION = (
         )
         for name, percentile in ITL_PERCENTILES.items()
     ),
-    MeasuredMetric("prefill_rate", True, "tokens/s", True, f"prompt tokens read in a second {_REQUEST}", True),
+    MeasuredMetric(
+        "prefill_rate", True, "tokens/s", True, f"prompt tokens read in a second {_REQUEST}", True, of_prompts=True
+    ),
     MeasuredMetric("decode_rate", True, "tokens/s", True, f"further tokens made in a second {_REQUEST}", True),
     MeasuredMetric(
         "goodput",

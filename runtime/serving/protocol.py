@@ -99,6 +99,9 @@ class ServedModel:
 
     def generate(self, body: bytes | bytearray, header_length: int | None = None) -> Answer:
         """Continue a request's text. UsageError for a model that generates none, or settings that there are not."""
+        manifest = self.bundle.manifest
+        if manifest.generates and TEXT not in find_task(manifest.task).columns:  # a text would name a file of ours
+            raise UsageError(f"{self.name} reads no texts, and requests bring nothing else: use compress-run generate")
         request = parse_object(memoryview(body))
         prompt, settings = request.get("text_input"), request.get("parameters") or {}
         if not isinstance(prompt, str) or not isinstance(settings, dict):

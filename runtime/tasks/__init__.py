@@ -8,6 +8,7 @@ from functools import partial
 from runtime.errors import UsageError
 from runtime.plugins import TASK_GROUP, PluginTable, check_entry
 from runtime.tasks.audio_classification import AudioClassification
+from runtime.tasks.automatic_speech_recognition import AutomaticSpeechRecognition
 from runtime.tasks.base import Task
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
@@ -16,6 +17,7 @@ from runtime.tasks.object_detection import ObjectDetection
 from runtime.tasks.question_answering import QuestionAnswering
 from runtime.tasks.regression import REGRESSIONS
 from runtime.tasks.semantic_segmentation import SemanticSegmentation
+from runtime.tasks.text2text_generation import Text2TextGeneration
 from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
@@ -33,6 +35,8 @@ _OWN = {
         QuestionAnswering(),
         FeatureExtraction(),
         TextGeneration(),
+        Text2TextGeneration(),
+        AutomaticSpeechRecognition(),
         ZeroShotImageClassification(),
         *MULTI_LABEL_TASKS,
         *REGRESSIONS,

@@ -58,7 +58,7 @@ class Task:
     """Columns of a sample that the inputs are made of; (): a column for each input."""
     required: int = 1
     """How many of `columns`, from the first on, a sample must have."""
-    preprocess: Literal["image", "audio", "image-text", "text", "language"] | None = None
+    preprocess: Literal["image", "audio", "image-text", "text", "language", "seq2seq"] | None = None
     """How the samples of a model's folder are encoded; None: they are the inputs."""
     outputs: str = "tensors"
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
@@ -66,6 +66,8 @@ class Task:
     """The outputs that there always are, numbers all: of `read_outputs`, or the sums of a model that generates."""
     generates: bool = False
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
+    encodes: bool = False
+    """Whether it is an encoder-decoder, which writes by what its encoder made of the sample. Labels are references."""
     facts: tuple[str, ...] = ()
     """Which of MASK, WORDS, IMAGE_SIZE and OFFSETS `read_outputs` needs."""
     postprocess_fields: tuple[str, ...] = ()

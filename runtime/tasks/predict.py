@@ -13,6 +13,7 @@ from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns, count, take_texts
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.tensors import TensorSpec
+from runtime.decode.answers import score_answers
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
 from runtime.encode.texts import WINDOW, TextEncoder
@@ -34,16 +35,17 @@ def run_samples(
 
     `facts`: what is known of every batch, for tasks whose outputs cannot be read without (`facts_of`).
 
-    Of a task that generates: the sums of `runtime.decode.scoring.score`, those beside a model `reference` among them
-    where one is given. Texts run sorted by length, each distinct one once, so the result does not depend on the order
-    of the samples. UsageError where samples, task and model do not fit.
+    Of a task that generates: what `runtime.decode.scoring.score` or `runtime.decode.answers.score_answers` gives, also
+    beside a model `reference` where one is given. Texts run sorted by length, each distinct one once, so the result
+    does not depend on the order of the samples. UsageError where samples, task and model do not fit.
     """
     found = find_task(task)
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
     views = encoding_views(task, columns)
     if found.generates:
-        return score(session, preprocessor, views[0], batch_size, reference)
+        score_samples = score_answers if found.encodes else score
+        return score_samples(session, preprocessor, views[0], batch_size, reference)
     if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     facts = replace(facts or BatchFacts(), spec=preprocessor.spec)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from small_audio import draw_tone, write_wave
 
 SIZE = 64
 """Pixels of a side."""
@@ -24,6 +25,11 @@ TINY: dict[str, Any] = {
     "intermediate_size": 64,
 }
 VOCABULARY = 64
+N_WORDS = VOCABULARY - 3
+BINS = 16
+"""Of a sound's mel spectrum."""
+WRITING: dict[str, Any] = {"preprocess": {"kind": "seq2seq", "target": {"max_length": 80}}}
+"""A recipe's part for answers long enough to be timed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Shelved:
     passes: tuple[dict[str, Any], ...] = field(default=({"kind": "prune_channels", "ratio": 0.25},))
     """The structure passes that it goes through before int8; (): none fits."""
     metric: str = "cosine"
-    """What the table shows: closeness to the float model."""
+    """What the table shows: closeness to the float model, such as `token_agreement` of models that write."""
     least: float = 0.8
 
     def write(self, folder: Path) -> dict[str, Any]:
@@ -106,21 +112,48 @@ def write_images(folder: Path) -> dict[str, Any]:
 
 def write_texts(folder: Path) -> dict[str, Any]:
     """Write a tokenizer of words and texts with labels."""
+    write_tokenizer(folder / "model")
+    rng = np.random.default_rng(0)
+    return write_rows(folder, [{"text": draw_text(rng), "label": int(rng.integers(len(LABELS)))} for _ in range(N)])
+
+
+def write_answers(folder: Path) -> dict[str, Any]:
+    """Write a tokenizer of words and texts with references."""
+    write_tokenizer(folder / "model")
+    rng = np.random.default_rng(0)
+    return {**WRITING, **write_rows(folder, [{"text": draw_text(rng), "label": draw_text(rng)} for _ in range(N)])}
+
+
+def write_speech(folder: Path) -> dict[str, Any]:
+    """Write a tokenizer of words, Whisper's feature extractor for a second, and recordings with references."""
+    write_tokenizer(folder / "model")
+    transformers.WhisperFeatureExtractor(feature_size=BINS, chunk_length=1).save_pretrained(folder / "model")
+    rng, rows = np.random.default_rng(0), []
+    for i in range(N):
+        write_wave(folder / f"{i}.wav", draw_tone(("low", "high")[i % 2], rng, seconds=float(rng.uniform(0.3, 0.9))))
+        rows.append({"audio": f"{i}.wav", "label": draw_text(rng)})
+    return {**WRITING, **write_rows(folder, rows)}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of words, which knows an end of texts and adds none."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(VOCABULARY - 2))]
+    words = ["[PAD]", "[UNK]", "[END]", *(f"w{i}" for i in range(N_WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
-    fast.save_pretrained(folder / "model")
-    rng = np.random.default_rng(0)
-    rows = [
-        {
-            "text": " ".join(f"w{i}" for i in rng.integers(0, VOCABULARY - 2, rng.integers(4, 16))),
-            "label": int(rng.integers(len(LABELS))),
-        }
-        for _ in range(N)
-    ]
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]"
+    )
+    fast.save_pretrained(folder)
+
+
+def draw_text(rng: np.random.Generator) -> str:
+    return " ".join(f"w{i}" for i in rng.integers(0, N_WORDS, rng.integers(4, 16)))
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Write samples, which calibrate and judge alike; return the recipe's data."""
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data": {part: {"source": "jsonl:samples.jsonl"} for part in ("calibration", "evaluation")}}
 
@@ -193,6 +226,9 @@ WRITERS = {
     "question-answering": write_questions,
     "zero-shot-image-classification": write_pairs,
     "audio-classification": write_sounds,
+    "feature-extraction": write_texts,
+    "text2text-generation": write_answers,
+    "automatic-speech-recognition": write_speech,
 }
 
 
@@ -204,6 +240,40 @@ def _text(cls: str, **more: Any) -> Callable[[], Any]:
 
 def _image(cls: str, **more: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, cls)(**more)
+
+
+def _t5() -> Any:
+    return transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+    )
+
+
+def _whisper() -> Any:
+    special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    return transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=BINS,
+        max_source_positions=50,
+        max_target_positions=80,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **special,
+    )
 
 
 CLASSIFY, TEXTS = "image-classification", "text-classification"
@@ -369,5 +439,19 @@ SHELF = (
             vision_config={**TINY, "image_size": SIZE, "patch_size": 16},
             projection_dim=16,
         ),
+    ),
+    Shelved(
+        "t5",
+        "text2text-generation",
+        "T5ForConditionalGeneration",
+        _t5,
+        metric="token_agreement",
+    ),
+    Shelved(
+        "whisper",
+        "automatic-speech-recognition",
+        "WhisperForConditionalGeneration",
+        _whisper,
+        metric="token_agreement",
     ),
 )

@@ -18,9 +18,19 @@ from models import SHELF, Shelved
 from places import ROOT
 
 from runtime.bundle.format import read_manifest
+from runtime.tasks import find_task
 
 PAGE = ROOT / "docs/reference/shelf.md"
-HEADS = ("model", "task", "exported", "int8 layers", "cosine, int8", "pruned by", "cosine, pruned and int8", "engine")
+HEADS = (
+    "model",
+    "task",
+    "exported",
+    "int8 layers",
+    "closeness, int8",
+    "pruned by",
+    "closeness, pruned and int8",
+    "engine",
+)
 HAS_RTX = importlib.util.find_spec("tensorrt_rtx_bindings") is not None
 on_the_shelf = pytest.mark.skipif("SHELF" not in os.environ, reason="takes minutes: make shelf")
 INT8 = {"kind": "int8", "placement": "auto", "restore": {"max_layers": 0}}
@@ -69,11 +79,15 @@ def test_a_model_of_the_shelf(model: Shelved, tmp_path: Path, rows: dict[str, tu
         model.task,
         "yes",
         f"{placed} of {len(layers)}",
-        f"{plain.candidate.metrics[model.metric]:.4f}",
+        _show_closeness(model, plain),
         ", ".join(f"`{one['kind']}`" for one in model.passes) or "nothing yet",
-        f"{pruned.candidate.metrics[model.metric]:.4f}" if pruned is not None else "",
-        _compile(build, tmp_path),
+        _show_closeness(model, pruned) if pruned is not None else "",
+        "ONNX alone" if find_task(model.task).encodes else _compile(build, tmp_path),
     )
+
+
+def _show_closeness(model: Shelved, report: Any) -> str:
+    return f"{report.candidate.metrics[model.metric]:.4f} {model.metric}"
 
 
 def _compile(build: Any, folder: Path) -> str:

@@ -87,7 +87,7 @@ def tensor(name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> Any:
 
 
 @quick_judge()
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if not task.encodes])  # those: e2e/test_answers
 def test_every_command_of_a_card_works(
     task: str,
     request: pytest.FixtureRequest,

@@ -271,6 +271,8 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
         "classes": (classes, np.where(rng.random(n) < 0.8, classes, rng.integers(0, 5, n))),
     }
     actual, found = rng.integers(1, 9, n), rng.integers(1, 9, n)
+    grams = rng.integers(5, 30, (2, n, 1)) * np.linspace(1, 0.6, 6) // 1  # of each length, as answers have them
+    columns["grams"] = (*grams, rng.binomial(np.minimum(*grams).astype(int), 0.7))
     columns["spans"] = (rng.binomial(np.minimum(actual, found), 0.7), actual, found)
     truth = rng.random((n, 4)) < [0.5, 0.3, 0.2, 0.4]
     columns["numbers"] = (rng.normal(size=(n, 2)), rng.normal(size=(n, 2)))
@@ -293,6 +295,7 @@ def influenced(name: str, n: int) -> tuple[np.ndarray, ...]:
         "sqnr_db": "errors",
         "rmse": "numbers",
         "r2": "numbers",
+        "chrf": "grams",
     }
     kinds |= dict.fromkeys(("miou", "dice", "miou_baseline"), "maps")
     by_ending = {"_macro": "classes"} | dict.fromkeys(("span_f1", "span_precision", "span_recall"), "spans")

@@ -1,0 +1,114 @@
+"""The graph of an encoder-decoder, and the two that it is cut into: where keys and values of the encoder's output are.
+
+Passes see one graph, in which nothing is twice; a bundle holds two, so that a text is encoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import onnx_ir as ir
+
+from compress.graph.edit import reroute, tidy, uses_of
+from compress.graph.run import clone
+from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT, KvCacheSpec
+
+LEAST_SHARED, PAGE = 2**16, 4096
+"""Bytes of a weight below which both files hold it; what a weight in a file of its own begins at, to be mapped."""
+
+
+def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+    """Return the encoder and the decoder of a whole graph, cut at what one gives to the other; the graph stays."""
+    encoder, decoder = clone(model), clone(model)
+    cross = cross_names(model)
+    _keep_outputs(encoder, cross)
+    values = {value.name: value for value in decoder.graph.outputs}
+    for name in cross:
+        made = values[name]
+        cut = ir.Value(name=name, type=made.type, shape=made.shape)
+        made.name = f"{name}/made"
+        reroute(uses_of(made), cut)
+        decoder.graph.inputs.append(cut)
+    _keep_outputs(decoder, [value.name or "" for value in model.graph.outputs if value.name not in cross])
+    for half in (encoder, decoder):
+        tidy(half)
+        _drop_idle_inputs(half)
+    return encoder, decoder
+
+
+def cross_names(model: ir.Model) -> list[str]:
+    """Return the names of the keys and values that the encoder gives; [] of any other graph."""
+    given = {value.name for value in model.graph.outputs}
+    names: list[str] = []
+    while (name := CROSS.format(layer=len(names) // 2, kind=("key", "value")[len(names) % 2])) in given:
+        names.append(name)
+    return names
+
+
+def share_weights(encoder: ir.Model, decoder: ir.Model, path: Path) -> None:
+    """Let both halves read the large weights that they have in common from one file, in place; none, no file.
+
+    A table of embeddings is a quarter of a small T5: it is stored once, whatever the halves call it.
+    """
+    common = [
+        (value, other)
+        for value in encoder.graph.initializers.values()
+        if value.const_value is not None and value.const_value.nbytes >= LEAST_SHARED
+        for other in decoder.graph.initializers.values()
+        if same_content(value, other)
+    ]
+    if not common:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for value, other in common:
+            tensor = value.const_value
+            assert tensor is not None
+            file.write(b"\0" * (-file.tell() % PAGE))
+            offset = file.tell()
+            file.write(tensor.tobytes())
+            shape = ir.Shape(tuple(tensor.shape.numpy()))
+            for each in (value, other):
+                each.const_value = ir.ExternalTensor(
+                    path.name,
+                    offset,
+                    tensor.nbytes,
+                    tensor.dtype,
+                    shape=shape,
+                    name=each.name or "",
+                    base_dir=path.parent,
+                )
+
+
+def same_content(one: ir.Value, other: ir.Value) -> bool:
+    """Return whether two initializers hold the same numbers in the same form."""
+    a, b = one.const_value, other.const_value
+    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return a is b or a.tobytes() == b.tobytes()
+
+
+def cache_of_decoder(model: ir.Model) -> KvCacheSpec:
+    """Return what a bundle says of the cache of a whole graph's decoder."""
+    first = next(value for value in model.graph.inputs if value.name == SELF_PAST.format(layer=0, kind="key"))
+    assert first.shape is not None and first.dtype is not None
+    heads, size = first.shape[1], first.shape[3]
+    assert isinstance(heads, int) and isinstance(size, int)
+    n_layers = len(cross_names(model)) // 2
+    return KvCacheSpec(n_layers, heads, size, str(first.dtype.numpy()), False, SELF_PAST, SELF_PRESENT)
+
+
+def _keep_outputs(model: ir.Model, names: Iterable[str]) -> None:
+    values = {value.name: value for value in model.graph.outputs}
+    kept = [values[name] for name in names]
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(kept)
+
+
+def _drop_idle_inputs(model: ir.Model) -> None:
+    """Remove inputs that nothing reads, in place."""
+    given = {id(value) for value in model.graph.outputs}
+    for value in list(model.graph.inputs):
+        if not value.uses() and id(value) not in given:
+            model.graph.inputs.remove(value)

@@ -1,0 +1,14 @@
+"""Speech, written down."""
+
+from __future__ import annotations
+
+from runtime.encode.audio import AUDIO_COLUMNS
+from runtime.tasks.text2text_generation import WritesAnswers
+
+
+class AutomaticSpeechRecognition(WritesAnswers):
+    """Write down what is said: Whisper and the like."""
+
+    name = "automatic-speech-recognition"
+    about = "what is said in a recording, by an encoder and a decoder"
+    columns = AUDIO_COLUMNS

@@ -1,0 +1,172 @@
+"""Small encoder-decoders with their tokenizers: one that has learned to turn texts round, and random ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from small_audio import draw_tone, write_wave
+
+LETTERS = "abcdefgh"
+SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
+
+
+def write_tokenizer(folder: Path, extra: tuple[str, ...] = ()) -> Any:
+    """Write a tokenizer of single letters, which ends texts with </s>; `extra`: further special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *LETTERS, "\N{LOWER ONE EIGHTH BLOCK}", *extra))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    split = [pre_tokenizers.Metaspace(prepend_scheme="never"), pre_tokenizers.Split("", "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="<s>",
+        additional_special_tokens=list(extra), model_max_length=32,
+    )  # fmt: skip
+    fast.save_pretrained(folder)
+    return fast
+
+
+def write_texts(path: Path, n: int, seed: int) -> None:
+    """Write jsonl of texts and, as their references, the same texts turned round."""
+    rows = [{"text": text, "label": text[::-1]} for text in draw_texts(n, np.random.default_rng(seed))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def draw_texts(n: int, rng: np.random.Generator) -> list[str]:
+    return ["".join(rng.choice(list(LETTERS), rng.integers(2, 6))) for _ in range(n)]
+
+
+def train_turner(folder: Path, steps: int = 500) -> None:
+    """Write a T5 of 20,000 parameters that has learned to turn texts round, with its tokenizer."""
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    tokenizer = write_tokenizer(folder)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        dropout_rate=0.0, relative_attention_num_buckets=16,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration(config)
+    rng = np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
+    for _ in range(steps):
+        texts = draw_texts(64, rng)
+        source = tokenizer(texts, padding=True, return_tensors="pt")
+        labels = tokenizer([text[::-1] for text in texts], padding=True, return_tensors="pt").input_ids
+        labels[labels == 0] = -100
+        loss = model(input_ids=source.input_ids, attention_mask=source.attention_mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    model.generation_config.max_length = 12
+    model.save_pretrained(folder)
+
+
+def make_random(kind: str) -> tuple[Any, dict[str, Any]]:
+    """Return a model of a class (t5, bart, marian, whisper) with random weights, and samples for its encoder.
+
+    What generation_config.json can ask for is asked of one or another.
+    """
+    import torch
+    from transformers import (
+        BartConfig,
+        BartForConditionalGeneration,
+        MarianConfig,
+        MarianMTModel,
+        T5Config,
+        T5ForConditionalGeneration,
+        WhisperConfig,
+        WhisperForConditionalGeneration,
+    )
+
+    sizes: dict[str, Any] = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "init_std": 0.6}
+    t5 = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    made: dict[str, tuple[type, Any, dict[str, Any]]] = {
+        "t5": (T5ForConditionalGeneration, t5, {"repetition_penalty": 1.3, "min_length": 5}),
+        "bart": (
+            BartForConditionalGeneration,
+            BartConfig(**sizes, max_position_embeddings=32),
+            {"no_repeat_ngram_size": 2, "forced_bos_token_id": 0, "forced_eos_token_id": 2},
+        ),
+        "marian": (
+            MarianMTModel,
+            MarianConfig(
+                **sizes, max_position_embeddings=32, pad_token_id=39, eos_token_id=0, decoder_start_token_id=39
+            ),
+            {"bad_words_ids": [[39], [5, 6]]},
+        ),
+        "whisper": (WhisperForConditionalGeneration, None, {}),
+    }
+    if kind == "whisper":
+        config = WhisperConfig(**sizes | SPEECH)
+        rules = {"suppress_tokens": [7, 8], "begin_suppress_tokens": [9, 2], "no_timestamps_token_id": 39}
+        rules |= {"lang_to_id": {"<|en|>": 10, "<|de|>": 11}, "task_to_id": {"transcribe": 12, "translate": 13}}
+        made[kind] = (
+            WhisperForConditionalGeneration,
+            config,
+            rules | {"language": "de", "task": "transcribe", "is_multilingual": True},
+        )
+    make, config, rules = made[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = make(config).eval()
+        if kind == "t5":
+            for parameter in model.parameters():
+                parameter.data.mul_(2.0)
+        for name, value in {**rules, "max_length": 14, "num_beams": 1, "do_sample": False}.items():
+            setattr(model.generation_config, name, value)
+        if kind == "whisper":
+            return model, {"input_features": 3 * torch.randn(3, 8, 100)}
+        mask = torch.ones(3, 9, dtype=torch.int64)
+        mask[0, -3:] = 0
+        return model, {"input_ids": torch.randint(3, 39, (3, 9)), "attention_mask": mask}
+
+
+SPEECH: dict[str, Any] = {
+    "max_source_positions": 50, "max_target_positions": 24, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 3,
+    "eos_token_id": 1, "decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+"""Of a Whisper that hears one second."""
+
+
+def write_speech_model(folder: Path, data: Path) -> Any:
+    """Write a random Whisper of one second, its tokenizer and feature extractor, and recordings; return the model."""
+    import torch
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    tokenizer = write_tokenizer(folder, ("<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"))
+    WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder)
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "init_std": 0.6}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = WhisperForConditionalGeneration(WhisperConfig(**sizes | SPEECH)).eval()
+    english, german, transcribe, translate, untimed = range(len(tokenizer) - 5, len(tokenizer))
+    rules: dict[str, Any] = {"lang_to_id": {"<|en|>": english, "<|de|>": german}, "no_timestamps_token_id": untimed}
+    rules |= {"task_to_id": {"transcribe": transcribe, "translate": translate}, "is_multilingual": True}
+    rules |= {"max_length": 14, "suppress_tokens": [0, 2, 3, *range(13, 18)], "begin_suppress_tokens": [1, 12]}
+    for name, value in rules.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    for name, n in (("train", 8), ("test", 24)):
+        rows = []
+        for i in range(n):
+            file = f"{name}-{i}.wav"
+            write_wave(data / file, draw_tone(("low", "high")[i % 2], rng, seconds=float(rng.uniform(0.3, 0.9))))
+            rows.append({"audio": file, "transcription": draw_texts(1, rng)[0]})
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model
