@@ -24,6 +24,7 @@ from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.export.parity import TOLERANCE, check_parity
 from compress.facts import Note
 from compress.formats.targets import TARGETS
+from compress.graph.specs import input_specs
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
@@ -346,10 +347,10 @@ def _run_graph_passes(
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
     log, slices = run.journal.log, evaluation.slices
-    finder = shortfall_finder(inputs, exported.inputs, evaluation.columns, baseline, save_graph, log, slices)
-    context = GraphContext(
-        **_list_fields(run, exported.inputs), **_list_training_fields(run, exported.inputs), shortfalls=finder
-    )
+    # a decoder without some of its heads keeps fewer keys and values than the float one
+    specs = input_specs(state.model) if run.plan.recipe.model.generates else exported.inputs
+    finder = shortfall_finder(inputs, specs, evaluation.columns, baseline, save_graph, log, slices)
+    context = GraphContext(**_list_fields(run, specs), **_list_training_fields(run, specs), shortfalls=finder)
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
         context = replace(context, timing=_make_graph_timing(run, config, exported))
