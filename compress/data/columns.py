@@ -94,20 +94,7 @@ def same_roles(parts: Sequence[tuple[str, Collection[str]]]) -> None:
 
 def resolve_slices(spec: DataSpec, table: Table, slices: Sequence[str]) -> dict[str, str]:
     """Map each slice but `label` to the column of its name, or the one that the spec gives. SourceError."""
-    columns, problems = {}, []
-    for name in slices:
-        column = spec.columns.get(name, name)
-        if isinstance(column, int) and 0 <= column < len(table.names):
-            column = table.names[column]
-        if name == LABEL:
-            continue
-        if column not in table.lengths:
-            shown = did_you_mean(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
-            problems.append(f"{table.where}: validate.slices: there is no column '{column}'{shown}{table.hint}")
-        columns[name] = str(column)
-    if problems:
-        raise SourceError(problems)
-    return columns
+    return _find_columns(table, {name: spec.columns.get(name, name) for name in slices if name != LABEL}, "slice ")
 
 
 def _resolve_declared(
@@ -121,21 +108,32 @@ def _resolve_declared(
         f"{table.where}: role '{role}' is not one of {', '.join(allowed)}{did_you_mean(role, allowed)}"
         for role in unknown
     ]
-    columns = {}
+    return _find_columns(table, given, problems=problems)
+
+
+def _find_columns(
+    table: Table, given: Mapping[str, str | int], what: str = "", problems: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the names of columns that are given by name or number, for each role; `what` roles are, in errors.
+
+    SourceError, with the `problems` found before.
+    """
+    columns, found = {}, list(problems)
     for role, column in given.items():
         if isinstance(column, int):
             if not 0 <= column < len(table.names):
-                problems.append(
-                    f"{table.where}: there is no column {column} (for {role}): the file has {len(table.names)}, from 0"
+                found.append(
+                    f"{table.where}: there is no column {column} (for {what}{role}): the file has {len(table.names)}, "
+                    "from 0"
                 )
                 continue
             column = table.names[column]
         if column not in table.lengths:
             shown = did_you_mean(column, table.names) or f"; the file has: {', '.join(table.names) or 'no columns'}"
-            problems.append(f"{table.where}: there is no column '{column}' (for {role}){shown}{table.hint}")
+            found.append(f"{table.where}: there is no column '{column}' (for {what}{role}){shown}{table.hint}")
         columns[role] = column
-    if problems:
-        raise SourceError(problems)
+    if found:
+        raise SourceError(found)
     return columns
 
 

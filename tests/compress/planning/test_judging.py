@@ -119,7 +119,7 @@ def test_columns_may_say_where_a_slice_lies(folder: Path) -> None:
     [
         (["data.evaluation={day: {sauce: npz:x}}"], "data.evaluation.day.sauce: unknown key; did you mean 'source'"),
         (["data.evaluation={da y: {source: npz:x}}"], "'da y' names a set: use letters, digits"),
-        (["validate.slices=[wether]"], "there is no column 'wether'; did you mean 'weather'"),
+        (["validate.slices=[wether]"], "there is no column 'wether' .for slice wether.; did you mean 'weather'"),
         (["validate.slices=[where]"], "slice 'where' is ndarray: give a text or a number for each sample"),
         (["validate.gates=[{metric: top1, min: 0.5, worst: set}]"], "no slices by 'set': data.evaluation is one set"),
         (["validate.gates=[{metric: top1, min: 0.5, worst: weather}]"], "'weather' is not among validate.slices"),
