@@ -72,17 +72,21 @@ def open_judged(root: Path) -> Judged:
     return Judged(root, manifest, read_samples(root, manifest), read_outputs(root, manifest))
 
 
-def write_calibration(judged: Judged, recipe: Path, bench: Path, path: Path) -> None:
-    """The recipe's own calibration samples as the model's inputs, one by one, so that no text is padded."""
+def write_calibration(judged: Judged, recipe: Path, bench: Path, path: Path, sets: Sequence[str] = ()) -> None:
+    """The recipe's own calibration samples as the model's inputs, one by one, so that no text is padded.
+
+    `sets`: further settings of the recipe.
+    """
     from compress.data import load_samples
     from compress.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, [f"vars.bench={bench}"])
+    loaded = load_recipe(recipe, [f"vars.bench={bench}", *sets])
     if loaded.data.calibration is None:
         raise RunError(f"{recipe}: has no data.calibration to give to the peers")
     inputs = judged.manifest.artifact("baseline").inputs
     names = tuple(spec.name for spec in inputs)
-    samples = load_samples(loaded.data.calibration, loaded.root, loaded.model.task, names, loaded.seed)
+    images = judged.manifest.preprocess["kind"] == "image"
+    samples = load_samples(loaded.data.calibration, loaded.root, loaded.model.task, names, loaded.seed, images=images)
     preprocessor = bundle_preprocessor(judged.root, judged.manifest, inputs)
     batches: list[Batch] = []
     for view in encoding_views(loaded.model.task, samples.columns):
@@ -175,11 +179,11 @@ def find_row(rows: Sequence[Row], model: str, backend: str = ONNXRUNTIME) -> Row
 
 
 def make_peer_models(
-    peers: Sequence[Peer], judged: Judged, recipe: Path, call: Call
+    peers: Sequence[Peer], judged: Judged, recipe: Path, call: Call, sets: Sequence[str] = ()
 ) -> tuple[dict[str, Path], list[Row]]:
     """({peer: its model file}, a row for each peer that failed): that a peer fails, fails no claim of ours."""
     batches = call.out / "calibration.npz"
-    write_calibration(judged, recipe, call.bench, batches)
+    write_calibration(judged, recipe, call.bench, batches, sets)
     made: dict[str, Path] = {}
     failures: list[Row] = []
     for peer in peers:

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import ShapeInferencePass
+from onnx_ir.passes.common import DeduplicateInitializersPass, ShapeInferencePass
 from torch import nn
 
 from compress.blocks.rounded import RoundedLayers
@@ -51,6 +51,8 @@ SHARED = "shared.data"
 """Name of the file that holds what an encoder and its decoder have in common."""
 ACTIVATION_LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
+MOST_SHARED = 2**16
+"""Elements of a constant that is looked for among the others; larger ones are weights, each with its own name."""
 
 
 def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
@@ -95,6 +97,7 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     if state.kv_cache is not None and not _keeps_integers(model):
         raise ExportError([_explain_missing_cache(state.kv_cache, target.name), *notes])
     share_tables(model)
+    DeduplicateInitializersPass(size_limit=MOST_SHARED)(model)  # zero points, above all
     strip_metadata(model)
     return model, notes
 
@@ -151,7 +154,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
 
 def _save_one(model: ir.Model, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_graph(model, path)
+    write_graph(_without_inferred(model), path)
     refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())
     try:
         onnx.checker.check_model(str(path))
@@ -159,6 +162,26 @@ def _save_one(model: ir.Model, path: Path) -> None:
             open_session(path)
     except refusals as error:
         raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
+
+
+def _without_inferred(model: ir.Model) -> ir.Model:
+    """Return a copy without what every reader infers: types and shapes of constants and of float32 tensors between
+    nodes, shapes of what Q/DQ nodes give, and the names of these nodes, which are those of their outputs. Of a detector
+    of 300 KB it is a tenth.
+    """
+    plain = clone(model)
+    inferred = list(plain.graph.initializers.values())
+    for node in plain.graph:
+        inner = [value for value in node.outputs if not value.is_graph_output()]
+        inferred += [value for value in inner if value.dtype in (None, ir.DataType.FLOAT)]
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.name = None
+            for value in inner:
+                value.shape = None  # but not its type: an engine's order is read from the file
+    for value in inferred:
+        if not value.is_graph_output() and not value.is_graph_input():
+            value.type = value.shape = None
+    return plain
 
 
 def computes_in_bfloat16(model: ir.Model) -> bool:

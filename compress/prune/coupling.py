@@ -115,7 +115,9 @@ def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     for call in flow.in_order():
         module = flow.modules[call.module]
         if is_layer(module) and call.module not in layers:
-            weight, into = names[id(module.weight)], in_axis(module)
+            weight, into = names.get(id(module.weight)), in_axis(module)
+            if weight is None:  # computed anew at each call, of other parameters: torch.nn.utils.parametrize
+                continue
             table = isinstance(module, nn.Embedding)
             output = (weight, 1 if table else 1 - into)
             layers[call.module] = _Layer(module, output, None if table else (weight, into))

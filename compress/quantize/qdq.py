@@ -129,7 +129,7 @@ def _insert_pair(
     z = initializer(model, f"{value.name}/zero_point", ir.Tensor(zero_point))
     quantized = append(model, "QuantizeLinear", [value, s, z], f"{value.name}/quantized")
     quantized.type, quantized.shape = z.type, value.shape
-    dequantized = append(model, "DequantizeLinear", [quantized, s, z], f"{value.name}/dequantized")
+    dequantized = append(model, "DequantizeLinear", [quantized, s, z], f"{value.name}/float")
     dequantized.type, dequantized.shape = value.type, value.shape
     reroute(uses, dequantized)
 
@@ -152,7 +152,7 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     inputs = [q, _add_constant(model, layer, "scale", _to_tensor(scales, 32))]
     if weight.zero_points is not None or (weight.bits > 4 and weight.values.dtype != FLOAT8):
         inputs.append(_add_constant(model, layer, "zero_point", _to_tensor(zeros, weight.bits)))
-    dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/dequantized", attributes)
+    dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/float", attributes)
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
     layer.node.replace_input_with(layer.weight_input, dequantized)
     return
@@ -267,7 +267,7 @@ def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, scales: n
         q = initializer(model, f"{layer.name}/bias/int32", values)
         s = initializer(model, f"{layer.name}/bias/scale", scales)
         z = initializer(model, f"{layer.name}/bias/zero_point", np.zeros(len(scales), np.int32))
-        value = append(model, "DequantizeLinear", [q, s, z], f"{layer.name}/bias/dequantized", {"axis": 0})
+        value = append(model, "DequantizeLinear", [q, s, z], f"{layer.name}/bias/float", {"axis": 0})
     holder = layer.bias_add or layer.node
     index = next(i for i, v in enumerate(holder.inputs) if v is layer.bias)
     holder.replace_input_with(index, value)

@@ -181,14 +181,24 @@ def test_a_gate_that_does_not_fit_the_task_or_needs_labels(net: Net) -> None:
     )
 
 
-def test_a_file_too_old_for_a_pass() -> None:
+def test_an_old_file_is_raised_to_what_a_pass_needs_or_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     linear(np.eye(32), opset=13)
     write_x(np.ones((20, 32)))
-    done = run("plan", changed(GENERIC, passes=[{"kind": "rtn", "group_size": 32}]))
+    recipe = changed(GENERIC, passes=[{"kind": "rtn", "group_size": 32}])
+    assert run("plan", recipe).exit_code == 0
+
+    class NoAdapter:
+        def __init__(self, **_: Any) -> None: ...
+
+        def __call__(self, model: Any) -> None:
+            raise RuntimeError("no adapter of Relu")
+
+    monkeypatch.setattr("compress.graph.cleanup.ConvertVersionPass", NoAdapter)
+    done = run("plan", recipe)
     assert done.exit_code == 2
     assert done.stderr == (
-        "passes.0: rtn needs a graph of opset 20 or later; this one has 13: convert the file, with "
-        "onnx.version_converter\n"
+        "passes.0: rtn needs a graph of opset 20 or later; this one has 13: export it anew with a later one (opset 13 "
+        "cannot be raised to 20: no adapter of Relu)\n"
     )
 
 

@@ -183,6 +183,41 @@ def test_onnx_as_torch_exports_it_in_its_own_words(cache: Path, tmp_path: Path) 
     assert serve(tmp_path / "b", columns, tmp_path)["shapes"] == {"result": [3, 8]}
 
 
+def test_a_detector_of_images_with_a_fixed_batch_is_cleaned_judged_and_served(cache: Path, tmp_path: Path) -> None:
+    """task: generic with images, of one opset 11 file of batch 1 with its norm beside the convolution."""
+    rng = np.random.default_rng(0)
+    arrays = {"w": rng.normal(size=(8, 3, 3, 3)), "b": rng.normal(size=8), "v": rng.uniform(1, 2, 8)}
+    weights = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()]
+    nodes = [
+        helper.make_node("Conv", ["frames", "w"], ["c"], pads=[1, 1, 1, 1]),
+        helper.make_node("BatchNormalization", ["c", "v", "b", "b", "v"], ["n"]),
+        helper.make_node("Relu", ["n"], ["boxes"]),
+    ]
+    info = helper.make_tensor_value_info
+    frames, boxes = (info("frames", TensorProto.FLOAT, [1, 3, 8, 8]), info("boxes", TensorProto.FLOAT, [1, 8, 8, 8]))
+    graph = helper.make_graph(nodes, "detector", [frames], [boxes], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 11)], ir_version=6), tmp_path / "d.onnx")
+    np.savez(tmp_path / "d.npz", image=rng.integers(0, 256, size=(144, 12, 10, 3), dtype=np.uint8))
+    recipe: dict[str, Any] = {
+        "version": 1,
+        "name": "detector",
+        "model": {"source": "onnx:d.onnx", "task": "generic"},
+        "preprocess": {"kind": "image", "resize": [8, 8], "mean": [0.5], "std": [0.5]},
+        "data": {
+            "calibration": {"source": "npz:d.npz", "samples": 16},
+            "evaluation": {"source": "npz:d.npz", "samples": 128, "skip": 16},
+        },
+        "passes": [{"kind": "int8"}],
+        "validate": {"gates": [{"metric": "cosine", "min": 0.99}], "benchmark": QUICK},
+    }
+    said = [note.text for work in plan(recipe, tmp_path, cache).steps for note in work.notes]
+    assert any("opset 11 raised to 20, batch norms and channel scales folded" in text for text in said)
+    report = apply(recipe, tmp_path / "b", cache, tmp_path)
+    assert report.verdict == "pass" and set(kinds(report).values()) == {"int8"}
+    assert any("the ONNX file was cleaned" in row.get("reason", "") for row in report.layers)
+    assert serve(tmp_path / "b", f"[{IMAGES}.transpose(1, 2, 0)]", tmp_path)["shapes"] == {"boxes": [1, 8, 8, 8]}
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")

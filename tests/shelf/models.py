@@ -51,7 +51,8 @@ class Shelved:
         """Write the model as a hub's folder has it, with samples beside; return the recipe, without passes."""
         torch.manual_seed(0)
         config = self.config()
-        config.id2label = LABELS
+        if self.task != "question-answering":  # whose two outputs transformers counts as labels
+            config.id2label = LABELS
         model = getattr(transformers, self.model)(config).eval()
         spread_outputs(model)
         model.save_pretrained(folder / "model")
@@ -157,9 +158,74 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"data": {part: {"source": "jsonl:samples.jsonl"} for part in ("calibration", "evaluation")}}
 
 
+def write_masks(folder: Path) -> dict[str, Any]:
+    """Write what `write_images` does, and for each image a class of each pixel."""
+    written = write_images(folder)
+    with np.load(folder / "samples.npz") as arrays:
+        images = arrays["image"]
+    masks = images[..., 0] // 52
+    np.savez(folder / "samples.npz", image=images, label=masks.astype(np.uint8))
+    return written
+
+
+def write_unlabelled_images(folder: Path) -> dict[str, Any]:
+    """Write what `write_images` does, without labels."""
+    written = write_images(folder)
+    with np.load(folder / "samples.npz") as arrays:
+        images = arrays["image"]
+    np.savez(folder / "samples.npz", image=images)
+    return written
+
+
+def write_questions(folder: Path) -> dict[str, Any]:
+    """Write a tokenizer, and texts with questions."""
+    written = write_texts(folder)
+    texts = [json.loads(line)["text"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows = [{"question": text[:8], "context": text} for text in texts]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return written
+
+
+def write_pairs(folder: Path) -> dict[str, Any]:
+    """Write an image processor, a tokenizer, and images with texts."""
+    from PIL import Image
+
+    write_images(folder)
+    with np.load(folder / "samples.npz") as arrays:
+        images = arrays["image"]
+    written = write_texts(folder)
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for i, (row, image) in enumerate(zip(rows, images, strict=True)):
+        Image.fromarray(image).save(folder / f"{i}.png")
+        row["image"] = f"{i}.png"
+        del row["label"]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return written
+
+
+def write_sounds(folder: Path) -> dict[str, Any]:
+    """Write the extractor that goes with the model, and noises of its length with labels."""
+    kind = json.loads((folder / "model/config.json").read_text())["model_type"]
+    if kind == "audio-spectrogram-transformer":
+        transformers.ASTFeatureExtractor(num_mel_bins=32, max_length=24).save_pretrained(folder / "model")
+    else:
+        transformers.Wav2Vec2FeatureExtractor(return_attention_mask=False).save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    sounds = rng.normal(0, 0.1, (N, 4000)).cumsum(axis=1).astype(np.float32)
+    sounds /= np.abs(sounds).max(axis=1, keepdims=True)
+    rates, labels = np.full(N, 16000), rng.integers(0, len(LABELS), N)
+    np.savez(folder / "samples.npz", audio=sounds, rate=rates, label=labels)
+    return {"data": {part: {"source": "npz:samples.npz"} for part in ("calibration", "evaluation")}}
+
+
 WRITERS = {
     "image-classification": write_images,
+    "semantic-segmentation": write_masks,
+    "object-detection": write_unlabelled_images,
     "text-classification": write_texts,
+    "question-answering": write_questions,
+    "zero-shot-image-classification": write_pairs,
+    "audio-classification": write_sounds,
     "feature-extraction": write_texts,
     "text2text-generation": write_answers,
     "automatic-speech-recognition": write_speech,
@@ -283,6 +349,96 @@ SHELF = (
         TEXTS,
         "DebertaForSequenceClassification",
         _text("DebertaConfig", relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16),
+    ),
+    Shelved(
+        "bert-answers",
+        "question-answering",
+        "BertForQuestionAnswering",
+        _text("BertConfig"),
+        metric="answer_agreement",
+        least=0.5,
+    ),
+    Shelved(
+        "yolos",
+        "object-detection",
+        "YolosForObjectDetection",
+        _image("YolosConfig", image_size=[SIZE, SIZE], patch_size=16, num_detection_tokens=5, **TINY),
+        metric="box_agreement",
+        least=0.3,
+    ),
+    Shelved(
+        "detr",
+        "object-detection",
+        "DetrForObjectDetection",
+        lambda: transformers.DetrConfig(
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+            backbone_config=transformers.ResNetConfig(
+                embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1], out_features=["stage4"]
+            ),
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            num_queries=5,
+        ),
+        metric="box_agreement",
+        least=0.3,
+    ),
+    Shelved(
+        "segformer",
+        "semantic-segmentation",
+        "SegformerForSemanticSegmentation",
+        _image(
+            "SegformerConfig",
+            num_encoder_blocks=2,
+            hidden_sizes=[16, 32],
+            depths=[1, 1],
+            num_attention_heads=[1, 2],
+            sr_ratios=[4, 2],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=32,
+        ),
+        metric="pixel_agreement",
+        least=0.5,
+    ),
+    Shelved(
+        "ast",
+        "audio-classification",
+        "ASTForAudioClassification",
+        _image("ASTConfig", patch_size=8, frequency_stride=8, time_stride=8, max_length=24, num_mel_bins=32, **TINY),
+    ),
+    Shelved(
+        "wav2vec2",
+        "audio-classification",
+        "Wav2Vec2ForSequenceClassification",
+        _image(
+            "Wav2Vec2Config",
+            conv_dim=(16, 16),
+            conv_kernel=(10, 8),
+            conv_stride=(8, 8),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            classifier_proj_size=16,
+            **TINY,
+        ),
+    ),
+    Shelved(
+        "clip",
+        "zero-shot-image-classification",
+        "CLIPModel",
+        lambda: transformers.CLIPConfig(
+            text_config={**TINY, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "eos_token_id": 3},
+            vision_config={**TINY, "image_size": SIZE, "patch_size": 16},
+            projection_dim=16,
+        ),
     ),
     Shelved(
         "t5",

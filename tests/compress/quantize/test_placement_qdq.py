@@ -397,3 +397,11 @@ def test_blocks_are_multiplied_as_they_lie(op: str, bits: int, tmp_path: Path) -
     ort.InferenceSession(tmp_path / "written.onnx", options, providers=["CPUExecutionProvider"])
     kinds = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
     assert "MatMulNBits" in kinds and not kinds & {"Gemm", "DequantizeLinear"}, layer.name
+
+
+def test_a_bias_far_above_its_products_is_no_int32_cut_off() -> None:
+    """Inputs of 1e-7 beside a bias of 1: in steps of both scales it is 1e12."""
+    model = graphs.one_layer(op="Gemm")
+    feeds = [{name: values * np.float32(1e-7) for name, values in batch.items()} for batch in graphs.vectors()]
+    after = written(int8_state(model, feeds), feeds)
+    np.testing.assert_allclose(after, np.concatenate(graphs.run(model, feeds)), rtol=1e-3, atol=1e-6)
