@@ -153,6 +153,22 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
         assert bundle.generate(tmp_path / rows[0]).text
 
 
+@pytest.mark.slow
+def test_int8_of_a_decoder_that_keeps_fewer_heads_than_the_float_one(cache: Path, tmp_path: Path) -> None:
+    write_speech_model(tmp_path / "model", tmp_path)
+    recipe = changed(SPEECH, preprocess={"target": {"language": "de", "task": "transcribe"}})
+    apply(
+        recipe | {"passes": [{"kind": "prune_channels", "ratio": 0.5}, {"kind": "int8"}]},
+        tmp_path / "out",
+        cache,
+        tmp_path,
+    )
+    manifest = read_manifest(tmp_path / "out")
+    before, after = (manifest.artifact(name).cache for name in ("baseline", "candidate"))
+    assert before is not None and after is not None and (before.n_heads, after.n_heads) == (2, 1)
+    assert manifest.artifact("candidate").precision == "int8"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
