@@ -26,6 +26,7 @@ from compress.errors import ExportError
 from compress.facts import Note
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
+from compress.graph.convolutions import pool_globally
 from compress.graph.edit import strip_metadata, tidy
 from compress.graph.fast_forms import (
     divide_by_root,
@@ -280,6 +281,7 @@ def export_program(
         except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
             raise ExportError(f"{name}: torch.onnx.export failed: {_first_lines(error)}") from error
     assert program is not None
+    pool_globally(program.model)
     return program.model
 
 

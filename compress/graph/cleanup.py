@@ -21,7 +21,7 @@ from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass, 
 from onnxscript.optimizer import fold_constants_ir
 from onnxscript.version_converter import ConvertVersionPass
 
-from compress.graph.convolutions import fold_channel_scales
+from compress.graph.convolutions import fold_channel_scales, pool_globally
 from compress.graph.edit import append, initializer, name_nodes, normalize, replace_output, reroute, tidy, uses_of
 from compress.graph.layers import constant, float_attribute, is_constant
 
@@ -203,6 +203,7 @@ def _simplify(model: ir.Model, report: CleanUp) -> None:
             report.add("Sum of two written as Add", 1)
         elif node.op_type == "Gemm" and _to_plain_gemm(model, node):
             report.add("factors and biases of Gemm made plain", 1)
+    report.add("pools of all places written as global", len(pool_globally(model)))
     report.add("batch norms and channel scales folded", len(fold_channel_scales(model)))
 
 

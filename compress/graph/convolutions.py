@@ -134,6 +134,39 @@ def _fold(model: ir.Model, layer: ir.Node, node: ir.Node, gain: np.ndarray, shif
     model.graph.remove(node, safe=True)  # still there, it would read what the next of a chain is to read alone
 
 
+def pool_globally(model: ir.Model) -> list[str]:
+    """Write an AveragePool whose one window holds the whole input as GlobalAveragePool; return the nodes' names.
+
+    Both give the mean of what is there: a window that reaches beyond the input is cut (`ceil_mode`). Engines refuse
+    windows of a size that only a model for any image has.
+    """
+    written = []
+    for node in model.graph:
+        if node.op_type != "AveragePool" or not _covers_all(node):
+            continue
+        node.op_type = "GlobalAveragePool"
+        node.attributes.clear()
+        written.append(node.name or "")
+    return written
+
+
+def _covers_all(pool: ir.Node) -> bool:
+    """Return whether a pool's one window, without padding, holds the whole of an input of fixed size."""
+    source, given = pool.inputs[0], pool.outputs[0]
+    if source is None or source.shape is None or given.shape is None:
+        return False
+    sizes, left = list(source.shape)[2:], list(given.shape)[2:]
+    window = pool.attributes["kernel_shape"].as_ints()
+    pads = pool.attributes["pads"].as_ints() if "pads" in pool.attributes else ()
+    automatic = pool.attributes["auto_pad"].as_string() if "auto_pad" in pool.attributes else "NOTSET"
+    return (
+        all(isinstance(size, int) and size <= side for size, side in zip(sizes, window, strict=True))
+        and all(side == 1 for side in left)
+        and not any(pads)
+        and automatic in ("NOTSET", "VALID")
+    )
+
+
 def shortcuts_to_convolutions(model: ir.Model) -> list[str]:
     """Replace each such Slice/Pad chain on an [N, C, H, W] float32 tensor, in place; returns the new nodes' names.
 

@@ -217,20 +217,20 @@ def explain_left_alone(module: nn.Module, called_once: Collection[str]) -> dict[
         holders.setdefault(id(parameter), []).append(plain(name).rpartition(".")[0])
     layers = {plain(name): part for name, part in module.named_modules() if is_layer(part)}
     why = {
-        name: _explain_exclusion(
-            layer, [other for other in holders[id(layer.weight)] if other != name], name in called_once
-        )
+        name: _explain_exclusion(layer, name, holders.get(id(layer.weight)), name in called_once)
         for name, layer in layers.items()
         if is_matrix_layer(layer) or isinstance(layer, TRANSPOSED)
     }
     return {name: reason for name, reason in why.items() if reason}
 
 
-def _explain_exclusion(layer: nn.Module, sharing: list[str], called_once: bool) -> str:
-    """Return why a layer cannot be fitted; "" for one that can."""
+def _explain_exclusion(layer: nn.Module, name: str, holders: list[str] | None, called_once: bool) -> str:
+    """Return why a layer cannot be fitted; "" for one that can. `holders`: the layers that have its weight."""
     if not is_matrix_layer(layer):
         return "it is a transposed convolution"
-    if sharing:
+    if holders is None:
+        return "its weight is computed of other parameters (torch.nn.utils.parametrize)"
+    if sharing := [other for other in holders if other != name]:
         return f"it shares its weight with {', '.join(sharing)}"
     if (n := len(read_weight(layer).flatten(0, 1))) > MAX_OUTPUTS:
         return f"it has {n} outputs, and more than {MAX_OUTPUTS} are not fitted"

@@ -6,9 +6,10 @@ import graphs
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from onnx import helper
 
-from compress.graph.convolutions import fold_channel_scales, shortcuts_to_convolutions
+from compress.graph.convolutions import fold_channel_scales, pool_globally, shortcuts_to_convolutions
 from compress.graph.edit import initializer, strip_metadata, tidy
 from compress.graph.fast_forms import keep_norms_apart
 from compress.graph.half import to_half
@@ -144,6 +145,30 @@ def test_a_convolution_that_others_read_keeps_its_batchnorm() -> None:
     shape = ("n", 4, 8, 8)
     model = graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"y": shape, "c": shape})
     assert not fold_channel_scales(model)
+
+
+@pytest.mark.parametrize(
+    ("window", "more", "is_global"),
+    [
+        ((300, 300), {"ceil_mode": 1}, True),
+        ((8, 8), {}, True),
+        ((8, 8), {"pads": [0, 0, 1, 1]}, False),
+        ((4, 8), {}, False),
+    ],
+)
+def test_a_pool_whose_window_holds_all_is_global(
+    window: tuple[int, int], more: dict[str, int], is_global: bool
+) -> None:
+    """Torch's own EfficientNet pools by a window as wide as its last layer has channels."""
+    pool = make("AveragePool", ["x"], ["y"], kernel_shape=window, strides=window, **more)
+    size = 2 if window == (4, 8) else 1
+    model, feeds = graphs.build([pool], {}, {"x": ("n", 3, 8, 8)}, {"y": ("n", 3, size, 1)}), graphs.images(1)
+    assert bool(pool_globally(model)) is is_global
+    (operator,) = graphs.operators(model)
+    assert operator == ("GlobalAveragePool" if is_global else "AveragePool")
+    if is_global:
+        kernel = torch.nn.AvgPool2d(window, ceil_mode=True)
+        np.testing.assert_allclose(graphs.run(model, feeds)[0], kernel(torch.from_numpy(feeds[0]["x"])), atol=1e-6)
 
 
 def test_a_shortcut_is_the_same_as_a_convolution_bit_for_bit() -> None:
