@@ -20,7 +20,7 @@ from runtime.metrics.base import Columns, Flaws, Metric, Outputs, same_shapes
 MIN_PER_LABEL = 10
 """Samples with (and without) the rarest label below which a macro average has no interval."""
 THRESHOLDS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
-"""Probabilities at which F1 can be asked for; 0.5 is computed unasked."""
+"""Probabilities at which F1 can be asked for."""
 Curve = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
 """(scores [M], truth [M]) -> (value, what each adds to it, float64 [M], mean 0)."""
 
@@ -115,10 +115,16 @@ def micro_influence(curve: Curve, columns: Columns) -> np.ndarray:
     return added
 
 
-def _decide(threshold: float, outputs: Outputs, labels: Any) -> Columns:
-    """Return (truth, choice), bool [N, C] each: chosen is what has at least that probability."""
+def _decide(threshold: float | None, outputs: Outputs, labels: Any) -> Columns:
+    """Return (truth, choice), bool [N, C] each: what has at least that probability; None: what `postprocess` chose."""
     logits, truth = label_columns(outputs, labels)
-    return truth, logits >= math.log(threshold / (1 - threshold))
+    return truth, _choose(outputs) if threshold is None else logits >= math.log(threshold / (1 - threshold))
+
+
+def _choose(outputs: Outputs) -> np.ndarray:
+    """Return which labels are given, bool [N, C]: chosen by `postprocess`, else those of probability 0.5 and more."""
+    marked: np.ndarray = outputs["chosen"] if "chosen" in outputs else outputs["logits"] >= 0
+    return marked
 
 
 def _count(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -157,8 +163,8 @@ def f1_macro_influence(columns: Columns) -> np.ndarray:
 
 def _agreement(outputs: Outputs, baseline: Outputs) -> Columns:
     """Return the share of each sample's labels that are decided as the baseline decides them, float64 [N]."""
-    ((ours, theirs),) = same_shapes({"logits": outputs["logits"]}, {"logits": baseline["logits"]})
-    return (((ours >= 0) == (theirs >= 0)).mean(axis=1),)
+    same_shapes({"logits": outputs["logits"]}, {"logits": baseline["logits"]})
+    return ((_choose(outputs) == _choose(baseline)).mean(axis=1),)
 
 
 def _rarest(truth: np.ndarray) -> tuple[int, int]:
@@ -216,8 +222,11 @@ def _make_curve_metrics(name: str, curve: Curve, about: str) -> tuple[Metric, ..
     )
 
 
-def _make_f1_metrics(threshold: float, on_request: bool) -> tuple[Metric, ...]:
+def _make_f1_metrics(threshold: float | None) -> tuple[Metric, ...]:
+    """Make F1 of what is given, or on request at a probability, whatever is given."""
+    on_request = threshold is not None
     ending = f"_at_{threshold:g}" if on_request else ""
+    those = f"the labels of probability {threshold:g} and more" if on_request else "the labels that are given"
 
     def make(average: str, statistic: Any, influence: Any, shortage: Any, reach: Any, over: str) -> Metric:
         return Metric(
@@ -226,7 +235,7 @@ def _make_f1_metrics(threshold: float, on_request: bool) -> tuple[Metric, ...]:
             higher_is_better=True,
             fits=("label sets",),
             unit="fraction",
-            about=f"F1 of the labels of probability {threshold:g} and more, {over}",
+            about=f"F1 of {those}, {over}",
             reduce=partial(_decide, threshold),
             misfit=find_label_misfit,
             kind="statistic",
@@ -262,7 +271,7 @@ LABEL_AGREEMENT = Metric(
     higher_is_better=True,
     fits=("label sets",),
     unit="fraction",
-    about="fraction of decisions, label by label at probability 0.5, that are the baseline's",
+    about="fraction of decisions, label by label, that are the baseline's",
     reduce=_agreement,
     ideal=1.0,
     flaws=Flaws(of=lambda columns: columns[0] < 1, reach=lambda columns: 1.0),
@@ -270,12 +279,7 @@ LABEL_AGREEMENT = Metric(
 MULTI_LABEL = (
     *_make_curve_metrics("auc", rank_area, "area under the ROC curve"),
     *_make_curve_metrics("average_precision", average_precision, "average precision"),
-    *_make_f1_metrics(0.5, on_request=False),
+    *_make_f1_metrics(None),
     LABEL_AGREEMENT,
-    *(
-        metric
-        for threshold in THRESHOLDS
-        if threshold != 0.5
-        for metric in _make_f1_metrics(threshold, on_request=True)
-    ),
+    *(metric for threshold in THRESHOLDS for metric in _make_f1_metrics(threshold)),
 )

@@ -3,43 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from runtime.bundle.columns import Array
+from runtime.bundle.manifest import Postprocess
 from runtime.bundle.tensors import TensorSpec
-from runtime.tasks.base import Classification, ReadsAudio, ReadsImages, ReadsTexts, Tensors, one_output, rename
+from runtime.tasks.base import (
+    BatchFacts,
+    Classification,
+    ReadsAudio,
+    ReadsImages,
+    ReadsTexts,
+    Task,
+    Tensors,
+    mark_chosen,
+    one_output,
+    rename,
+)
 
-LIKELY = 0.5
-"""Probability from which on a class is given."""
+CHOSEN = "chosen"
 
 
 class MultiLabelClassification(Classification):
-    """Say of each class whether a sample has it. Outputs: {"logits": float32 [N, C]}, probabilities by the sigmoid."""
+    """Say of each class whether a sample has it. Outputs: {"logits": float32 [N, C]}, probabilities by the sigmoid.
+
+    With `postprocess` also {"chosen": bool [N, C]}, the classes that are given; without it those of probability 0.5.
+    """
 
     name = "multi-label-classification"
     about = "any number of classes for each sample of arrays"
     outputs = "label sets"
+    postprocess_fields = ("threshold", "top_k")
+
+    def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
+        """Return the logits, as a classifier's, and what is chosen of them. BundleError."""
+        read = super().read_outputs(outputs, replace(batch, postprocess=None))
+        if batch.postprocess is not None and batch.postprocess.given:
+            read[CHOSEN] = mark_chosen(probabilities(read["logits"]), batch.postprocess)
+        return read
 
     def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
         """Return for each sample {"label", "score"} of its classes, the likeliest first; [] where it has none."""
+        scores = probabilities(outputs["logits"])
+        marked = outputs[CHOSEN] if CHOSEN in outputs else mark_chosen(scores, None)
         answers = []
-        for row in probabilities(outputs["logits"]):
-            chosen = [int(place) for place in np.argsort(-row, kind="stable") if row[place] >= LIKELY]
+        for row, given in zip(scores, marked, strict=True):
+            chosen = [int(place) for place in np.argsort(-row, kind="stable") if given[place]]
             answers.append(
                 [{"label": class_names[c] if c < len(class_names) else c, "score": float(row[c])} for c in chosen]
             )
         return answers
 
     def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:
-        """Return score float32 [n, C], each class's probability, and logits [n, C]."""
-        return {"score": probabilities(outputs["logits"]), "logits": outputs["logits"]}
+        """Return score float32 [n, C], each class's probability, logits [n, C], and what was chosen, bool [n, C]."""
+        chosen = {CHOSEN: outputs[CHOSEN]} if CHOSEN in outputs else {}
+        return {"score": probabilities(outputs["logits"]), "logits": outputs["logits"]} | chosen
 
     def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """Return the specs of `answers`."""
+        """Return the specs of `answers`; `outputs`: those of the model, then `postprocess_specs`."""
         logits = one_output(outputs, "logits")
-        return tuple(rename(logits, name, "float32", logits.shape[-1]) for name in ("score", "logits"))
+        given = tuple(rename(logits, name, "float32", logits.shape[-1]) for name in ("score", "logits"))
+        return (*given, *(rename(logits, s.name, s.dtype, logits.shape[-1]) for s in outputs if s.name == CHOSEN))
+
+    def check_postprocess(self, how: Postprocess | None, n_classes: int | None = None) -> None:
+        """Raise UsageError for a field that it does not take, or for more classes than there are; one may be chosen."""
+        Task.check_postprocess(self, how, n_classes)
+
+    def postprocess_specs(self, how: Postprocess | None, batch: int | str) -> tuple[TensorSpec, ...]:
+        """Return the spec of what is chosen, where that is added."""
+        return (TensorSpec(CHOSEN, "bool", (batch, "classes")),) if how is not None and how.given else ()
 
 
 class ImageMultiLabelClassification(MultiLabelClassification, ReadsImages):

@@ -50,6 +50,23 @@ def test_several_labels_are_those_of_at_least_the_threshold() -> None:
     ]
 
 
+def test_a_threshold_decides_which_labels_are_given_and_judged() -> None:
+    task, logits = find_task("multi-label-classification"), np.array([[2.0, -0.5], [-3.0, -0.2]], np.float32)
+    usual = task.read_batch({"logits": logits}, BatchFacts(2))
+    low = task.read_batch({"logits": logits}, BatchFacts(2, postprocess=Postprocess(threshold=0.3)))
+    labels = np.array([[1, 1], [0, 1]])
+    assert [len(one) for one in task.predict(usual, ("a", "b")) or []] == [1, 0]
+    assert [[answer["label"] for answer in one] for one in task.predict(low, ("a", "b")) or []] == [["a", "b"], ["b"]]
+    assert METRICS["label_f1_micro"].compute(usual, labels) == pytest.approx(2 / 4)
+    assert METRICS["label_f1_micro"].compute(low, labels) == 1.0
+    assert METRICS["label_f1_micro_at_0.5"].compute(low, labels) == pytest.approx(2 / 4)
+    assert METRICS["label_agreement"].compute(low, {"logits": -logits}) == 0.5
+    with pytest.raises(
+        UsageError, match=r"postprocess\.reject_below: multi-label-classification takes threshold, top_k"
+    ):
+        task.check_postprocess(Postprocess(reject_below=0.5))
+
+
 def test_accuracy_is_of_the_answered_alone() -> None:
     labels = np.array([0, 1, 0])
     silent = read(Postprocess(reject_below=0.5))
