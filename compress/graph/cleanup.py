@@ -119,7 +119,7 @@ def raise_opset(model: ir.Model, report: CleanUp) -> None:
         if opset >= wanted:
             break
         copy = model.clone()
-        with _heard("onnxscript.version_converter") as why:
+        with _listen("onnxscript.version_converter") as why:
             try:
                 ConvertVersionPass(target_version=wanted, fallback=True)(copy)
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:
@@ -134,7 +134,7 @@ def raise_opset(model: ir.Model, report: CleanUp) -> None:
 
 
 @contextmanager
-def _heard(name: str) -> Iterator[list[str]]:
+def _listen(name: str) -> Iterator[list[str]]:
     """Collect what errors a logger is told of while the context is open, and let nobody else hear it."""
     heard: list[str] = []
 

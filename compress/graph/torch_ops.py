@@ -373,16 +373,14 @@ def _nearest_kernel(
         return "nearest" if places == "asymmetric" else "nearest-exact"
     for kernel, shift in (("nearest", 0.0), ("nearest-exact", 0.5)):
         if all(
-            np.array_equal(
-                _taken_pixels(n, m, f, places, rounding), np.floor((np.arange(m) + shift) / f).clip(0, n - 1)
-            )
+            np.array_equal(_pick_pixels(n, m, f, places, rounding), np.floor((np.arange(m) + shift) / f).clip(0, n - 1))
             for n, m, f in sizes
         ):
             return kernel
     raise make_form_error(node, f"nearest at {places}, {rounding}")
 
 
-def _taken_pixels(n: int, n_out: int, factor: float, places: str, rounding: str) -> np.ndarray:
+def _pick_pixels(n: int, n_out: int, factor: float, places: str, rounding: str) -> np.ndarray:
     """Return which of `n` pixels ONNX takes for each of `n_out`."""
     at = np.arange(n_out, dtype=np.float64)
     if places == "asymmetric":

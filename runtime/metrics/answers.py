@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels, ratio_of_sums
 
 
 def mark_answered(outputs: Outputs, _: Any = None) -> Columns:
@@ -22,18 +22,6 @@ def mark_right_answers(outputs: Outputs, labels: Any) -> Columns:
     checked = class_labels(labels, logits.shape[1], len(logits))
     chosen = outputs["top"] if "top" in outputs else logits.argmax(axis=1)[:, None]  # [N, k]
     return (chosen == checked[:, None]).any(axis=1) * given, given
-
-
-def share_right(columns: Columns) -> float:
-    """Return the share of the answers that are right; 0 where there are none, so that silence scores badly."""
-    return float(columns[0].sum() / max(columns[1].sum(), 1.0))
-
-
-def share_influence(columns: Columns) -> np.ndarray:
-    """Return what each sample adds to the share, float64 [N]."""
-    right, given = columns
-    influence: np.ndarray = (right - share_right(columns) * given) * len(given) / max(given.sum(), 1.0)
-    return influence
 
 
 COVERAGE = Metric(
@@ -58,8 +46,7 @@ ACCURACY_ANSWERED = Metric(
     reduce=mark_right_answers,
     shape="answers",
     kind="statistic",
-    statistic=share_right,
-    influence=share_influence,
+    **ratio_of_sums(1.0),  # 0 where there is no answer, so that silence scores badly
     weights=lambda columns: columns[1],
     shortage=lambda columns: "" if columns[1].sum() else "no sample is answered",
     flaws=Flaws(

@@ -23,7 +23,7 @@ from runtime.boxes.match import (
     match_detections,
 )
 from runtime.boxes.overlap import measure_areas
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, ratio_of_sums
 
 LEAST_BOXES = 10
 """Boxes among the labels below which there is no interval: one of them is worth too much."""
@@ -224,16 +224,6 @@ def _weigh_common(outputs: Outputs, baseline: Outputs) -> Columns:
     return common.astype(np.float64), (ours.sum(axis=1) + theirs.sum(axis=1)).astype(np.float64)
 
 
-def _ratio_influence(columns: Columns) -> np.ndarray:
-    total = columns[1].sum()
-    added: np.ndarray = (columns[0] - _ratio(columns) * columns[1]) * len(columns[0]) / max(total, 1e-9)
-    return added
-
-
-def _ratio(columns: Columns) -> float:
-    return float(columns[0].sum() / max(columns[1].sum(), 1e-9))
-
-
 def _find_flawed(columns: Columns) -> np.ndarray:
     """Return which images have a wrong detection, or miss a box, at any threshold: bool [N]."""
     _, classes, results, counted = columns
@@ -325,8 +315,7 @@ BOX_IOU = Metric(
     about="mean intersection over union of the detections that are right at 0.5",
     reduce=_sum_overlaps,
     kind="statistic",
-    statistic=_ratio,
-    influence=_ratio_influence,
+    **ratio_of_sums(1.0),
     shortage=lambda columns: "" if columns[1].sum() else "no detection is right",
 )
 BOX_AGREEMENT = Metric(
@@ -338,8 +327,7 @@ BOX_AGREEMENT = Metric(
     about="scores of the boxes that candidate and baseline both find (overlap 0.5, same class) over those of all",
     reduce=_weigh_common,
     kind="statistic",
-    statistic=_ratio,
-    influence=_ratio_influence,
+    **ratio_of_sums(1.0),
     shortage=lambda columns: "" if columns[1].sum() else "neither model finds anything",
     ideal=1.0,
     flaws=Flaws(

@@ -72,14 +72,14 @@ def root_influence(columns: Columns) -> np.ndarray:
     return influence
 
 
-def explained(columns: Columns) -> float:
+def explain_variance(columns: Columns) -> float:
     """Return R²: 1 - squared error / variance of the labels, mean over the numbers; 0 for guessing their mean."""
     found, wanted = columns
     errors, spread = ((found - wanted) ** 2).mean(axis=0), wanted.var(axis=0)
     return float((1 - errors / np.where(spread > 0, spread, np.nan)).mean())
 
 
-def explained_influence(columns: Columns) -> np.ndarray:
+def variance_influence(columns: Columns) -> np.ndarray:
     """Return what each sample adds to R², float64 [N]: by its error, and by how far its label is from the mean."""
     found, wanted = columns
     errors, apart = (found - wanted) ** 2, (wanted - wanted.mean(axis=0)) ** 2
@@ -130,7 +130,7 @@ R2 = Metric(
     reduce=number_columns,
     misfit=_find_constant,
     kind="statistic",
-    statistic=explained,
-    influence=explained_influence,
+    statistic=explain_variance,
+    influence=variance_influence,
     link=LOG_UNEXPLAINED,
 )
