@@ -40,7 +40,8 @@ class Int8(EightBit):
     percentile: Annotated[float, Field(gt=50, le=100)] = 99.99
     """With calibration: percentile, how much of what was observed lies inside the range, in per cent."""
     placement: Literal["fastest", "auto", "all", "inputs"] = "fastest"
-    """fastest: as auto, but layers that int8 makes slower stay float, by times measured on this machine; where nothing
+    """fastest: as auto, but layers that int8 makes slower are computed in float from weights stored in int8, by times
+    measured on this machine; where nothing
     can be timed (a target that does not run here) it is auto. all: activations stay int8 between operators
     (convolutional nets). inputs: only the inputs of matrix products are quantized, and what convolutions read and
     write; the residual stream stays float (transformers). auto: one of these two, decided from the graph."""

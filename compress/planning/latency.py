@@ -307,7 +307,7 @@ def _tell(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
         notes.append(Note("warning", f"latency: not in the forecast: what {', '.join(latency.parts)} changes"))
     if latency.in_float:
         n, some = len(latency.in_float), ", ".join(latency.in_float[:MOST_NAMED])
-        text = f"latency: {n} layers stay float here, as int8 or its borders would slow them down: {some}"
+        text = f"latency: {n} layers are computed in float here, as int8 or its borders would slow them down: {some}"
         notes.append(Note("info", text + (", ..." if n > MOST_NAMED else "")))
     if not recipe.passes or latency.speedup >= GAINS:
         return notes

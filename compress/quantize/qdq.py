@@ -8,7 +8,8 @@ has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -41,18 +42,29 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
     else:
         _write_static(model, integer, state, flavour)
     for name in state.weight_only:
-        layer, weight = layers[name], state.weights[name]
-        weight = weight if layer.op == "Gather" else in_kernel_blocks(weight, flavour)
-        if layer.op == "Gather":
-            _write_embedding(model, layer, weight, flavour)
-        else:
-            _write_weight(model, layer, weight)
-        if weight.group_size > 0:
-            _avoid_gemm(model, layer)
+        _write_rounded(model, layers[name], state.weights[name], flavour, name in state.unpacked)
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)
     return model
+
+
+def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour, unpack: bool) -> None:
+    """Write a layer whose weights alone are rounded."""
+    if layer.op == "Gather":
+        _write_embedding(model, layer, weight, flavour)
+    elif unpack or not _has_kernel(weight):
+        _write_unpacked(model, layer, weight, flavour)
+    else:
+        weight = in_kernel_blocks(weight, flavour)
+        _write_weight(model, layer, weight)
+        if weight.group_size > 0:
+            _avoid_gemm(model, layer)
+
+
+def _has_kernel(weight: QuantizedWeight) -> bool:
+    """Return whether a runtime may multiply by these weights as they are stored: convolutions have no such kernels."""
+    return weight.values.ndim == 2 or weight.bits != 8 or weight.group_size > 0 or weight.values.dtype == FLOAT8
 
 
 def _needs_blocks(node: ir.Node) -> bool:
@@ -155,7 +167,38 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/float", attributes)
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
     layer.node.replace_input_with(layer.weight_input, dequantized)
-    return
+
+
+def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:
+    """Write int8 weights as Cast and Mul: constants, which a runtime folds to floats once, as it loads them.
+
+    A DequantizeLinear it would keep, for a kernel that takes integers, and compute on every call. Not for TensorRT,
+    whose file is an engine: there the rounded weights are floats.
+    """
+    if flavour == "s8s8":
+        rounded = weight.dequantize()
+        value = initializer(model, f"{layer.name}/weight/float", rounded.T if layer.axis == 1 else rounded)
+        layer.node.replace_input_with(layer.weight_input, value)
+        return
+    values, scales, zeros = weight.values, weight.scales, weight.zero_points
+    shape = [1] * values.ndim
+    shape[layer.axis] = values.shape[0]
+    if layer.axis == 1:  # [out, in] -> [in, out]
+        values = values.T
+    q = _add_constant(model, layer, "int8", _to_tensor(values, 8))
+    floats = append(model, "Cast", [q], f"{layer.name}/weight/cast", {"to": ir.DataType.FLOAT})
+    if zeros is not None:
+        zero = _add_constant(model, layer, "zero", _spread(zeros.astype(np.float32), shape))
+        floats = append(model, "Sub", [floats, zero], f"{layer.name}/weight/centred")
+    scale = _add_constant(model, layer, "scale", _spread(scales, shape))
+    floats = append(model, "Mul", [floats, scale], f"{layer.name}/weight/float")
+    floats.type, floats.shape = layer.weight.type, layer.weight.shape
+    layer.node.replace_input_with(layer.weight_input, floats)
+
+
+def _spread(parts: np.ndarray, shape: Sequence[int]) -> ir.TensorProtocol:
+    """Return one number for each channel, [out, 1], or one in all, [1, 1], as a tensor of `shape`."""
+    return _to_tensor(np.broadcast_to(parts.ravel(), (math.prod(shape),)).reshape(shape), 32)
 
 
 def _avoid_gemm(model: ir.Model, layer: GraphLayer) -> None:

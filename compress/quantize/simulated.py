@@ -135,7 +135,10 @@ def make_simulated_graph(state: GraphState, flavour: Flavour) -> tuple[ir.Model,
         if integer_bias(layer, flavour) and layer.node in read:
             _round_bias(model, layer, read[layer.node])
     for name in state.weight_only:
-        _round_lookup(model, layers[name])
+        if layers[name].op == "Gather":
+            _round_lookup(model, layers[name])
+        else:
+            _round_weight(model, layers[name])
     tidy(model)
     return model, list(sources)
 

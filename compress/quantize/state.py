@@ -47,7 +47,8 @@ class GraphState:
 
     `integer`: layers computed in eight bits (weights and activations): int8, or float8 where their weights are
     (`in_float8`). `weight_only`: layers whose weights alone are rounded.
-    Both are keys of `weights`. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
+    Both are keys of `weights`. `unpacked`: of the latter, those computed as if they were float: a runtime unpacks their
+    weights once, as it loads them. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
     only). `biases`: layer -> corrected bias. `leave_out`: operators whose outputs stay float. `half`: the float type
     that the rest is computed in; `half_kept`: the nodes kept in float32. `kv_cache`: how a decoder keeps keys and
     values, with `kv_scales`: attention module -> (scale of its keys, of its values).
@@ -56,6 +57,7 @@ class GraphState:
     model: ir.Model
     integer: list[str] = field(default_factory=list)
     weight_only: list[str] = field(default_factory=list)
+    unpacked: list[str] = field(default_factory=list)
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     biases: dict[str, np.ndarray] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class GraphState:
         """Return one layer to float."""
         self.integer = [name for name in self.integer if name != layer]
         self.weight_only = [name for name in self.weight_only if name != layer]
+        self.unpacked = [name for name in self.unpacked if name != layer]
         self.weights.pop(layer, None)
         self.biases.pop(layer, None)
 
@@ -108,6 +111,7 @@ class GraphState:
 _JSON_FIELDS = (
     "integer",
     "weight_only",
+    "unpacked",
     "placement",
     "attention",
     "leave_out",

@@ -21,6 +21,7 @@ from compress.quantize.fastest import (
     digest_structure,
     keep_choice,
     keep_integer,
+    list_zero_based,
     read_choice,
 )
 from compress.quantize.int8 import (
@@ -55,17 +56,14 @@ MEASURE_BATCHES = 16
 
 
 def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
-    dynamic = knobs.is_dynamic
     try:
         state, taken, kept = place_layers(knobs, state, _choose_rounding(knobs))
-        state, choice = take_fastest(knobs, state, context)
-        if not state.integer:
-            return _leave_in_float(knobs, state, taken, kept, choice)
         seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
     except ValueError as error:
         raise PassError(f"{knobs.kind}: {error}") from error
-    if not dynamic:
+    if not state.dynamic:
         state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _make_settings(knobs, state))})
+    state, choice = take_fastest(knobs, state, taken, context)
     if knobs.bias_correction:
         state = replace(state, biases={**state.biases, **correct_biases(state, seen)})
     sample = list(islice(context.batches, MEASURE_BATCHES))
@@ -96,12 +94,18 @@ def place_layers(
 
 
 def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, context: GraphContext) -> GraphState:
-    """Return the state with the layers in eight bits that will be so if the gates allow, with ranges that are none."""
+    """Return the state with the layers in eight bits that will be so if the gates allow.
+
+    Ranges are those of the calls that are timed, or where nothing is timed, none that were seen.
+    """
     try:
-        state, _, _ = place_layers(knobs, state, round_roughly)
+        state, taken, _ = place_layers(knobs, state, round_roughly)
+        if context.timing is not None and not state.dynamic:
+            seen = observe_state(state, context.timing.feeds)
+            state = replace(state, ranges={**state.ranges, **choose_ranges(seen, lambda name: ("minmax", 100.0))})
     except ValueError as error:
         raise PassError(f"{knobs.kind}: {error}") from error
-    state, _ = take_fastest(knobs, state, context)
+    state, _ = take_fastest(knobs, state, taken, context)
     return pretend_ranges(state)
 
 
@@ -109,16 +113,20 @@ Chosen = tuple[PlacementChoice, str]
 """What was found fastest, and the name of the cache's file that keeps it."""
 
 
-def take_fastest(knobs: EightBit, state: GraphState, context: GraphContext) -> tuple[GraphState, Chosen | None]:
+def take_fastest(
+    knobs: EightBit, state: GraphState, taken: Sequence[LayerFacts], context: GraphContext
+) -> tuple[GraphState, Chosen | None]:
     """Return the state with the layers in int8 that gain from it on this machine, and the choice.
 
     All of them, and None, where the pass does not ask for that, nothing can be timed, or a pass before has layers in
     eight bits already, whose placement is kept. A choice that was made before for such a graph is taken up again.
     """
     timing = context.timing
-    if timing is None or not knobs.chooses_by_time or not state.integer or state.in_float8 or state.ranges:
+    others = set(state.integer) - {layer.name for layer in taken}
+    if timing is None or not knobs.chooses_by_time or not state.integer or state.in_float8 or others:
         return state, None
     decided = [digest_structure(state.model), state.integer, state.placement, state.attention, state.dynamic]
+    decided.append(list_zero_based(state))
     path = timing.file_of(["placement", *timing.call, *decided])
     choice = read_choice(path, timing.machine)
     if choice is None:
@@ -134,7 +142,7 @@ def _record(chosen: Chosen | None) -> dict[str, Any]:
 
 
 def _list_times(chosen: Chosen | None) -> dict[str, dict[str, float]]:
-    """Return the measured times of the layers that stay float for speed."""
+    """Return the measured times of the layers that are computed in float for speed."""
     if chosen is None:
         return {}
     times = {name: pair for name, pair in chosen[0].in_float.items() if pair is not None}
@@ -148,30 +156,18 @@ def _tell_choice(knobs: EightBit, chosen: Chosen | None) -> list[Note]:
     everywhere = choice.float_ms / choice.all_ms
     if choice.chosen_ms >= choice.float_ms:
         text = (
-            f"{knobs.kind}: nothing is faster in int8 here ({everywhere:.2f}x with all layers), so all stay float; "
-            "placement: auto puts them in int8 for size"
+            f"{knobs.kind}: nothing is faster in int8 here ({everywhere:.2f}x with all layers), so all layers are "
+            "computed in float and their weights alone stored in int8: for size only (placement: auto computes in int8)"
         )
         return [Note("warning", text)]
     if not choice.in_float:
         return []
     text = (
-        f"{knobs.kind}: {len(choice.in_float)} layers stay float, where int8 or its borders are slower: "
-        f"{choice.speedup:.2f}x instead of {everywhere:.2f}x as fast as float (placement: auto puts them in int8)"
+        f"{knobs.kind}: {len(choice.in_float)} layers are computed in float, their weights stored in int8, as int8 or "
+        f"its borders are slower there: {choice.speedup:.2f}x instead of {everywhere:.2f}x as fast as float "
+        "(placement: auto computes them in int8)"
     )
     return [Note("info", text)]
-
-
-def _leave_in_float(
-    knobs: EightBit,
-    state: GraphState,
-    taken: Sequence[LayerFacts],
-    kept: Sequence[LayerDecision],
-    chosen: Chosen | None,
-) -> PassResult[GraphState]:
-    """Return the result where no product is left in int8."""
-    decisions = [_decide(knobs, layer.name, layer.type, state, chosen) for layer in taken]
-    notes = tuple(_tell_choice(knobs, chosen))
-    return PassResult(state, (*decisions, *kept), notes, _list_times(chosen), choice=_record(chosen))
 
 
 def _choose_placement(knobs: EightBit, state: GraphState) -> Kind:
@@ -321,10 +317,11 @@ def _measure(
 
 
 def _decide(knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None) -> LayerDecision:
-    if chosen is not None and name in chosen[0].in_float:
-        times = chosen[0].in_float[name]
+    if chosen is not None and name in state.unpacked:
+        times = chosen[0].in_float.get(name)
         shown = "not timed alone" if times is None else f"{times[0]:.3g} ms, {times[1]:.3g} in int8"
-        return LayerDecision(name, kind, "float32", f"faster so in this graph ({shown}, borders not counted)")
+        reason = f"W8, computed in float: faster so in this graph ({shown}, borders not counted)"
+        return LayerDecision(name, kind, knobs.number, reason)
     if name in state.weight_only:
         return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:

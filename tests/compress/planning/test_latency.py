@@ -79,7 +79,7 @@ def test_an_onnx_file_s_forecast_is_that_of_the_placement_that_gains(tmp_path: P
     recipe = onnx_recipe(tmp_path, [{"kind": "fold_batchnorm"}, {"kind": "int8"}])
     made = plan(recipe, tmp_path, tmp_path / "cache")
     assert (made.latency.float_ms, made.latency.compressed_ms, made.latency.in_float) == (4.0, 3.0, ("dw",))
-    assert "1 layers stay float here" in notes(made) and "for size only" not in notes(made)
+    assert "1 layers are computed in float here" in notes(made) and "for size only" not in notes(made)
     n_calls = len(timed)
     assert plan(recipe, tmp_path, tmp_path / "cache").latency == made.latency and len(timed) == n_calls
 
@@ -154,7 +154,7 @@ def test_the_lock_repeats_the_choice_on_a_machine_with_other_times(
     lock = json.loads((tmp_path / "first/lock.json").read_text())
     assert list(lock["choices"]["1"]["in_float"]) == ["dw"]
     layers = {row["layer"]: row for row in json.loads((tmp_path / "first/layers.json").read_text())}
-    assert layers["dw"]["action"] == "float32" and layers["pw"]["action"] == "int8"
+    assert "computed in float" in layers["dw"]["reason"] and layers["pw"]["reason"] == "W8A8"
     monkeypatch.setattr(Stopwatch, "time", lambda watch, states, *rest: [5.0 - bool(s.integer) for s in states])
     assert reproduce(tmp_path / "first", out=tmp_path / "again", quiet=True).same
     assert bundle_bytes(tmp_path / "again") == bundle_bytes(tmp_path / "first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import graphs
 import numpy as np
@@ -16,10 +17,11 @@ from graphs import context, int8_state, makers, node_of, operators, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.graph.edit import initializer
 from compress.graph.fast_forms import pad_input_channels
 from compress.graph.half import to_half
 from compress.graph.layers import constant, find_layers
-from compress.graph.run import tap
+from compress.graph.run import clone, tap
 from compress.passes import Rtn
 from compress.quantize.measure import output_cosine
 from compress.quantize.placement import Kind, decide_kind, place
@@ -405,3 +407,42 @@ def test_a_bias_far_above_its_products_is_no_int32_cut_off() -> None:
     feeds = [{name: values * np.float32(1e-7) for name, values in batch.items()} for batch in graphs.vectors()]
     after = written(int8_state(model, feeds), feeds)
     np.testing.assert_allclose(after, np.concatenate(graphs.run(model, feeds)), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["Conv", "MatMul", "Gemm"])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_unpacked_weights_are_folded_to_floats_as_the_file_is_loaded(
+    op: str, zero_points: bool, tmp_path: Path
+) -> None:
+    model = graphs.residual_cnn() if op == "Conv" else graphs.one_layer(op=op)
+    feeds = graphs.images() if op == "Conv" else graphs.vectors()
+    layers = [layer for layer in find_layers(model) if layer.op == op]
+    weights = {layer.name: round_to_nearest(layer.matrix(), 8, symmetric=not zero_points) for layer in layers}
+    names = list(weights)
+    state = GraphState(model, weight_only=names, unpacked=names, weights=weights)
+    graph = write_state(state, "u8s8")
+    stored = [value for value in graph.graph.initializers.values() if value.name.endswith("/int8")]  # type: ignore[union-attr]
+    assert len(stored) == len(names) and all(value.dtype in (ir.DataType.INT8, ir.DataType.UINT8) for value in stored)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    ort.InferenceSession(ir.to_proto(graph).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    loaded = onnx.load(options.optimized_model_filepath)
+    assert not {"Cast", "Mul", "Sub", "DequantizeLinear"} & {node.op_type for node in loaded.graph.node}
+    # the same numbers as those of weights rounded in place, and as TensorRT's file holds
+    rounded = clone(model)
+    for layer in find_layers(rounded):
+        if layer.name in weights:
+            matrix = weights[layer.name].dequantize()
+            values = np.ascontiguousarray(matrix.T if layer.axis == 1 else matrix)
+            layer.node.replace_input_with(layer.weight_input, initializer(rounded, f"{layer.name}/rounded", values))
+    exact = np.concatenate(graphs.run(rounded, feeds))
+    for flavour in get_args(Flavour):
+        np.testing.assert_allclose(graphs.written(state, feeds, flavour, optimize=True), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_whose_weights_alone_are_rounded_is_unpacked_for_no_kernel_reads_it_packed() -> None:
+    model = graphs.residual_cnn()
+    weights = {layer.name: round_to_nearest(layer.matrix(), 8) for layer in find_layers(model) if layer.op == "Conv"}
+    state = GraphState(model, weight_only=list(weights), weights=weights)
+    assert "DequantizeLinear" not in graphs.operators(write_state(state, "u8s8"))
