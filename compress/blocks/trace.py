@@ -67,6 +67,11 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)) or is_hf_conv1d(module)
 
 
+def in_axis(layer: nn.Module) -> int:
+    """Return the axis of a layer's weight along which its inputs lie."""
+    return 0 if is_hf_conv1d(layer) or isinstance(layer, TRANSPOSED) else 1
+
+
 def is_hf_conv1d(module: nn.Module) -> bool:
     """Return whether a module is transformers' Conv1D: a Linear with a transposed weight (GPT-2)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

@@ -23,7 +23,8 @@ from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
 from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate
-from compress.prune.coupling import Coupling, find_coupling
+from compress.prune.coupling import find_coupling
+from compress.prune.dimensions import Coupling
 from compress.specs import ModelSpec
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable

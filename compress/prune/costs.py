@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer, trace
-from compress.prune.coupling import Dimension
+from compress.prune.dimensions import Dimension
 from compress.prune.layers import weight_names
 
 

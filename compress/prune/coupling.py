@@ -5,77 +5,39 @@ axis carries a label, operators carry labels from tensor to tensor, and where tw
 flattening, padding, shared heads and split projections then need no special cases, and part of an axis may be removable
 while the rest is not.
 
-A `Dimension` is what can only be removed together, and where each of its units lies.
+What labels do not show, sizes that the model's code reads from one tensor and uses for another, or fixes, is found by
+trying (`compress.prune.trials`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, is_layer
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, in_axis, is_layer
 from compress.facts import Prunable
+from compress.prune.dimensions import Axis, Coupling, Dimension, DimensionKind
 from compress.prune.labels import Book
 from compress.prune.rules import walk
+from compress.prune.trials import settle_sizes
 from compress.structure.dataflow import DataFlow, record
 
-Axis = tuple[str, int]
-"""(a parameter's or buffer's plain name, which of its axes)."""
-DimensionKind = Literal["channels", "neurons", "heads", "width"]
 Counts = dict[Axis, int]
 """Axis -> how many indices of it belong to one unit."""
 
 
-@dataclass(frozen=True, eq=False)
-class Dimension:
-    """Units 0 .. n_units - 1, each removable on its own. Removing unit u removes indices `members[axis][u]` everywhere.
-
-    `members`: axis -> int64 [n_units, k]. `writers`: layers whose outputs the units are; `readers`: layers that read
-    them along their input axis, in the order in which they run. `name`: that of the first writer. `kind`: "channels"
-    of convolutions, "neurons" of a feed-forward layer, "heads" of attention (of grouped queries: a key-value head with
-    its queries), "width" of what several layers write to (a residual stream).
-    """
-
-    name: str
-    kind: DimensionKind
-    members: Mapping[Axis, np.ndarray]
-    writers: tuple[str, ...]
-    readers: tuple[str, ...]
-
-    @property
-    def n_units(self) -> int:
-        return len(next(iter(self.members.values())))
-
-    def indices(self, axis: Axis, units: np.ndarray) -> np.ndarray:
-        """Return the indices of some units along an axis, int64, rising."""
-        return np.sort(self.members[axis][units].reshape(-1))
-
-
-@dataclass(frozen=True)
-class Coupling:
-    """What can be removed, in the order in which it is first written (`facts`: the same, for a plan), and what cannot.
-
-    `kept`: layer -> why its outputs, or some of them, stay.
-    """
-
-    dimensions: tuple[Dimension, ...]
-    facts: tuple[Prunable, ...]
-    kept: Mapping[str, str]
-
-
 def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Coupling:
-    """Find the dimensions of `module`, whose units can be removed, by one run on `feeds`.
+    """Find the dimensions of `module`, whose units can be removed, by a run on `feeds` and a few of smaller copies.
 
     `feeds`: by parameter of forward; values do not matter unless `compute`.
 
     As `record`: a forward that looks at values raises RuntimeError unless `compute`.
     """
-    return coupling_of(record(module, feeds, compute))
+    return settle_sizes(coupling_of(record(module, feeds, compute)), module, feeds, compute)
 
 
 def coupling_of(flow: DataFlow) -> Coupling:
@@ -122,11 +84,6 @@ def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
             output = (weight, 1 if table else 1 - into)
             layers[call.module] = _Layer(module, output, None if table else (weight, into))
     return layers
-
-
-def in_axis(layer: nn.Module) -> int:
-    """Return the axis of a layer's weight along which its inputs lie."""
-    return 0 if is_hf_conv1d(layer) or isinstance(layer, TRANSPOSED) else 1
 
 
 def _group_by_signature(

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.trace import in_axis
 from compress.errors import PassError
-from compress.prune.coupling import Dimension, in_axis
+from compress.prune.dimensions import Dimension
 from compress.prune.importance import (
     Comparison,
     Loss,

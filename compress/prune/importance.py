@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from compress.blocks.materialise import plain
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
-from compress.prune.coupling import Dimension
+from compress.prune.dimensions import Dimension
 from compress.prune.obs import Elimination, ReadingLayer
 from compress.prune.statistics import Batch
 from compress.quantize.outputs import list_outputs, measure_units, model_output

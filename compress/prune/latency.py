@@ -22,9 +22,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from compress.blocks.trace import remove_hooks_on_exit
+from compress.blocks.trace import in_axis, remove_hooks_on_exit
 from compress.prune.costs import AxisSize, Cost, Term, sizes_of
-from compress.prune.coupling import Dimension, in_axis
+from compress.prune.dimensions import Dimension
 from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
 from compress.store.durable import temporary_folder
 from runtime.backends import Session, find_backend

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.trace import in_axis
 from compress.errors import PassError
 from compress.prune.compensate import Refitted, compensate, explain_left_alone
-from compress.prune.coupling import Axis, Dimension, DimensionKind, in_axis
+from compress.prune.dimensions import Axis, Dimension, DimensionKind
 from compress.prune.layers import layers_of, weight_names
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,12 +84,7 @@ def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False
     Unless `compute`, tensors hold no values, wherever the module lies (meta, CPU): a forward that looks at values then
     raises RuntimeError. With `compute` the module must hold values. Raises whatever else the forward raises.
     """
-    with torch.no_grad(), _disable_fused_layers(), contextlib.ExitStack() as stack:
-        state: dict[str, Tensor] = {}
-        if not compute:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            state = {name: _make_empty(tensor) for name, tensor in _iterate_state(module)}
-            feeds = {name: _make_empty(tensor) for name, tensor in feeds.items()}
+    with _empty_unless(compute, module, feeds) as (state, feeds), contextlib.ExitStack() as stack:
         recorder = _Recorder(module, state or dict(_iterate_state(module)))
         for handle in recorder.hooks():
             stack.callback(handle.remove)
@@ -96,6 +92,66 @@ def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False
             out = torch.func.functional_call(module, state, kwargs=dict(feeds)) if state else module(**feeds)
         recorder.flow.outputs = tuple(recorder.value(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
     return recorder.flow
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How far a run came. `shapes`: of its outputs, None where it failed; `module`: the innermost one that it was in
+    then; `n_calls`: of modules begun by then."""
+
+    shapes: tuple[tuple[int, ...], ...] | None
+    module: str
+    n_calls: int
+
+
+def attempt(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Attempt:
+    """Run `module` as `record` does, for what comes of it alone: shapes that do not fit are an answer."""
+    running, n_calls = list[str](), 0
+
+    def enter(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            nonlocal n_calls
+            running.append(name)
+            n_calls += 1
+
+        return hook
+
+    with _empty_unless(compute, module, feeds) as (state, feeds), contextlib.ExitStack() as stack:
+        stack.enter_context(_silence_refusals())
+        for name, part in module.named_modules():
+            stack.callback(part.register_forward_pre_hook(enter(plain(name))).remove)
+            stack.callback(part.register_forward_hook(lambda *_: running.pop() and None).remove)
+        try:
+            out = torch.func.functional_call(module, state, kwargs=dict(feeds)) if state else module(**feeds)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError):
+            return Attempt(None, running[-1] if running else "", n_calls)
+    return Attempt(tuple(tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), "", n_calls)
+
+
+@contextlib.contextmanager
+def _silence_refusals() -> Iterator[None]:
+    """Hide the stack traces that torch logs of operators whose empty tensors do not fit, while the context is open."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _empty_unless(
+    compute: bool, module: nn.Module, feeds: Mapping[str, Tensor]
+) -> Iterator[tuple[dict[str, Tensor], Mapping[str, Tensor]]]:
+    """Yield a state for the module and feeds, both without values; or no state and the feeds as they are."""
+    with torch.no_grad(), _disable_fused_layers(), contextlib.ExitStack() as stack:
+        state: dict[str, Tensor] = {}
+        if not compute:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            state = {name: _make_empty(tensor) for name, tensor in _iterate_state(module)}
+            feeds = {name: _make_empty(tensor) for name, tensor in feeds.items()}
+        yield state, feeds
 
 
 def _iterate_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

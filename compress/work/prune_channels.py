@@ -25,8 +25,9 @@ from compress.prune.budget import Options, choose_widths, list_widths
 from compress.prune.compensate import follow_data
 from compress.prune.configuration import fit_config
 from compress.prune.costs import AxisSize, Cost, macs_cost, parameters_cost
-from compress.prune.coupling import Coupling, Dimension, find_coupling
+from compress.prune.coupling import find_coupling
 from compress.prune.curves import find_curves
+from compress.prune.dimensions import Coupling, Dimension
 from compress.prune.importance import draw_label_loss, random_projection_loss
 from compress.prune.latency import (
     LatencyTable,

@@ -405,7 +405,6 @@ SHELF = (
             mlp_ratios=[2, 2],
             decoder_hidden_size=32,
         ),
-        passes=(),  # attention over fewer places takes a number of channels from its input: it cannot be cut yet
         metric="pixel_agreement",
         least=0.5,
     ),

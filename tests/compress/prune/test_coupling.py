@@ -34,8 +34,10 @@ from transformers import (
 
 from compress.blocks.sizes import fit, shapes_of
 from compress.errors import PassError
-from compress.prune.coupling import Coupling, Dimension, find_coupling
+from compress.prune.coupling import coupling_of, find_coupling
+from compress.prune.dimensions import Coupling, Dimension
 from compress.prune.surgery import differs_from_masked, remove
+from compress.structure.dataflow import record
 from compress.zoo.cifar_resnet import CifarResNet
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -254,9 +256,54 @@ def test_a_size_that_the_code_fixes_is_found_out() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x).view(-1, 8))
 
-    module = Fixed().requires_grad_(False)
-    (one,) = find_coupling(module, {"x": torch.zeros(2, 6)}).dimensions
-    assert differs_from_masked(module, one, np.array([0]), {"x": torch.ones(2, 6)}) == np.inf
+    module, feeds = Fixed().requires_grad_(False), {"x": torch.ones(2, 6)}
+    (one,) = coupling_of(record(module, feeds)).dimensions
+    assert differs_from_masked(copy.deepcopy(module), one, np.array([0]), feeds) == np.inf
+    settled = find_coupling(module, feeds)
+    assert not settled.dimensions and settled.kept["a"] == "the model's code fixes this size"
+
+
+class Reduced(nn.Module):
+    """Reads tokens [N, T, width] through a convolution, its results laid out by the width of the stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.reduce, self.back = nn.LayerNorm(width), nn.Conv1d(width, width, 2, 2), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, width = x.shape
+        fewer = self.reduce(x.transpose(1, 2).reshape(n, width, t))
+        return x + self.back(self.norm(fewer.reshape(n, width, -1).transpose(1, 2))).mean(1, keepdim=True)
+
+
+class Tied(nn.Module):
+    """Two streams of one width, each with two such blocks, and between them a size that is fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.fixed, self.b, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.first, self.second = (nn.Sequential(Reduced(8), Reduced(8)) for _ in range(2))
+        self.free = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fixed(self.first(self.a(x))).view(-1, 4, 8)
+        return self.head(self.free(self.second(self.b(x))))
+
+
+@pytest.mark.parametrize("compute", [False, True])
+def test_sizes_that_the_code_reads_from_one_tensor_and_uses_for_another_are_tied(compute: bool) -> None:
+    module, feeds = Tied().requires_grad_(False), {"x": torch.randn(2, 4, 6)}
+    coupling = find_coupling(module, feeds, compute)
+    assert {one.name: set(one.writers) for one in coupling.dimensions} == {
+        "a": {"a", "first.0.reduce", "first.0.back", "first.1.reduce", "first.1.back"},
+        "b": {"b", "second.0.reduce", "second.0.back", "second.1.reduce", "second.1.back"},
+        "free": {"free"},
+    }
+    assert coupling.kept["fixed"] == "the model's code fixes this size"
+    assert [facts.name for facts in coupling.facts] == [one.name for one in coupling.dimensions]
+    for one in coupling.dimensions:
+        difference = differs_from_masked(copy.deepcopy(module), one, np.array([0, 3]), feeds)
+        assert difference < (np.inf if one.kind == "width" else EXACT), one.name
 
 
 def test_removing_everything_is_refused() -> None:

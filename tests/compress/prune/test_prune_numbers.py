@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from compress.errors import PassError
 from compress.prune import importance, statistics
 from compress.prune.compensate import RIDGE, distance, fit, solve
-from compress.prune.coupling import Dimension, find_coupling
+from compress.prune.coupling import find_coupling
+from compress.prune.dimensions import Dimension
 from compress.prune.layers import (
     apply_layer,
     features_of,

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from compress.errors import PassError
 from compress.prune import curves as curves_room
 from compress.prune.compensate import compensate
-from compress.prune.coupling import Dimension, find_coupling
+from compress.prune.coupling import find_coupling
 from compress.prune.curves import calibrate_curve, find_curves, measure_damage, readers_of
+from compress.prune.dimensions import Dimension
 from compress.prune.importance import draw_label_loss
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
