@@ -8,8 +8,7 @@ has.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -64,12 +63,12 @@ def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
     """Return whether a runtime may multiply by these weights as they are stored: convolutions have no such kernels."""
-    return weight.values.ndim == 2 or weight.bits != 8 or weight.group_size > 0 or weight.values.dtype == FLOAT8
+    return weight.values.ndim == 2 or weight.values.dtype == FLOAT8
 
 
 def _needs_blocks(node: ir.Node) -> bool:
-    """Return whether `node` is a DequantizeLinear of blocks or of 4-bit integers."""
-    values = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+    """Return whether `node` reads 4-bit integers, or is a DequantizeLinear of blocks."""
+    values = node.inputs[0] if node.op_type in ("Cast", "DequantizeLinear") else None
     small = values is not None and values.dtype in (ir.DataType.INT4, ir.DataType.UINT4)
     return small or int_attribute(node, "block_size", 0) > 0
 
@@ -170,7 +169,7 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
 
 
 def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:
-    """Write int8 weights as Cast and Mul: constants, which a runtime folds to floats once, as it loads them.
+    """Write integer weights as Cast and Mul: constants, which a runtime folds to floats once, as it loads them.
 
     A DequantizeLinear it would keep, for a kernel that takes integers, and compute on every call. Not for TensorRT,
     whose file is an engine: there the rounded weights are floats.
@@ -180,25 +179,31 @@ def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight,
         value = initializer(model, f"{layer.name}/weight/float", rounded.T if layer.axis == 1 else rounded)
         layer.node.replace_input_with(layer.weight_input, value)
         return
-    values, scales, zeros = weight.values, weight.scales, weight.zero_points
-    shape = [1] * values.ndim
-    shape[layer.axis] = values.shape[0]
+    name, (rows, groups) = f"{layer.name}/weight", (weight.values.shape[0], weight.scales.shape[1])
+    values, parts = weight.values, [np.broadcast_to(weight.scales, (rows, groups))]
+    if weight.zero_points is not None:
+        parts.insert(0, np.broadcast_to(weight.zero_points, (rows, groups)).astype(np.float32))
     if layer.axis == 1:  # [out, in] -> [in, out]
-        values = values.T
-    q = _add_constant(model, layer, "int8", _to_tensor(values, 8))
-    floats = append(model, "Cast", [q], f"{layer.name}/weight/cast", {"to": ir.DataType.FLOAT})
-    if zeros is not None:
-        zero = _add_constant(model, layer, "zero", _spread(zeros.astype(np.float32), shape))
-        floats = append(model, "Sub", [floats, zero], f"{layer.name}/weight/centred")
-    scale = _add_constant(model, layer, "scale", _spread(scales, shape))
-    floats = append(model, "Mul", [floats, scale], f"{layer.name}/weight/float")
+        values, parts = values.T, [part.T for part in parts]
+    by_group = (groups, -1, rows) if layer.axis == 1 else (rows, groups, -1)
+    spread = by_group
+    if groups == 1:
+        spread = (1, rows) if layer.axis == 1 else (rows, *[1] * (values.ndim - 1))
+    q = _add_constant(model, layer, _choose_type(weight), _to_tensor(values, weight.bits))
+    floats = append(model, "Cast", [q], f"{name}/cast", {"to": ir.DataType.FLOAT})
+    if groups > 1:
+        shape = initializer(model, f"{name}/groups", np.array(by_group))
+        floats = append(model, "Reshape", [floats, shape], f"{name}/grouped")
+    suffixes = {"Mul": "scale"} if len(parts) == 1 else {"Sub": "zero", "Mul": "scale"}
+    for part, (op, suffix) in zip(parts, suffixes.items(), strict=True):
+        sizes = [1 if size == -1 else size for size in spread]
+        constant_part = _add_constant(model, layer, suffix, _to_tensor(part.reshape(sizes), 32))
+        floats = append(model, op, [floats, constant_part], f"{name}/{suffix}d")
+    if groups > 1:
+        shape = initializer(model, f"{name}/shape", np.array(values.shape))
+        floats = append(model, "Reshape", [floats, shape], f"{name}/float")
     floats.type, floats.shape = layer.weight.type, layer.weight.shape
     layer.node.replace_input_with(layer.weight_input, floats)
-
-
-def _spread(parts: np.ndarray, shape: Sequence[int]) -> ir.TensorProtocol:
-    """Return one number for each channel, [out, 1], or one in all, [1, 1], as a tensor of `shape`."""
-    return _to_tensor(np.broadcast_to(parts.ravel(), (math.prod(shape),)).reshape(shape), 32)
 
 
 def _avoid_gemm(model: ir.Model, layer: GraphLayer) -> None:

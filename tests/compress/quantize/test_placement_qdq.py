@@ -410,25 +410,28 @@ def test_a_bias_far_above_its_products_is_no_int32_cut_off() -> None:
 
 
 @pytest.mark.parametrize("op", ["Conv", "MatMul", "Gemm"])
-@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "zero_points"), [(8, -1, False), (8, -1, True), (4, 8, False), (4, 8, True)]
+)
 def test_unpacked_weights_are_folded_to_floats_as_the_file_is_loaded(
-    op: str, zero_points: bool, tmp_path: Path
+    op: str, bits: int, group_size: int, zero_points: bool, tmp_path: Path
 ) -> None:
     model = graphs.residual_cnn() if op == "Conv" else graphs.one_layer(op=op)
     feeds = graphs.images() if op == "Conv" else graphs.vectors()
     layers = [layer for layer in find_layers(model) if layer.op == op]
-    weights = {layer.name: round_to_nearest(layer.matrix(), 8, symmetric=not zero_points) for layer in layers}
+    group_size = -1 if op == "Conv" else group_size  # three channels fill no group
+    weights = {layer.name: round_to_nearest(layer.matrix(), bits, group_size, not zero_points) for layer in layers}
     names = list(weights)
     state = GraphState(model, weight_only=names, unpacked=names, weights=weights)
     graph = write_state(state, "u8s8")
-    stored = [value for value in graph.graph.initializers.values() if value.name.endswith("/int8")]  # type: ignore[union-attr]
-    assert len(stored) == len(names) and all(value.dtype in (ir.DataType.INT8, ir.DataType.UINT8) for value in stored)
+    stored = [value for value in graph.graph.initializers.values() if value.name.endswith(f"/int{bits}")]  # type: ignore[union-attr]
+    assert len(stored) == len(names) and all(value.dtype and value.dtype.bitwidth == bits for value in stored)
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     ort.InferenceSession(ir.to_proto(graph).SerializeToString(), options, providers=["CPUExecutionProvider"])
     loaded = onnx.load(options.optimized_model_filepath)
-    assert not {"Cast", "Mul", "Sub", "DequantizeLinear"} & {node.op_type for node in loaded.graph.node}
+    assert not {"Cast", "Mul", "Sub", "Reshape", "DequantizeLinear"} & {node.op_type for node in loaded.graph.node}
     # the same numbers as those of weights rounded in place, and as TensorRT's file holds
     rounded = clone(model)
     for layer in find_layers(rounded):
