@@ -194,11 +194,11 @@ def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight,
     if groups > 1:
         shape = initializer(model, f"{name}/groups", np.array(by_group))
         floats = append(model, "Reshape", [floats, shape], f"{name}/grouped")
-    suffixes = {"Mul": "scale"} if len(parts) == 1 else {"Sub": "zero", "Mul": "scale"}
-    for part, (op, suffix) in zip(parts, suffixes.items(), strict=True):
+    steps = [("Sub", "zero", "centred"), ("Mul", "scale", "scaled")][-len(parts) :]
+    for part, (op, suffix, result) in zip(parts, steps, strict=True):
         sizes = [1 if size == -1 else size for size in spread]
-        constant_part = _add_constant(model, layer, suffix, _to_tensor(part.reshape(sizes), 32))
-        floats = append(model, op, [floats, constant_part], f"{name}/{suffix}d")
+        factor = _add_constant(model, layer, suffix, _to_tensor(part.reshape(sizes), 32))
+        floats = append(model, op, [floats, factor], f"{name}/{result}")
     if groups > 1:
         shape = initializer(model, f"{name}/shape", np.array(values.shape))
         floats = append(model, "Reshape", [floats, shape], f"{name}/float")
