@@ -41,10 +41,10 @@ class Int8(EightBit):
     """With calibration: percentile, how much of what was observed lies inside the range, in per cent."""
     placement: Literal["fastest", "auto", "all", "inputs"] = "fastest"
     """fastest: as auto, but layers that int8 makes slower are computed in float from weights stored in int8, by times
-    measured on this machine; where nothing
-    can be timed (a target that does not run here) it is auto. all: activations stay int8 between operators
-    (convolutional nets). inputs: only the inputs of matrix products are quantized, and what convolutions read and
-    write; the residual stream stays float (transformers). auto: one of these two, decided from the graph."""
+    measured on this machine; where nothing can be timed (a target that does not run here, a model that generates) it is
+    auto. all: activations stay int8 between operators (convolutional nets). inputs: only the inputs of matrix products
+    are quantized, and what convolutions read and write; the residual stream stays float (transformers). auto: one of
+    these two, decided from the graph."""
     overrides: tuple[Int8Override, ...] = ()
     """Exceptions for some of the layers."""
 

@@ -70,9 +70,9 @@ Log = Callable[[str], None]
 class LatencyForecast:
     """Milliseconds of a call (of a decoder: of a further token) before and after, on `backend`.
 
-    `parts`: what the second does not hold, in words. `in_float`: layers that stay float because they are faster so.
-    `others`: what else was timed, where the recipe gains little: in
-    words -> milliseconds.
+    `parts`: what the second does not hold, in words. `in_float`: layers that a pass puts into eight bits and that are
+    computed in float because they are faster so. `others`: what else was timed, where the recipe gains little: in words
+    -> milliseconds.
     """
 
     metric: str
@@ -150,7 +150,7 @@ def _measure(inputs: Inputs, cache: Path, machine: str, log: Log) -> LatencyFore
 
 
 def _list_in_float(recipe: Recipe, facts: ModelFacts, after: GraphState) -> tuple[str, ...]:
-    """Return the layers that a pass would put into eight bits and left in float for their speed."""
+    """Return the layers that a pass would put into eight bits and that are computed in float for their speed."""
     planned: list[str] = []
     for pass_ in recipe.passes:
         plan = pass_.check(facts, TARGETS[recipe.target])

@@ -216,15 +216,15 @@ class Benchmark:
     latency_limit_ms: float | None = None
     """Also measure the throughput at the largest batch whose latency_percentile stays within this."""
     prompt_tokens: int = 128
-    """text-generation: tokens of each prompt."""
+    """Of models that generate: tokens of each prompt, or of what the encoder reads."""
     new_tokens: int = 64
-    """text-generation: tokens generated after each prompt."""
+    """Of models that generate: tokens generated after each prompt."""
     ttft_limit_ms: float | None = None
-    """text-generation: also measure goodput; latency_percentile of the time to the first token is within this."""
+    """Of models that generate: also measure goodput; latency_percentile of the time to the first token within this."""
     tpot_limit_ms: float | None = None
-    """text-generation: also measure goodput; latency_percentile of the time for a further token is within this."""
+    """Of models that generate: also measure goodput; latency_percentile of the time for a further token within this."""
     price_per_hour: float | None = None
-    """Also give the cost of a million samples (text-generation: tokens) on a machine of this price, in its currency."""
+    """Also give the cost of a million samples (generated tokens) on a machine of this price, in its currency."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
@@ -285,11 +285,11 @@ class Postprocess:
     """What is made of a model's outputs before anyone sees an answer. A task says which fields it takes."""
 
     top_k: int | None = None
-    """Answer with the so many likeliest classes, the likeliest first."""
+    """Answer with so many classes, the likeliest first; where a sample has several labels, with at most so many."""
     reject_below: float | None = None
     """No answer where the likeliest class has a lower probability (softmax)."""
     threshold: float | None = None
-    """Answer with everything whose score is at least this: labels of a model that gives several, detected objects."""
+    """Answer with every label whose probability is at least this, of a model that gives several."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
