@@ -369,6 +369,12 @@ def _parse_size(size: Any, path: Path) -> int | tuple[int, int] | None:
         return int(size["height"]), int(size["width"])
     if set(size) == {"shortest_edge"}:
         return int(size["shortest_edge"])
+    if set(size) == {"shortest_edge", "longest_edge"}:
+        longest = int(size["longest_edge"])
+        raise SourceError(
+            f"{path}: size {size} makes each image of another size; give all one: "
+            f"preprocess: {{kind: image, letterbox: [{longest}, {longest}], mean: ..., std: ...}}, or a smaller square"
+        )
     raise SourceError(f"{path}: size {size} is neither height and width nor shortest_edge; declare `preprocess:`")
 
 

@@ -18,4 +18,5 @@ IMAGE_CLASSIFICATION = TorchTask(
     loss="classes",
     outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
+    uses_class_names=True,
 )

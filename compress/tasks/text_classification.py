@@ -10,4 +10,5 @@ TEXT_CLASSIFICATION = TorchTask(
     loss="classes",
     outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
+    uses_class_names=True,
 )

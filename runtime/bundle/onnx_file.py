@@ -64,7 +64,11 @@ def _find_locations(data: Data) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Operators of the main graph by type, and the zero points' dtypes of its QuantizeLinear nodes."""
+    """Operators of the main graph by type, and the zero points' dtypes of its QuantizeLinear nodes.
+
+    Those that read constants alone are left out, for a runtime computes them once, as it loads the graph; but for
+    DequantizeLinear, which it keeps.
+    """
 
     operators: dict[str, int]
     activations: dict[str, int]
@@ -76,19 +80,22 @@ class GraphFacts:
 
 def graph_facts(path: Path) -> GraphFacts:
     """Read the graph of a file that `verify` has accepted; the weights are passed over, not loaded."""
-    operators: Counter[str] = Counter()
+    nodes: list[tuple[str, list[str], list[str]]] = []
     dtypes: dict[str, str] = {}
-    zero_points: list[str] = []
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for number, first, last, _ in _graph_fields(data):
             if number == 1:
-                kind, inputs = _read_node(data, first, last)
-                operators[kind] += 1
-                if kind == "QuantizeLinear":
-                    zero_points.append(inputs[2] if len(inputs) > 2 else "")
+                nodes.append(_read_node(data, first, last))
             elif number == 5:
                 name, dtype = _read_tensor(data, first, last)
                 dtypes[name] = dtype
+    constants, operators = set(dtypes), Counter[str]()
+    for kind, inputs, outputs in nodes:
+        if kind != "DequantizeLinear" and any(inputs) and constants.issuperset(name for name in inputs if name):
+            constants.update(outputs)
+        else:
+            operators[kind] += 1
+    zero_points = [inputs[2] if len(inputs) > 2 else "" for kind, inputs, _ in nodes if kind == "QuantizeLinear"]
     activations = Counter(dtypes.get(name, "other") if name else "uint8" for name in zero_points)
     return GraphFacts(dict(operators), dict(activations))
 
@@ -99,10 +106,13 @@ def _graph_fields(data: mmap.mmap) -> Iterator[Field]:
             yield from _fields(data, first, last)
 
 
-def _read_node(data: mmap.mmap, start: int, stop: int) -> tuple[str, list[str]]:
-    texts = [(number, data[a:b].decode()) for number, a, b, _ in _fields(data, start, stop) if number in (1, 4)]
-    kinds = [text for number, text in texts if number == 4]
-    return kinds[0] if kinds else "", [text for number, text in texts if number == 1]
+def _read_node(data: mmap.mmap, start: int, stop: int) -> tuple[str, list[str], list[str]]:
+    """Return (operator, inputs, outputs)."""
+    parts: dict[int, list[str]] = {1: [], 2: [], 4: []}
+    for number, first, last, _ in _fields(data, start, stop):
+        if number in parts:
+            parts[number].append(data[first:last].decode())
+    return parts[4][0] if parts[4] else "", parts[1], parts[2]
 
 
 def _read_tensor(data: mmap.mmap, start: int, stop: int) -> tuple[str, str]:

@@ -57,6 +57,19 @@ def test_graph_facts_are_those_of_onnx(tmp_path: Path, dtype: Any) -> None:
     assert facts.count("MatMul", "Conv") == 1
 
 
+def test_what_a_runtime_computes_once_as_it_loads_a_graph_is_no_cost(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["q"], ["c"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["c", "s"], ["w"]),
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+    ]
+    info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 2]) for n in "xy"]
+    weights = {"q": np.eye(2, dtype=np.int8), "s": np.float32(0.1)}
+    tensors = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", info[:1], info[1:], tensors)), tmp_path / "m.onnx")
+    assert graph_facts(tmp_path / "m.onnx").operators == {"MatMul": 1}
+
+
 def latency(before_ms: float, after_ms: float) -> dict[str, Evidence]:
     seconds = np.array([[before_ms], [after_ms]]) / 1000 * np.linspace(0.99, 1.01, 40)
     judgement = Judgement()
