@@ -37,7 +37,7 @@ from compress.graph.fast_forms import (
     to_two_bits,
 )
 from compress.graph.half import to_half
-from compress.graph.halves import cross_names, share_weights, split
+from compress.graph.halves import cross_names, share_weights, split_halves
 from compress.graph.layers import find_layers
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
@@ -147,7 +147,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
     loaded: ONNX Runtime has no such kernels for CPUs.
     """
     if cross_names(model):
-        encoder, model = split(model)
+        encoder, model = split_halves(model)
         share_weights(encoder, model, path.with_name(SHARED))
         _save_one(encoder, path.with_name(ENCODER))
     _save_one(model, path)

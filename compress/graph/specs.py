@@ -59,9 +59,18 @@ def cache_of(model: ir.Model) -> KvCacheSpec | None:
     count = n_cached_layers(model)
     if not count:
         return None
-    first = next(value for value in model.graph.inputs if value.name == past_name(0, "key"))
+    shared = any(node.op_type == ATTENTION for node in model.graph)
+    return describe_cache(model, count, PAST, PRESENT, shared)
+
+
+def describe_cache(model: ir.Model, n_layers: int, past: str, present: str, shared: bool = False) -> KvCacheSpec:
+    """Return what a bundle says of a cache whose inputs and outputs have such names, by its first layer's keys.
+
+    `past`, `present`: with {layer} and {kind}. `shared`: keys and values of earlier and new tokens lie in one buffer.
+    """
+    name = past.format(layer=0, kind="key")
+    first = next(value for value in model.graph.inputs if value.name == name)
     assert first.shape is not None and first.dtype is not None
     heads, size = first.shape[1], first.shape[3]
     assert isinstance(heads, int) and isinstance(size, int)
-    shared = any(node.op_type == ATTENTION for node in model.graph)
-    return KvCacheSpec(count, heads, size, str(first.dtype.numpy()), shared, PAST, PRESENT)
+    return KvCacheSpec(n_layers, heads, size, str(first.dtype.numpy()), shared, past, present)
