@@ -21,6 +21,7 @@ from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.specs import n_cached_layers, past_name, present_name
 from compress.models.load import OnnxModel, TorchModel
+from compress.quantize.measure import relative_difference
 from runtime.backends.onnxruntime_cpu import InferenceSession, failures
 from runtime.encode.seq2seq import DECODER_IDS
 
@@ -98,14 +99,6 @@ def _holds_choices(values: np.ndarray) -> bool:
 def _share_of_differing(expected: np.ndarray, got: np.ndarray) -> float:
     """Return the share of elements that are not the same: of choices, of which a tie falls either way."""
     return float(np.mean(expected != got)) if expected.size else 0.0
-
-
-def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
-    """Return max |expected - got| / max |expected|; infinity where either is not finite and they differ."""
-    if not (np.isfinite(got).all() and np.isfinite(expected).all()):
-        return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
-    scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
-    return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
 
 
 def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from runtime.bundle.manifest import KvCacheSpec
+from runtime.bundle.manifest import CROSS, SELF_PRESENT, KvCacheSpec
 from runtime.bundle.tensors import TensorSpec
 
 PAST = "past_key_values.{layer}.{kind}"
@@ -16,6 +17,10 @@ POSITIONS = "position_ids"
 MAX_LENGTH = "max_length"
 """Key of a model's metadata: the longest sequence it was made for."""
 ATTENTION = "GroupQueryAttention"
+CACHE_OUTPUTS = re.compile(
+    "|".join(p.replace(".", r"\.").format(layer=r"\d+", kind="(key|value)") for p in (PRESENT, SELF_PRESENT, CROSS))
+)
+"""Names of outputs that are keys and values."""
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
@@ -43,6 +48,11 @@ def past_name(layer: int, kind: str) -> str:
 
 def present_name(layer: int, kind: str) -> str:
     return PRESENT.format(layer=layer, kind=kind)
+
+
+def is_cache(name: str) -> bool:
+    """Return whether an output of that name is of keys and values, a decoder's or an encoder-decoder's."""
+    return CACHE_OUTPUTS.fullmatch(name) is not None
 
 
 def n_cached_layers(model: ir.Model) -> int:

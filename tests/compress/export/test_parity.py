@@ -10,10 +10,11 @@ from onnx import helper
 
 from compress.errors import ExportError
 from compress.export.onnx import export_float
-from compress.export.parity import TOLERANCE, check_parity, relative_difference
+from compress.export.parity import TOLERANCE, check_parity
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.models.load import TorchModel, load_model
+from compress.quantize.measure import relative_difference
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 
