@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.graph.layers import float_attribute, int_attribute, ints_attribute, text_attribute
-from compress.graph.torch_ops import Compute, Make, as_written, make_form_error
+from compress.graph.torch_ops import Compute, Make, ignore_attributes, make_form_error
 
 Pads = Callable[[Tensor], list[int]]
 """Gives what has to be padded before a kernel, as `F.pad` wants it."""
@@ -233,8 +233,8 @@ IMAGE_OPERATORS: dict[str, Make] = {
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "DepthToSpace": _depth_to_space,
-    "GlobalAveragePool": as_written(_global_mean),
-    "GlobalMaxPool": as_written(_global_max),
+    "GlobalAveragePool": ignore_attributes(_global_mean),
+    "GlobalMaxPool": ignore_attributes(_global_max),
     "LRN": _local_response,
     "MaxPool": _max_pool,
     "Resize": _resize,

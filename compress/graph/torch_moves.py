@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.graph.layers import int_attribute, ints_attribute, text_attribute
-from compress.graph.torch_ops import Compute, Make, as_written, make_form_error
+from compress.graph.torch_ops import Compute, Make, ignore_attributes, make_form_error
 
 
 def _reshape(node: ir.Node) -> Compute:
@@ -193,24 +193,24 @@ MOVE_OPERATORS: dict[str, Make] = {
     "Concat": _concat,
     "Constant": _constant,
     "ConstantOfShape": _constant_of_shape,
-    "Expand": as_written(_expand),
+    "Expand": ignore_attributes(_expand),
     "Flatten": _flatten,
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
-    "Identity": as_written(lambda x: x),
+    "Identity": ignore_attributes(lambda x: x),
     "Pad": _pad,
-    "Range": as_written(_range),
+    "Range": ignore_attributes(_range),
     "Reshape": _reshape,
     "Shape": _shape,
-    "Size": as_written(lambda x: torch.tensor(x.numel(), device=x.device)),
-    "Slice": as_written(_slice),
+    "Size": ignore_attributes(lambda x: torch.tensor(x.numel(), device=x.device)),
+    "Slice": ignore_attributes(_slice),
     "Split": _split,
-    "Squeeze": as_written(_squeeze),
-    "Tile": as_written(lambda x, times: x.repeat(times.tolist())),
+    "Squeeze": ignore_attributes(_squeeze),
+    "Tile": ignore_attributes(lambda x, times: x.repeat(times.tolist())),
     "TopK": _top_k,
     "Transpose": _transpose,
     "Trilu": _trilu,
-    "Unsqueeze": as_written(_unsqueeze),
+    "Unsqueeze": ignore_attributes(_unsqueeze),
 }
 """Operator -> what makes a node's function."""
