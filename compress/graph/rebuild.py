@@ -92,7 +92,7 @@ class _Builder:
         parameters: dict[str, str] = {}
         for value in self.model.graph.inputs:
             name = value.name or ""
-            parameters[name] = _make_identifier(name, parameters.values())
+            parameters[name] = make_identifier(name, parameters.values())
             shape, dtype = feeds[name]
             sample = self._run_empty(lambda shape=shape, dtype=dtype: torch.empty(shape, dtype=dtype))
             self._add_value(value, self.graph.placeholder(parameters[name]), sample)
@@ -311,8 +311,8 @@ def _pad_by(amounts: Callable[[Tensor], Sequence[int]]) -> Compute:
     return pad
 
 
-def _make_identifier(name: str, taken: Collection[str]) -> str:
-    """Return a parameter's name that Python accepts and that is not taken."""
+def make_identifier(name: str, taken: Collection[str]) -> str:
+    """Return a name like this one that Python accepts for a variable, and that is not taken."""
     made = re.sub(r"\W", "_", name, flags=re.ASCII) or "input"
     if made[0].isdigit() or keyword.iskeyword(made) or made == "self":
         made = f"input_{made}"
