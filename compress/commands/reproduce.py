@@ -16,7 +16,7 @@ from compress.passes import Pass
 from compress.quantize.fastest import keep_choice
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
-from compress.store.cache import code_version, library_versions, measured_path
+from compress.store.cache import code_version, library_versions, name_measured_file
 from compress.store.durable import temporary_folder
 from runtime.bundle.format import HOST, Manifest, read_manifest, verify
 
@@ -91,7 +91,7 @@ def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> Non
     """
     for record in choices.values():
         choice = {name: value for name, value in record.items() if name != "key"}
-        path = measured_path(cache, str(record["key"]))
+        path = name_measured_file(cache, str(record["key"]))
         if not path.exists():
             keep_choice(path, choice, given=True)
 

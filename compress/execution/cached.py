@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float
 
 def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
     sample = batches(loaded.inputs)
-    example = example_batch(sample, loaded.inputs)
+    example = example_feeds(sample[0], loaded.inputs)
     graph = export_float(loaded, example, opset)
     parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
     return graph, loaded.inputs, loaded.outputs, parity
@@ -210,11 +210,6 @@ def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
         check_finite(outputs)
     except NonFiniteOutputs as error:
         raise ExportError(f"the float model's outputs on the evaluation set are broken: {error}") from error
-
-
-def example_batch(batches: Batches, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
-    """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
-    return example_feeds(batches[0], specs)
 
 
 def _write_result(folder: Path, result: PassResult[GraphState]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from compress.errors import PlanError
 from compress.models.factory import USER_ERRORS, load_factory
 from compress.planning.own_metrics import OwnMetric
-from runtime.bundle.columns import Array
+from runtime.bundle.columns import Array, stack_rows
 from runtime.bundle.format import Judgement, RecordedMetric
 from runtime.judge.recorded import as_metric, value_columns
 from runtime.metrics import Metric, NonFiniteOutputs, Outputs, check_finite
@@ -91,6 +91,7 @@ def compute_values(name: str, function: Function, outputs: Outputs, labels: Any 
     PlanError where the function fails, or gives NaN or another shape.
     """
     n = len(next(iter(outputs.values())))
+    labels = None if labels is None else _make_array(labels)
     values = _call(name, function, outputs, labels, n)
     if values.ndim:
         return values, True
@@ -106,12 +107,17 @@ def compute_values(name: str, function: Function, outputs: Outputs, labels: Any 
     return np.array([values, *without], np.float64), False
 
 
-def _take_rows(outputs: Outputs, labels: Any | None, mask: Array) -> tuple[dict[str, np.ndarray], Any | None]:
+def _make_array(labels: Any) -> Array:
+    """Return labels as an array [N, ...]; those of several shapes, as masks of images are, as one of objects [N]."""
+    return stack_rows(labels) if isinstance(labels[0], np.ndarray) else np.asarray(labels)
+
+
+def _take_rows(outputs: Outputs, labels: Array | None, mask: Array) -> tuple[dict[str, np.ndarray], Array | None]:
     rows = {output: values[mask] for output, values in outputs.items()}
-    return rows, None if labels is None else np.asarray(labels)[mask]
+    return rows, None if labels is None else labels[mask]
 
 
-def _call(name: str, function: Function, outputs: Outputs, labels: Any | None, n: int) -> Array:
+def _call(name: str, function: Function, outputs: Outputs, labels: Array | None, n: int) -> Array:
     """Return float64 [] or [n]."""
     try:
         given = function({output: _protect(values) for output, values in outputs.items()}, _protect(labels))
@@ -128,10 +134,10 @@ def _call(name: str, function: Function, outputs: Outputs, labels: Any | None, n
     return values
 
 
-def _protect(values: Any) -> Any:
+def _protect(values: Array | None) -> Array | None:
     """Return an array that cannot be written to; None as it is."""
     if values is None:
         return None
-    view = np.asarray(values).view()
+    view = values.view()
     view.flags.writeable = False
     return view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,12 @@ from compress.planning.plan import Plan
 from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
-from compress.store.cache import ResultCache, cache_key, measured_file
+from compress.store.cache import ResultCache, cache_key, find_measured_file
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form
 from compress.work.contexts import GraphContext, GraphTiming, ModelContext, Timing
 from runtime.bundle.manifest import fixed_batch
-from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
 from runtime.measure.environment import cpu_info
@@ -241,12 +240,8 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     return Timing(
         module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
         recipe.validate_.benchmark.threads,
-        partial(_find_measured_file, run),
+        partial(find_measured_file, run.cache.root),
     )
-
-
-def _find_measured_file(run: RunContext, key: Sequence[object]) -> Path:
-    return measured_file(run.cache.root, to_json(key))
 
 
 def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> GraphTiming | None:
@@ -260,7 +255,7 @@ def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> G
     view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
     size = fixed_batch(exported.inputs) or speed.batch_size
     feeds = make_feeds(preprocessor, view, size, recipe.seed, speed.sequence_length)
-    file_of = partial(_find_measured_file, run)
+    file_of = partial(find_measured_file, run.cache.root)
     return GraphTiming(make_stopwatch(recipe), feeds, cpu_info()[0], file_of, describe_call(recipe))
 
 

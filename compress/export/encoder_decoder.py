@@ -5,8 +5,8 @@ decoder_input_ids [batch, sequence] and the keys and values of earlier tokens. O
 the keys and values of all tokens so far, and cross.{layer}.key and .value [batch, heads, source, head_size]: what the
 decoder's layers make of the encoder's output, which is computed once for a text.
 
-`compress.graph.halves.split` cuts the whole graph there. No family's modules are looked for: each half is the model
-itself, run with what the other half gives put into its cache.
+`compress.graph.halves.split_halves` cuts the whole graph there. No family's modules are looked for: each half is the
+model itself, run with what the other half gives put into its cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Encoder(nn.Module):
         feeds = {self.main: source} | ({} if attention_mask is None else {"attention_mask": attention_mask})
         first = source.new_zeros((source.shape[0], 1), dtype=torch.int64)  # any token: they do not depend on it
         result = self.wrapped(**feeds, decoder_input_ids=first, past_key_values=_make_cache(), use_cache=True)
-        return _flatten(result.past_key_values.cross_attention_cache)
+        return _list_tensors(result.past_key_values.cross_attention_cache)
 
 
 class _Decoder(nn.Module):
@@ -69,7 +69,7 @@ class _Decoder(nn.Module):
             use_cache=True,
             return_dict=True,
         )
-        return result.logits, _flatten(result.past_key_values.self_attention_cache)
+        return result.logits, _list_tensors(result.past_key_values.self_attention_cache)
 
 
 def export_encoder_decoder(module: nn.Module, example: dict[str, np.ndarray], opset: int = 21) -> ir.Model:
@@ -86,7 +86,7 @@ def export_encoder_decoder(module: nn.Module, example: dict[str, np.ndarray], op
     }
     shape, cross, width = _measure_cache(module, name, given)
     graph = _export_encoder(module, name, main, given, shape, cross, opset)
-    _join(graph, _export_decoder(module, name, masked, shape, cross, width, opset))
+    _join_decoder(graph, _export_decoder(module, name, masked, shape, cross, width, opset))
     tidy(graph)
     return graph
 
@@ -103,7 +103,7 @@ def _make_cache(past: Sequence[Tensor] = (), cross: Sequence[Tensor] = ()) -> An
     return EncoderDecoderCache(*caches)
 
 
-def _flatten(cache: Any) -> list[Tensor]:
+def _list_tensors(cache: Any) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
@@ -116,16 +116,16 @@ def _measure_cache(module: nn.Module, name: str, given: dict[str, Tensor]) -> tu
         with torch.no_grad():
             result = module(**given, decoder_input_ids=first, past_key_values=_make_cache(), use_cache=True)
             own, cross = (
-                _flatten(cache)
+                _list_tensors(cache)
                 for cache in (result.past_key_values.self_attention_cache, result.past_key_values.cross_attention_cache)
             )
             width = int(result.encoder_last_hidden_state.shape[-1])
     except (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, NotImplementedError) as error:
         raise ExportError(f"{name}: does not run with keys and values of encoder and decoder: {error}") from error
     sizes = [{(tensor.shape[1], tensor.shape[3]) for tensor in tensors} for tensors in (own, cross)]
-    if len(own) != len(cross) or not own or any(len(found) != 1 for found in sizes):
+    if len(own) != len(cross) or not own or any(len(several) != 1 for several in sizes):
         raise ExportError(f"{name}: its layers keep keys and values of several shapes; the exported cache has one")
-    (heads, size), of_encoder = (found.pop() for found in sizes)
+    (heads, size), of_encoder = (several.pop() for several in sizes)
     return CacheShape(len(own) // 2, heads, size), of_encoder, width
 
 
@@ -146,7 +146,7 @@ def _export_encoder(
     elif len(given[main]) < 2:
         given = {key: torch.cat([value, value]) for key, value in given.items()}
     kwargs = {"source": given[main], **{key: value for key, value in given.items() if key != main}}
-    names = _names(CROSS, shape)
+    names = _list_names(CROSS, shape)
     model = export_program(
         _Encoder(module, main).eval(),
         f"{name}, its encoder",
@@ -160,8 +160,8 @@ def _export_encoder(
     for value in model.graph.inputs:
         value.shape = ir.Shape(["batch", "source"] if text else ["batch", *given[main].shape[1:]])
     if not text:
-        found = next(value.shape[2] for value in model.graph.outputs if value.shape is not None)
-        length = found if isinstance(found, int) else "source"
+        given_length = next(value.shape[2] for value in model.graph.outputs if value.shape is not None)
+        length = given_length if isinstance(given_length, int) else "source"
     for value in model.graph.outputs:
         value.shape = ir.Shape(["batch", cross[0], length, cross[1]])
     return model
@@ -182,7 +182,7 @@ def _export_decoder(
         torch.zeros(batch, heads, length, size)
         for heads, length, size in ((shape.n_heads, past, shape.head_size), (cross[0], source, cross[1]))
     )
-    pasts, presents, crosses = (_names(pattern, shape) for pattern in (SELF_PAST, SELF_PRESENT, CROSS))
+    pasts, presents, crosses = (_list_names(pattern, shape) for pattern in (SELF_PAST, SELF_PRESENT, CROSS))
     mask = {"attention_mask": torch.ones(batch, source, dtype=torch.int64)} if masked else {}
     model = export_program(
         _Decoder(module, width).eval(),
@@ -211,11 +211,11 @@ def _export_decoder(
     return model
 
 
-def _names(pattern: str, shape: CacheShape) -> list[str]:
+def _list_names(pattern: str, shape: CacheShape) -> list[str]:
     return [pattern.format(layer=layer, kind=kind) for layer in range(shape.n_layers) for kind in ("key", "value")]
 
 
-def _join(encoder: ir.Model, decoder: ir.Model) -> None:
+def _join_decoder(encoder: ir.Model, decoder: ir.Model) -> None:
     """Put the decoder's nodes behind the encoder's, in place; what both hold (a table of embeddings) is there once."""
     taken = _all_values(encoder.graph)
     given = {value.name: value for value in encoder.graph.outputs}

@@ -37,8 +37,9 @@ from compress.graph.fast_forms import (
     to_two_bits,
 )
 from compress.graph.half import to_half
-from compress.graph.halves import cross_names, share_weights, split
+from compress.graph.halves import cross_names, share_weights, split_halves
 from compress.graph.layers import find_layers
+from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
 from compress.models.load import OnnxModel, TorchModel
@@ -147,7 +148,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
     loaded: ONNX Runtime has no such kernels for CPUs.
     """
     if cross_names(model):
-        encoder, model = split(model)
+        encoder, model = split_halves(model)
         share_weights(encoder, model, path.with_name(SHARED))
         _save_one(encoder, path.with_name(ENCODER))
     _save_one(model, path)
@@ -195,8 +196,10 @@ def write_graph(model: ir.Model, path: Path) -> None:
 
 
 def _make_dynamic_shapes(loaded: TorchModel) -> dict[str, dict[int, object]]:
-    names = {dim for spec in loaded.inputs for dim in spec.shape if isinstance(dim, str)}
-    dims = {name: torch.export.Dim(name) for name in sorted(names)}
+    identifiers: dict[str, str] = {}  # an ONNX file calls its free sizes as it likes: "height/8"
+    for name in sorted({dim for spec in loaded.inputs for dim in spec.shape if isinstance(dim, str)}):
+        identifiers[name] = make_identifier(name, identifiers.values())
+    dims = {name: torch.export.Dim(identifier) for name, identifier in identifiers.items()}
     return {
         loaded.parameters[spec.name]: {i: dims[dim] for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
         for spec in loaded.inputs

@@ -22,8 +22,8 @@ from onnxscript.optimizer import fold_constants_ir
 from onnxscript.version_converter import ConvertVersionPass
 
 from compress.graph.convolutions import fold_channel_scales, pool_globally
-from compress.graph.edit import append, initializer, name_nodes, normalize, replace_output, reroute, tidy, uses_of
-from compress.graph.layers import constant, float_attribute, is_constant
+from compress.graph.edit import append, name_nodes, normalize, replace_constant, replace_output, reroute, tidy, uses_of
+from compress.graph.layers import constant, float_attribute, int_attribute, is_constant
 
 WANTED_OPSETS = (20, 17)
 """What graphs are raised to, the first that the converter reaches: 20 has all that passes write (with block-wise
@@ -214,17 +214,17 @@ def _to_plain_gemm(model: ir.Model, gemm: ir.Node) -> bool:
     if not is_constant(gemm.inputs[1]) or (bias is not None and not is_constant(bias)):
         return False
     weight = constant(gemm.inputs[1])
-    n_out = weight.shape[0 if "transB" in gemm.attributes and gemm.attributes["transB"].as_int() else 1]
+    n_out = weight.shape[0 if int_attribute(gemm, "transB", 0) else 1]
     vector = None if bias is None else constant(bias)
     flat = vector is None or vector.shape == (n_out,)
     if (alpha == 1.0 and (beta == 1.0 or bias is None) and flat) or (vector is not None and _has_rows(vector)):
         return False
     if alpha != 1.0:
         scaled = (weight.astype(np.float64) * alpha).astype(weight.dtype)
-        gemm.replace_input_with(1, initializer(model, f"{gemm.name}/weight", scaled))
+        replace_constant(model, gemm, 1, scaled)
     if vector is not None:
         whole = np.broadcast_to(vector.reshape(-1).astype(np.float64) * beta, (n_out,)).astype(vector.dtype)
-        gemm.replace_input_with(2, initializer(model, f"{gemm.name}/bias", whole))
+        replace_constant(model, gemm, 2, whole)
     for name in ("alpha", "beta"):
         gemm.attributes.pop(name, None)
     return True
@@ -264,9 +264,7 @@ def _widen_halves(model: ir.Model, report: CleanUp) -> None:
             value.type = ir.TensorType(half)
             wide = append(model, "Cast", [value], f"{value.name}/float32", {"to": ir.DataType.FLOAT})
             wide.type, wide.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
-            reroute(uses, wide)
-            if value.is_graph_output():
-                replace_output(model, value, wide)
+            reroute(uses, wide)  # where it is an output, too, that stays as it is
     for value in list(model.graph.outputs):
         if (half := types.get(value)) is not None and not value.is_graph_input():
             name, value.name = value.name, f"{value.name}/float32"

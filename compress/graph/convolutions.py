@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.edit import alone_reads, initializer, take_over, tidy, uses_of
-from compress.graph.layers import constant, float_attribute, int_attribute, is_constant
+from compress.graph.edit import alone_reads, initializer, replace_constant, take_over, tidy
+from compress.graph.layers import constant, float_attribute, int_attribute, ints_attribute, is_constant, text_attribute
 
 Affine = tuple[np.ndarray, np.ndarray]
 """(gain, shift) of each channel, float64 [channels] or [1]: y = gain * x + shift."""
@@ -119,14 +119,12 @@ def _fold(model: ir.Model, layer: ir.Node, node: ir.Node, gain: np.ndarray, shif
     weight = constant(value)
     axis = WEIGHT_AXIS.get(layer.op_type, 0 if int_attribute(layer, "transB", 0) else 1)
     shape = [channels if i == axis else 1 for i in range(weight.ndim)]
-    shared = len(uses_of(value)) > 1  # then it is folded into a copy
-    name = f"{layer.name}/{value.name}" if shared else value.name
     bias = layer.inputs[2] if len(layer.inputs) > 2 else None
     before = np.zeros(channels) if bias is None else constant(bias).astype(np.float64)
     folded = (weight * gain.reshape(shape)).astype(weight.dtype)
-    weight_value = initializer(model, str(name), folded)
-    bias_value = initializer(model, f"{layer.name}/{name}_bias", (before * gain + shift).astype(weight.dtype))
-    layer.replace_input_with(1, weight_value)
+    replace_constant(model, layer, 1, folded)
+    name = f"{layer.name}/{layer.inputs[1].name}_bias"  # type: ignore[union-attr]
+    bias_value = initializer(model, name, (before * gain + shift).astype(weight.dtype))
     if len(layer.inputs) < 3:
         layer.resize_inputs(3)
     layer.replace_input_with(2, bias_value)
@@ -156,14 +154,13 @@ def _covers_all(pool: ir.Node) -> bool:
     if source is None or source.shape is None or given.shape is None:
         return False
     sizes, left = list(source.shape)[2:], list(given.shape)[2:]
-    window = pool.attributes["kernel_shape"].as_ints()
-    pads = pool.attributes["pads"].as_ints() if "pads" in pool.attributes else ()
-    automatic = pool.attributes["auto_pad"].as_string() if "auto_pad" in pool.attributes else "NOTSET"
+    window = ints_attribute(pool, "kernel_shape", [])
     return (
         all(isinstance(size, int) and size <= side for size, side in zip(sizes, window, strict=True))
         and all(side == 1 for side in left)
-        and not any(pads)
-        and automatic in ("NOTSET", "VALID")
+        and all(step == 1 for step in ints_attribute(pool, "dilations", []))
+        and not any(ints_attribute(pool, "pads", []))
+        and text_attribute(pool, "auto_pad", "NOTSET") in ("NOTSET", "VALID")
     )
 
 

@@ -27,6 +27,15 @@ def initializer(model: ir.Model, name: str, array: np.ndarray | ir.TensorProtoco
     return value
 
 
+def replace_constant(model: ir.Model, node: ir.Node, index: int, array: np.ndarray) -> None:
+    """Let a node's input of that number, a constant, hold `array`; whoever else reads the constant keeps it."""
+    value = node.inputs[index]
+    assert value is not None
+    shared = len(value.uses()) > 1 or value.is_graph_output()
+    name = f"{node.name}/{value.name}" if shared else value.name
+    node.replace_input_with(index, initializer(model, str(name), array))
+
+
 def append(
     model: ir.Model,
     op: str,
@@ -105,14 +114,24 @@ def strip_metadata(model: ir.Model) -> None:
 
 
 def normalize(model: ir.Model) -> None:
-    """Make constants initializers, take initializers from the inputs, and name every node, in place."""
+    """Make constants initializers, take initializers from the inputs, and give every node a name, in place."""
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     RemoveInitializersFromInputsPass()(model)
     name_nodes(model)
 
 
 def name_nodes(model: ir.Model) -> None:
-    """Name the nodes that have no name after their operator and place, in place."""
+    """Give every node a name that no other has, in place: its own, else its operator and place in the graph.
+
+    ONNX allows one name for several nodes; decisions and new constants go by it.
+    """
+    taken = {node.name for node in model.graph if node.name}
+    met: set[str] = set()
     for index, node in enumerate(model.graph):
-        if not node.name:
-            node.name = f"{node.op_type}_{index}"
+        name = node.name or f"{node.op_type}_{index}"
+        if name in met or not node.name:
+            while name in taken:
+                name += "_"
+        node.name = name
+        met.add(name)
+        taken.add(name)

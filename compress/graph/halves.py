@@ -5,6 +5,7 @@ Passes see one graph, in which nothing is twice; a bundle holds two, so that a t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import onnx_ir as ir
 
 from compress.graph.edit import reroute, tidy, uses_of
 from compress.graph.run import clone
+from compress.graph.specs import describe_cache
 from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT, KvCacheSpec
 
 LEAST_SHARED, PAGE = 2**16, 4096
 """Bytes of a weight below which both files hold it; what a weight in a file of its own begins at, to be mapped."""
 
 
-def split(model: ir.Model) -> tuple[ir.Model, ir.Model]:
+def split_halves(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     """Return the encoder and the decoder of a whole graph, cut at what one gives to the other; the graph stays."""
     encoder, decoder = clone(model), clone(model)
     cross = cross_names(model)
@@ -51,34 +53,46 @@ def share_weights(encoder: ir.Model, decoder: ir.Model, path: Path) -> None:
 
     A table of embeddings is a quarter of a small T5: it is stored once, whatever the halves call it.
     """
-    common = [
-        (value, other)
-        for value in encoder.graph.initializers.values()
-        if value.const_value is not None and value.const_value.nbytes >= LEAST_SHARED
-        for other in decoder.graph.initializers.values()
-        if same_content(value, other)
-    ]
+    ours, theirs = _group_by_content(encoder), _group_by_content(decoder)
+    common = [content for content in ours if content in theirs]
     if not common:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        for value, other in common:
-            tensor = value.const_value
+        for content in common:
+            readers = [*ours[content], *theirs[content]]
+            tensor = readers[0].const_value
             assert tensor is not None
             file.write(b"\0" * (-file.tell() % PAGE))
             offset = file.tell()
             file.write(tensor.tobytes())
             shape = ir.Shape(tuple(tensor.shape.numpy()))
-            for each in (value, other):
-                each.const_value = ir.ExternalTensor(
+            for value in readers:
+                value.const_value = ir.ExternalTensor(
                     path.name,
                     offset,
                     tensor.nbytes,
                     tensor.dtype,
                     shape=shape,
-                    name=each.name or "",
+                    name=value.name or "",
                     base_dir=path.parent,
                 )
+
+
+Content = tuple[ir.DataType, tuple[int, ...], bytes]
+"""Type, shape and digest of a tensor."""
+
+
+def _group_by_content(model: ir.Model) -> dict[Content, list[ir.Value]]:
+    """Return the large weights of a graph: what they hold -> the initializers that hold it."""
+    groups: dict[Content, list[ir.Value]] = {}
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes >= LEAST_SHARED:
+            shape = tuple(int(size) for size in tensor.shape.numpy())
+            content = tensor.dtype, shape, hashlib.sha256(tensor.tobytes()).digest()
+            groups.setdefault(content, []).append(value)
+    return groups
 
 
 def same_content(one: ir.Value, other: ir.Value) -> bool:
@@ -91,12 +105,7 @@ def same_content(one: ir.Value, other: ir.Value) -> bool:
 
 def cache_of_decoder(model: ir.Model) -> KvCacheSpec:
     """Return what a bundle says of the cache of a whole graph's decoder."""
-    first = next(value for value in model.graph.inputs if value.name == SELF_PAST.format(layer=0, kind="key"))
-    assert first.shape is not None and first.dtype is not None
-    heads, size = first.shape[1], first.shape[3]
-    assert isinstance(heads, int) and isinstance(size, int)
-    n_layers = len(cross_names(model)) // 2
-    return KvCacheSpec(n_layers, heads, size, str(first.dtype.numpy()), False, SELF_PAST, SELF_PRESENT)
+    return describe_cache(model, len(cross_names(model)) // 2, SELF_PAST, SELF_PRESENT)
 
 
 def _keep_outputs(model: ir.Model, names: Iterable[str]) -> None:

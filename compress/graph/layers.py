@@ -89,6 +89,8 @@ def as_layer(node: ir.Node) -> GraphLayer | None:
     """Return the layer that `node` is, or None."""
     if node.domain not in ("", "ai.onnx") or not any(_is_float_constant(value) for value in node.inputs[:2]):
         return None
+    if node.op_type != "Gather" and is_constant(node.inputs[0]):  # an output that depends on no input
+        return None
     if node.op_type == "Conv" and is_constant(node.inputs[1]):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         return _make_layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
@@ -129,13 +131,13 @@ def _get_module_path(weight: ir.Value) -> str:
 
 
 def _find_bias_add(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
-    """Return the Add of a constant vector that alone reads a MatMul's output, and that vector; or two times None."""
+    """Return the Add of a constant [out] that alone reads a MatMul's output, and that constant; or two times None."""
     uses = list(node.outputs[0].uses())
-    if len(uses) != 1 or uses[0].node.op_type != "Add":
+    if len(uses) != 1 or uses[0].node.op_type != "Add" or node.outputs[0].is_graph_output():
         return None, None
     add = uses[0].node
     other = add.inputs[1 - uses[0].idx]
-    if is_constant(other) and constant(other).ndim == 1:
+    if is_constant(other) and constant(other).shape == constant(node.inputs[1]).shape[1:]:
         return add, other
     return None, None
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from compress.graph.layers import int_attribute, ints_attribute
+from compress.graph.torch_ops import Make, ignore_attributes
 
-SizeMake = Callable[[ir.Node], Callable[..., Any]]
 LONGEST = 64
 """Elements of a constant that may be sizes, axes or places; longer ones are data."""
 
@@ -58,7 +58,7 @@ def _as_kind(to: int) -> Callable[[Any], Any]:
     return torch.sym_int if kind.is_integer() else torch.sym_float
 
 
-def _each(function: Callable[..., Any], n_in: int) -> SizeMake:
+def _go_by_number(function: Callable[..., Any], n_in: int) -> Make:
     """Return the maker of an operator that goes number by number."""
     mapped = np.frompyfunc(function, n_in, 1)
     return lambda node: lambda *arrays: np.asarray(mapped(*arrays), dtype=object)
@@ -69,7 +69,7 @@ def _cast(node: ir.Node) -> Callable[..., Any]:
     return lambda x: np.asarray(mapped(x), dtype=object)
 
 
-def _reduce(function: Callable[..., Any]) -> SizeMake:
+def _reduce(function: Callable[..., Any]) -> Make:
     def make(node: ir.Node) -> Callable[..., Any]:
         keep, axes = bool(int_attribute(node, "keepdims", 1)), ints_attribute(node, "axes", [])
 
@@ -111,41 +111,39 @@ def _squeeze(x: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
     return np.squeeze(x, None if axes is None else tuple(axes.reshape(-1).tolist()))
 
 
-def _as_written(function: Callable[..., Any]) -> SizeMake:
-    return lambda node: function
-
-
-SIZE_OPERATORS: dict[str, SizeMake] = {
-    "Abs": _each(abs, 1),
-    "Add": _each(lambda a, b: a + b, 2),
-    "And": _each(lambda a, b: a and b, 2),
+SIZE_OPERATORS: dict[str, Make] = {
+    "Abs": _go_by_number(abs, 1),
+    "Add": _go_by_number(lambda a, b: a + b, 2),
+    "And": _go_by_number(lambda a, b: a and b, 2),
     "Cast": _cast,
-    "Ceil": _each(math.ceil, 1),
+    "Ceil": _go_by_number(math.ceil, 1),
     "Concat": _concat,
-    "Div": _each(_divide, 2),
-    "Equal": _each(lambda a, b: bool(a == b), 2),
-    "Expand": _as_written(lambda x, shape: np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape.tolist())))),
-    "Floor": _each(math.floor, 1),
+    "Div": _go_by_number(_divide, 2),
+    "Equal": _go_by_number(lambda a, b: bool(a == b), 2),
+    "Expand": ignore_attributes(
+        lambda x, shape: np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape.tolist())))
+    ),
+    "Floor": _go_by_number(math.floor, 1),
     "Gather": _gather,
-    "Greater": _each(lambda a, b: bool(a > b), 2),
-    "Identity": _as_written(lambda x: x),
-    "Less": _each(lambda a, b: bool(a < b), 2),
-    "Max": _each(torch.sym_max, 2),
-    "Min": _each(torch.sym_min, 2),
-    "Mod": _each(lambda a, b: a % b, 2),
-    "Mul": _each(lambda a, b: a * b, 2),
-    "Neg": _each(lambda a: -a, 1),
-    "Not": _each(lambda a: not a, 1),
-    "Or": _each(lambda a, b: a or b, 2),
+    "Greater": _go_by_number(lambda a, b: bool(a > b), 2),
+    "Identity": ignore_attributes(lambda x: x),
+    "Less": _go_by_number(lambda a, b: bool(a < b), 2),
+    "Max": _go_by_number(torch.sym_max, 2),
+    "Min": _go_by_number(torch.sym_min, 2),
+    "Mod": _go_by_number(lambda a, b: a % b, 2),
+    "Mul": _go_by_number(lambda a, b: a * b, 2),
+    "Neg": _go_by_number(lambda a: -a, 1),
+    "Not": _go_by_number(lambda a: not a, 1),
+    "Or": _go_by_number(lambda a, b: a or b, 2),
     "ReduceMax": _reduce(np.max),
     "ReduceMin": _reduce(np.min),
     "ReduceProd": _reduce(np.prod),
     "ReduceSum": _reduce(np.sum),
-    "Reshape": _as_written(lambda x, shape: x.reshape(shape.tolist())),
-    "Slice": _as_written(_slice),
-    "Squeeze": _as_written(_squeeze),
-    "Sub": _each(lambda a, b: a - b, 2),
-    "Unsqueeze": _as_written(_unsqueeze),
-    "Where": _each(lambda chosen, a, b: a if chosen else b, 3),
+    "Reshape": ignore_attributes(lambda x, shape: x.reshape(shape.tolist())),
+    "Slice": ignore_attributes(_slice),
+    "Squeeze": ignore_attributes(_squeeze),
+    "Sub": _go_by_number(lambda a, b: a - b, 2),
+    "Unsqueeze": ignore_attributes(_unsqueeze),
+    "Where": _go_by_number(lambda chosen, a, b: a if chosen else b, 3),
 }
 """Operator -> what makes a node's function where all that it reads are arrays."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from runtime.bundle.manifest import KvCacheSpec
+from runtime.bundle.manifest import CROSS, SELF_PRESENT, KvCacheSpec
 from runtime.bundle.tensors import TensorSpec
 
 PAST = "past_key_values.{layer}.{kind}"
@@ -16,6 +17,10 @@ POSITIONS = "position_ids"
 MAX_LENGTH = "max_length"
 """Key of a model's metadata: the longest sequence it was made for."""
 ATTENTION = "GroupQueryAttention"
+CACHE_OUTPUTS = re.compile(
+    "|".join(p.replace(".", r"\.").format(layer=r"\d+", kind="(key|value)") for p in (PRESENT, SELF_PRESENT, CROSS))
+)
+"""Names of outputs that are keys and values."""
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
@@ -45,6 +50,11 @@ def present_name(layer: int, kind: str) -> str:
     return PRESENT.format(layer=layer, kind=kind)
 
 
+def is_cache(name: str) -> bool:
+    """Return whether an output of that name is of keys and values, a decoder's or an encoder-decoder's."""
+    return CACHE_OUTPUTS.fullmatch(name) is not None
+
+
 def n_cached_layers(model: ir.Model) -> int:
     """Count the layers of the graph that keep keys and values; 0 where it is no decoder."""
     names = {value.name for value in model.graph.inputs}
@@ -59,9 +69,18 @@ def cache_of(model: ir.Model) -> KvCacheSpec | None:
     count = n_cached_layers(model)
     if not count:
         return None
-    first = next(value for value in model.graph.inputs if value.name == past_name(0, "key"))
+    shared = any(node.op_type == ATTENTION for node in model.graph)
+    return describe_cache(model, count, PAST, PRESENT, shared)
+
+
+def describe_cache(model: ir.Model, n_layers: int, past: str, present: str, shared: bool = False) -> KvCacheSpec:
+    """Return what a bundle says of a cache whose inputs and outputs have such names, by its first layer's keys.
+
+    `past`, `present`: with {layer} and {kind}. `shared`: keys and values of earlier and new tokens lie in one buffer.
+    """
+    name = past.format(layer=0, kind="key")
+    first = next(value for value in model.graph.inputs if value.name == name)
     assert first.shape is not None and first.dtype is not None
     heads, size = first.shape[1], first.shape[3]
     assert isinstance(heads, int) and isinstance(size, int)
-    shared = any(node.op_type == ATTENTION for node in model.graph)
-    return KvCacheSpec(count, heads, size, str(first.dtype.numpy()), shared, PAST, PRESENT)
+    return KvCacheSpec(n_layers, heads, size, str(first.dtype.numpy()), shared, past, present)

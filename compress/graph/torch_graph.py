@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.graph.layers import constant, find_layers, is_constant
-from compress.graph.torch_ops import OPERATORS, Compute, Make
+from compress.graph.operators import OPERATORS, list_unknown
+from compress.graph.torch_ops import Compute, Make
 
 NORMS = {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"}
 """Operators whose second and third input are gains and shifts."""
@@ -30,14 +31,15 @@ class Operation:
 class TorchGraph(nn.Module):
     """Runs a sorted graph in torch. `trained`: the initializers that are parameters; the others stay as they are.
 
-    `special`: operator of any domain -> what makes a node's function, beside the usual ones. ValueError names the
-    operators that are not known here.
+    `special`: operator of any domain -> what makes a node's function, beside the usual ones. Takes inputs and gives
+    outputs by the graph's names. Raises ValueError as `check_operators` does.
     """
 
     def __init__(self, model: ir.Model, trained: Collection[str], special: Mapping[str, Make] | None = None) -> None:
         super().__init__()
-        makers = {**OPERATORS, **(special or {})}
-        check_operators(model, makers)
+        special = special or {}
+        check_operators(model, special)
+        makers = {**OPERATORS, **special}
         self.numbers: dict[str, int] = {}
         self.values = nn.ParameterList()
         self.constants: dict[str, str] = {}
@@ -81,11 +83,10 @@ def trainable(model: ir.Model) -> list[str]:
     return [name for name in named if name in held and held[name].dtype == ir.DataType.FLOAT]
 
 
-def check_operators(model: ir.Model, known: Collection[str] = OPERATORS) -> None:
-    """Raise ValueError that names the operators without a form in torch here, if there are any."""
-    missing = sorted({node.op_type for node in model.graph if node.op_type not in known})
-    if missing:
-        raise ValueError(f"{', '.join(missing)} cannot be trained through: the operator has no form in torch here")
+def check_operators(model: ir.Model, known: Collection[str] = ()) -> None:
+    """Raise ValueError that names what torch cannot compute; `known`: operators of any domain beside the usual ones."""
+    if problems := list_unknown(model, known):
+        raise ValueError(f"the graph cannot be trained through: {'; '.join(problems)}")
 
 
 def _make_operations(model: ir.Model, makers: Mapping[str, Make], kept: set[str]) -> list[Operation]:

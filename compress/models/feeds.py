@@ -27,6 +27,7 @@ from runtime.encode.preprocess import (
     ImageTextPreprocess,
     PreprocessSpec,
     Seq2SeqPreprocess,
+    TensorPreprocess,
     TextPreprocess,
 )
 from runtime.encode.seq2seq import DECODER_IDS
@@ -46,15 +47,22 @@ def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
 def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes) -> SampleShapes:
     """Return shape and dtype of what each input is fed with for one sample, by name. `samples`: the data's, by role.
 
-    Texts are taken at `max_length`. SourceError if an image's size is told neither by `preprocess` nor by `samples`.
+    Texts are taken at `max_length`. SourceError where preprocessing and samples do not say the size of an input.
     """
     names = model_inputs(spec, root)
+    if not isinstance(preprocess, Seq2SeqPreprocess):
+        return _shapes_of(spec, root, preprocess, samples, names)
+    read = [name for name in names if name != DECODER_IDS]
+    source = _shapes_of(spec, root, preprocess.source or TensorPreprocess(), samples, read)
+    return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
+
+
+def _shapes_of(
+    spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]
+) -> SampleShapes:
+    """Return shape and dtype of what these inputs are fed with for one sample, made by one kind of preprocessing."""
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
-    if isinstance(preprocess, Seq2SeqPreprocess):
-        read = [name for name in names if name != DECODER_IDS]
-        source = feeds_shapes_of_source(spec, root, preprocess, samples, read)
-        return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
     if isinstance(preprocess, ImagePreprocess):
         shape = _image_shape(preprocess, samples)
         return {name: (shape, _image_dtype(spec, root)) for name in names}
@@ -65,21 +73,10 @@ def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, sample
         return _audio_shapes(spec, root, preprocess, samples, names)
     missing = [name for name in names if name not in samples]
     if missing:
-        raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
-    return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
-
-
-def feeds_shapes_of_source(
-    spec: ModelSpec, root: Path, preprocess: Seq2SeqPreprocess, samples: SampleShapes, names: Sequence[str]
-) -> SampleShapes:
-    """Return shape and dtype of what an encoder-decoder's encoder is fed with for one sample, by name. SourceError."""
-    if isinstance(preprocess.source, TextPreprocess):
-        return dict.fromkeys(names, ((preprocess.source.max_length,), "int64"))
-    if isinstance(preprocess.source, AudioPreprocess):
-        return _audio_shapes(spec, root, preprocess.source, samples, names)
-    missing = [name for name in names if name not in samples]
-    if missing:
-        raise SourceError(f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}")
+        raise SourceError(
+            f"model: no data for its input {', '.join(missing)}; the data has: {', '.join(samples)}. Say which column "
+            "it is: columns: {INPUT: COLUMN} in each set of data"
+        )
     return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
 
 

@@ -46,8 +46,6 @@ class SourceModel:
     folder: Path | None = None
     class_names: tuple[str, ...] = ()
     task: str = Task.name
-    detections: Detections | None = None
-    """Of a detector: what its outputs mean."""
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -64,13 +62,14 @@ class TorchModel(SourceModel):
 
     `parameters`: input name -> the parameter of `module.forward` that takes it. `shapes`: how the module's sizes differ
     from those that its code, or config.json, builds. `rounded`: the integers of layers that a pass left in few bits;
-    the module holds what they stand for.
+    the module holds what they stand for. `detections`: what a detector's outputs mean.
     """
 
     module: nn.Module
     parameters: Mapping[str, str]
     shapes: Shapes = AS_BUILT
     rounded: RoundedLayers = field(default_factory=dict)
+    detections: Detections | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

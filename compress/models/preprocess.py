@@ -64,11 +64,13 @@ def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: S
         raise SourceError(f"{spec.source}: a {spec.task} model is a Hugging Face folder: give dir: or hf:")
     kind = find_task(spec.task).columns[0]
     if isinstance(declared, ImagePreprocess | ImageTextPreprocess | LanguagePreprocess):
-        raise SourceError(f"preprocess: kind: {declared.kind} does not fit the task {spec.task}")
+        raise _make_misfit(declared.kind, spec.task)
     whole = declared if isinstance(declared, Seq2SeqPreprocess) else Seq2SeqPreprocess(source=declared)
     read = whole.source or _READERS[kind](source.folder)
     if not isinstance(read, TextPreprocess | AudioPreprocess | TensorPreprocess) or read.kind not in (kind, "tensor"):
-        raise SourceError(f"preprocess: source of kind: {read.kind} does not fit the task {spec.task}")
+        raise SourceError(
+            f"preprocess: source of kind: {read.kind} does not fit the task {spec.task}; use {kind}, or tensor"
+        )
     if isinstance(read, TextPreprocess):
         _check_tokenizer(source, "text", read.tokenizer)
         _check_positions(source.folder, read.max_length)
@@ -86,6 +88,8 @@ def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
         return spec.class_names
     folder = locate(spec, root).folder
     labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
+    if isinstance(labels, dict) and not all(str(key).isdecimal() for key in labels):
+        raise SourceError(f"{folder}: config.json: id2label has keys that are no numbers; give model.class_names")
     names = tuple(str(labels[key]) for key in sorted(labels, key=int)) if isinstance(labels, dict) else ()
     if not names or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
         if not task.needs_class_names:
@@ -101,7 +105,7 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess | Seq2SeqPreprocess
     given = ("image", None) if isinstance(preprocess, ImagePreprocess) else (preprocess.kind,)
     if isinstance(preprocess, others) and task.preprocess not in given:
-        raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
+        raise _make_misfit(preprocess.kind, spec.task)
     if isinstance(preprocess, ImageTextPreprocess):
         _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
     if isinstance(preprocess, TensorPreprocess) and task.facts:
@@ -114,6 +118,15 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     return preprocess
 
 
+def _make_misfit(kind: str, task: str) -> SourceError:
+    """Return the error of preprocessing that makes other inputs than a task's models read."""
+    known = find_task(task)
+    ways = [f"kind: {known.preprocess}"] if known.preprocess else []
+    if not known.facts and not known.generates:
+        ways.append("kind: tensor where the data holds the model's inputs")
+    return SourceError(f"preprocess: kind: {kind} does not fit the task {task}; use {' or '.join(ways)}")
+
+
 def shifts_masks(folder: Path | None) -> bool:
     """Return whether a model's folder says that its first class is 1 in masks, and 0 there is none."""
     config = _read_object(folder / "preprocessor_config.json") if folder is not None else {}
@@ -122,7 +135,7 @@ def shifts_masks(folder: Path | None) -> bool:
 
 def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
     if find_task(spec.task).preprocess != preprocess.kind:
-        raise SourceError(f"preprocess: kind: {preprocess.kind} does not fit the task {spec.task}")
+        raise _make_misfit(preprocess.kind, spec.task)
     _check_positions(_check_tokenizer(source, preprocess.kind, preprocess.tokenizer), preprocess.max_length)
 
 

@@ -40,7 +40,7 @@ from compress.quantize.latency import UNDISTURBED, Stopwatch, round_roughly
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
 from compress.recipe.schema import Recipe
-from compress.store.cache import measured_file
+from compress.store.cache import find_measured_file
 from compress.store.durable import seal, temporary_folder, unseal
 from compress.store.progress import no_progress
 from compress.work import WORK, foresee_pass
@@ -102,22 +102,22 @@ def forecast_latency(
     if reason is not None:
         return None, [Note("info", f"latency is not forecast, nothing was measured: {reason}")]
     machine = cpu_info()[0]
-    path = measured_file(cache, ["forecast", machine, keys.float_graph, list(keys.passes), describe_call(recipe)])
+    path = find_measured_file(cache, ["forecast", machine, keys.float_graph, list(keys.passes), describe_call(recipe)])
     kept = unseal(path.read_bytes()) if path.is_file() else None
     if kept is not None:
         lists = {name: tuple(kept["forecast"][name]) for name in ("parts", "in_float")}
         latency = LatencyForecast(**{**kept["forecast"], **lists})
-        return latency, _tell(recipe, latency)
+        return latency, _describe_gain(recipe, latency)
     if not twins and inputs.facts.source != "onnx":
         return None, []
     try:
-        latency = _measure(inputs, cache, machine, log or _log_to_stderr)
+        latency = _measure_forecast(inputs, cache, machine, log or _log_to_stderr)
     except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS) as error:
         first = str(error).partition("\n")[0]
         return None, [Note("info", f"latency is not forecast: {type(error).__name__}: {first}")]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, seal({"forecast": asdict(latency)}))
-    return latency, _tell(recipe, latency)
+    return latency, _describe_gain(recipe, latency)
 
 
 def _log_to_stderr(text: str) -> None:
@@ -134,7 +134,7 @@ def _explain_no_forecast(inputs: Inputs) -> str | None:
     return f"the weights are larger than {size_text(LARGEST_BYTES)}" if large else None
 
 
-def _measure(inputs: Inputs, cache: Path, machine: str, log: Log) -> LatencyForecast:
+def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
     stopwatch = make_stopwatch(recipe)
     log(f"measuring how long the model takes on {stopwatch.backend}, before and after the passes")
@@ -200,7 +200,7 @@ def make_twins(
         before = after = GraphState(_export(loaded, recipe, feeds[0]))
     timing = None
     if explain_untimed(recipe) is None:
-        file_of = partial(measured_file, cache)
+        file_of = partial(find_measured_file, cache)
         timing = GraphTiming(stopwatch, feeds, machine, file_of, describe_call(recipe))
     target = flavour_of(recipe)
     context = GraphContext((), target, recipe.seed, log, no_progress, timing=timing)
@@ -303,7 +303,7 @@ def _time_others(recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds
     return {name: round(value, 4) for name, value in zip(names, ms, strict=True)}
 
 
-def _tell(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
+def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
     """Return what the plan says of a forecast: that it gains, or that it does not, and what does."""
     notes = []
     if latency.parts:

@@ -89,12 +89,14 @@ def _check_function(metric: OwnMetric) -> Iterator[str]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    unknown = "*" in others  # from elsewhere, which is not looked at
     if metric.function in functions:
         takes = functions[metric.function].args
         n_plain = len(takes.posonlyargs) + len(takes.args)
         required = n_plain - len(takes.defaults)
-        lacking = [one.arg for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default is None]
+        keyword = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+        lacking = [argument.arg for argument, default in keyword if default is None]
         if required > 2 or (n_plain < 2 and takes.vararg is None) or lacking:
             yield f"{metric.function} must take two arguments, the outputs by name and the labels"
-    elif metric.function not in others:
+    elif metric.function not in others and not unknown:
         yield f"{metric.path.name} has no function '{metric.function}'{suggest(metric.function, functions)}"

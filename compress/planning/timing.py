@@ -36,7 +36,8 @@ def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
 def describe_call(recipe: Recipe) -> list[object]:
     """Return what a measured time depends on beside the graph and the machine, as JSON values."""
     speed = recipe.validate_.benchmark
-    return [recipe.target, speed.threads, speed.batch_size, speed.sequence_length]
+    tokens = [speed.prompt_tokens, speed.new_tokens] if recipe.model.generates else []
+    return [recipe.target, speed.threads, speed.batch_size, speed.sequence_length, *tokens]
 
 
 def make_stopwatch(recipe: Recipe) -> Stopwatch:

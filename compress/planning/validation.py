@@ -17,6 +17,7 @@ from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
 from compress.recipe.exports import Engine, GraphExport, OnnxExport
 from compress.recipe.schema import Recipe
+from compress.tasks import TORCH_TASKS, find_torch_task
 from runtime.backends import BACKENDS
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.manifest import fixed_batch
@@ -39,6 +40,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     recipe, facts = inputs.recipe, inputs.facts
     return [
         *data_problems(inputs),
+        *class_problems(recipe.model.task, facts.outputs),
         *order_problems(recipe.passes, facts),
         *student_problems(recipe.passes),
         *export_problems(recipe, facts),
@@ -55,7 +57,19 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     ]
 
 
+def class_problems(task: str, outputs: Sequence[TensorSpec]) -> list[str]:
+    """Report a model of one class: its largest logit is always the same, and no metric of it could fall."""
+    known = find_torch_task(task)
+    if known.loss not in ("classes", "token classes") or known.count_classes(outputs) != 1:
+        return []
+    others = {t.loss: name for name, t in TORCH_TASKS.items() if t.model_task == task}
+    ways = {"numbers": "for a number", "label sets": "for yes or no"}
+    way = " or ".join(f"task: {others[loss]} {what}" for loss, what in ways.items() if loss in others)
+    return [f"model: has one class, and {task} chooses among several; use {way or 'task: generic'}"]
+
+
 def data_problems(inputs: Inputs) -> list[str]:
+    """Report sets that are missing, too small for a batch, or no lesson for what trains."""
     recipe, problems = inputs.recipe, []
     calibrated = [pass_.kind for pass_ in recipe.passes if pass_.needs_calibration]
     if calibrated and recipe.data.calibration is None:

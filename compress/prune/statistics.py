@@ -82,7 +82,7 @@ class Sums:
             yield part.float() - self.shift.float()[:, None]
 
     def __add__(self, other: Sums) -> Sums:
-        other = other.counted_from(self.shift)
+        other = other.recentre(self.shift)
         return Sums(
             self.n + other.n,
             self.shift,
@@ -93,7 +93,7 @@ class Sums:
             self.yy + other.yy,
         )
 
-    def counted_from(self, shift: Tensor) -> Sums:
+    def recentre(self, shift: Tensor) -> Sums:
         """Return the sums of the same rows, counted from another shift [groups, features]."""
         by = self.shift - shift
         crossed = self.x[:, :, None] * by[:, None, :]
@@ -121,7 +121,7 @@ class Sums:
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return xx, xy and yy per row, means left in: for a layer that can have no bias."""
-        n, sums = max(self.n, 1), self.counted_from(torch.zeros_like(self.shift))
+        n, sums = max(self.n, 1), self.recentre(torch.zeros_like(self.shift))
         return sums.xx / n, sums.xy / n, self.yy / n
 
 

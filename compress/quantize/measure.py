@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from compress.graph.layers import find_layers
 from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
+from compress.graph.specs import is_cache
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import placement_of, write_state
 from compress.quantize.state import Flavour, GraphState
@@ -30,10 +31,10 @@ class Suspect:
 
 
 def output_cosine(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    """Return the mean over samples of the cosine between two sets of first outputs, flattened to [n, features].
+    """Return the mean over samples and outputs of the cosine between two lists of outputs, flattened to [n, features].
 
     Equal samples count 1 (zeros too), samples that are not finite on one side only count -1: they are no likeness at
-    all.
+    all. An output whose size depends on what is found (boxes) is one sample, the shorter one filled up with zeros.
     """
     cosines = [_compute_cosines(left, right) for left, right in zip(a, b, strict=True)]
     return float(np.concatenate(cosines).mean()) if cosines else 0.0
@@ -41,6 +42,9 @@ def output_cosine(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 
 def _compute_cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return one cosine for each sample, float64 [n]."""
+    if left.shape != right.shape:
+        size = max(left.size, right.size)
+        left, right = (np.pad(values.ravel(), (0, size - values.size))[None] for values in (left, right))
     x, y = left.reshape(len(left), -1).astype(np.float64), right.reshape(len(right), -1).astype(np.float64)
     equal = np.array([np.array_equal(p, q, equal_nan=True) for p, q in zip(x, y, strict=True)], dtype=bool)
     finite = np.isfinite(np.concatenate([x, y], axis=1)).all(axis=1, keepdims=True)  # [n, 1]
@@ -50,10 +54,25 @@ def _compute_cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.where(equal, 1.0, np.where(finite[:, 0], cosines, -1.0))
 
 
+def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
+    """Return max |expected - got| / max |expected|; infinity where either is not finite and they differ."""
+    if not (np.isfinite(got).all() and np.isfinite(expected).all()):
+        return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
+    scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
+    return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
+
+
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
-    """Return the first output for each batch."""
-    session = open_session(model, threads)
-    return [next(iter(outputs.values())) for outputs in run_batches(session, batches)]
+    """Return batch after batch what a graph answers, one array [n, ...] for each output; caches are none."""
+    session, names = open_session(model, threads), list_answers(model)
+    return [np.atleast_1d(outputs[name]) for outputs in run_batches(session, batches) for name in names]
+
+
+def list_answers(model: ir.Model) -> list[str]:
+    """Return the names of the outputs that are compared: all but caches; only the floating ones, if there are any."""
+    answers = [value for value in model.graph.outputs if not is_cache(value.name or "")]
+    floating = [value for value in answers if value.dtype is None or value.dtype.is_floating_point()]
+    return [value.name or "" for value in floating or answers]
 
 
 def layer_sqnr_db(

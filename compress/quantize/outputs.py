@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.errors import PassError
+
 MASK = "attention_mask"
 
 
@@ -15,10 +17,14 @@ def list_outputs(out: Any, feeds: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the floating tensors of what a model gives for some feeds: itself, or of several, by place or by name.
 
     Those of one number for each token, [b, T] as the mask, are one side by side: [b, T, k], as the beginnings and ends
-    of answers. So the last dimension is of one size for all feeds.
+    of answers; one number for each sample, [b], is [b, 1]. So the last dimension is of one size for all feeds.
+    PassError where no output is floating: of choices alone, nothing small can be told.
     """
     values = [out] if isinstance(out, Tensor) else out.values() if hasattr(out, "values") else out
-    listed = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    if not floating:
+        raise PassError("the model gives no floating-point output to compare; let it give its logits, too")
+    listed = [value.reshape(-1, 1) if value.dim() < 2 else value for value in floating]
     mask = feeds.get(MASK)
     of_tokens = [value for value in listed if mask is not None and value.shape == mask.shape]
     if not of_tokens:

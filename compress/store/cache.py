@@ -28,6 +28,7 @@ from typing import Any
 from compress.errors import PlaceError
 from compress.store.durable import MARK, MARK_TEXT, blame, is_named, is_own_folder, link_or_copy, lock, seal, unseal
 from runtime.bundle.files import regular_files, sha256_of, sync, sync_tree
+from runtime.bundle.records import to_json
 
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
 RECORD, DRAFT, RESULT, PARTIAL, LABEL = "record.json", ".draft-", "result", "partial-", "label.txt"
@@ -208,7 +209,7 @@ def _take_folder(folder: Path, held: ExitStack) -> bool:
 def _lock_folder(folder: Path) -> Iterator[int]:
     """Hold the folder's lock while the context is open, or until the process ends; yield its handle.
 
-    Raises BlockingIOError if another process has it. Raises BlockingIOError if another process has it.
+    Raises BlockingIOError if another process has it.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -232,14 +233,14 @@ def _read_whole_record(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def measured_file(root: Path, key: Any) -> Path:
-    """Return the file in the cache, there or not, that keeps what was measured for a key of JSON values."""
-    return measured_path(root, cache_key("measured", key))
+def find_measured_file(root: Path, key: Any) -> Path:
+    """Return the file in the cache, there or not, that keeps what was measured for a key: JSON values or records."""
+    return name_measured_file(root, cache_key("measured", to_json(key)))
 
 
-def measured_path(root: Path, name: str) -> Path:
-    """Return the file of that name among what was measured."""
-    return root / "measured" / f"{name}.json"
+def name_measured_file(root: Path, key: str) -> Path:
+    """Return the file in the cache, there or not, that keeps what was measured for a key that is hashed already."""
+    return root / "measured" / f"{key}.json"
 
 
 def default_root() -> Path:

@@ -46,15 +46,17 @@ def _read_class(reader: LabelReader, column: str, row: int, box: int, value: Any
     raise reader.fail(column, row, f"box {box}: class {value!r} is none of the model's {len(names)} ({known})")
 
 
-def _find_outside(columns: Columns) -> tuple[int, str] | None:
-    """Find the first box outside its image; cut off what is outside by rounding alone."""
+def _cut_to_images(columns: Columns) -> tuple[int, str] | None:
+    """Cut off, in place, what of boxes lies outside by rounding; return the first that is outside by more, or whole."""
     if "label" not in columns or "image" not in columns:
         return None
     for row, (image, boxes) in enumerate(zip(columns["image"], columns["label"], strict=True)):
         height, width = image.shape[:2]
         corners, there = boxes[:, 1:5], boxes[:, 0] >= 0
         limit = np.array([width, height, width, height])
-        outside = there & ((corners < -ROUNDING) | (corners > limit + ROUNDING)).any(axis=1)
+        cut = np.clip(corners, 0, limit)
+        empty = (cut[:, 2:] <= cut[:, :2]).any(axis=1)
+        outside = there & ((np.abs(cut - corners) > ROUNDING).any(axis=1) | empty)
         if outside.any():
             box = int(outside.argmax())
             shown = corners[box].tolist()
@@ -62,7 +64,7 @@ def _find_outside(columns: Columns) -> tuple[int, str] | None:
                 f"box {box} (x1, y1, x2, y2) {shown} is outside its image of {width}x{height} (width x height); "
                 "`boxes:` in the set says what form boxes have"
             )
-        np.clip(corners, 0, limit, out=corners)
+        corners[:] = cut
     return None
 
 
@@ -92,5 +94,5 @@ preprocess: {kind: image, letterbox: [640, 640]}
     usual_names={"image": ("file", "file_name", "path"), "label": ("objects",)},
     needs_class_names=True,
     filler=-1,
-    find_misfit=_find_outside,
+    find_misfit=_cut_to_images,
 )

@@ -54,6 +54,8 @@ EXACT = 1e-3
 """Relative difference of outputs below which removing units is not reading them."""
 TRIES = 4
 """Times that a choice of widths is measured, and made anew with what that taught."""
+ONE_OF_CLASSES = ("classes", "token classes", "pixel classes", "next tokens", "target tokens")
+"""What is learned where outputs are logits of which one wins; of a lone number a softmax is 1, whatever the number."""
 NEAR = 0.02
 """Of the speed-up that is asked for: what a measured one may be above it."""
 
@@ -64,8 +66,8 @@ def foresee_prune_channels(
     """Cut the module to the widths that the plan expects, in place: which units stay matters nothing to speed."""
     units = knobs.plan_units(facts)
     sample = pruning_batches(knobs.kind, loaded, context)[0].first
-    dimensions = [one for one in find_coupling(loaded.module, sample).dimensions if one.name in units]
-    remove_all(loaded.module, dimensions, [np.arange(units[one.name]) for one in dimensions], remove)
+    dimensions = [dimension for dimension in find_coupling(loaded.module, sample).dimensions if dimension.name in units]
+    remove_all(loaded.module, dimensions, [np.arange(units[dimension.name]) for dimension in dimensions], remove)
     return loaded
 
 
@@ -80,7 +82,7 @@ def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: Mode
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
     dimensions = [dimension for dimension, facts in pairs if knobs.takes(facts, types)]
     _check(knobs, module, dimensions, sample)
-    drawn = find_torch_task(loaded.task).loss not in ("answer spans", "embeddings", "detections", "outputs")
+    drawn = find_torch_task(loaded.task).loss in ONE_OF_CLASSES
     loss = draw_label_loss(context.seed) if drawn else random_projection_loss(context.seed)
     curves = find_curves(
         module, dimensions, batches, knobs.importance, loss=loss, seed=context.seed, progress=context.progress

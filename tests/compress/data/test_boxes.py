@@ -156,6 +156,7 @@ def test_class_ids_that_a_data_set_names(tmp_path: Path) -> None:
     ("box", "word", "message"),
     [
         ([2, 3, 43, 6], "cat", r"box 1 \(x1, y1, x2, y2\) \[2.0, 3.0, 45.0, 9.0\] is outside its image of 40x30"),
+        ([40, 3, 0.5, 6], "cat", r"box 1 \(x1, y1, x2, y2\) \[40.0, 3.0, 40.5, 9.0\] is outside its image of 40x30"),
         ([2, 3, 0, 6], "cat", r"box 1 \(x1, y1, x2, y2\) \[2.0, 3.0, 2.0, 9.0\] is empty"),
         ([2, 3, 10, 6], "cow", r"box 1: class 'cow' is none of the model's 2 \(cat, dog\)"),
         ([2, 3, 10, 6], 2, "box 1: class 2 is none of the model's 2"),

@@ -12,11 +12,11 @@ from graphs import one_layer
 
 from compress.context import PassResult
 from compress.errors import ExportError, OutputError
-from compress.execution.cached import _refuse_broken, _save_arrays, example_batch, run_graph_pass
+from compress.execution.cached import _refuse_broken, _save_arrays, run_graph_pass
 from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note
 from compress.graph.layers import find_layers
-from compress.planning.inputs import fixed_batch
+from compress.planning.inputs import example_feeds, fixed_batch
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState, Range
 from compress.store.cache import ResultCache
@@ -85,8 +85,7 @@ def test_arrays_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("batch", "n", "expected"), [("batch", 1, 2), ("batch", 3, 3), (1, 1, 1)])
 def test_the_example_has_two_samples_where_the_batch_is_free(batch: int | str, n: int, expected: int) -> None:
     specs = (TensorSpec("x", "float32", (batch, 2)),)
-    feeds: Any = [{"x": np.ones((n, 2), np.float32)}]
-    assert len(example_batch(feeds, specs)["x"]) == expected
+    assert len(example_feeds({"x": np.ones((n, 2), np.float32)}, specs)["x"]) == expected
     assert fixed_batch(specs) == (batch if batch == 1 else None)
 
 

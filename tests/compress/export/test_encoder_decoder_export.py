@@ -112,7 +112,9 @@ def test_a_table_that_both_halves_read_is_stored_once(tmp_path: Path) -> None:
         ids = ir.Value(name="ids", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["n"]))
         node = ir.node("Gather", [weight, ids])
         node.outputs[0].name, node.outputs[0].type = "out", floats
-        graph = ir.Graph([ids], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name=name)
+        again = ir.Value(name="tied", const_value=table, type=floats, shape=ir.Shape(rows.shape))
+        held = [weight, again]
+        graph = ir.Graph([ids], node.outputs, nodes=[node], initializers=held, opset_imports={"": 20}, name=name)
         halves.append(ir.Model(graph, ir_version=10))
     share_weights(halves[1], halves[0], tmp_path / "shared.data")
     for half in halves:

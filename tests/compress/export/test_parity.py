@@ -5,17 +5,20 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from graphs import build
 from onnx import helper
 
 from compress.errors import ExportError
 from compress.export.onnx import export_float
-from compress.export.parity import TOLERANCE, check_parity, relative_difference
+from compress.export.parity import TOLERANCE, check_parity
 from compress.graph.layers import find_layers
-from compress.graph.run import clone
+from compress.graph.run import clone, open_session
 from compress.models.load import TorchModel, load_model
+from compress.quantize.measure import relative_difference
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
+from runtime.bundle.tensors import TensorSpec
 
 SPEC = ModelSpec(
     source="python:compress.zoo.digits_resnet:digits_resnet",
@@ -56,6 +59,15 @@ def test_a_difference_outside_the_layers_is_said_to_be_there(exported: tuple[Tor
     graph.graph.outputs[0] = doubled.outputs[0]
     with pytest.raises(ExportError, match="every layer with a weight agrees"):
         check_parity(loaded, graph, BATCHES)
+
+
+def test_free_sizes_may_be_called_anything() -> None:
+    specs = (TensorSpec("x", "float32", ("batch", "height/8")),)
+    relu = {"module": torch.nn.ReLU().eval(), "parameters": {"x": "input"}, "architecture": "Relu"}
+    outputs = (TensorSpec("y", "float32", ("batch", "height/8")),)
+    model = TorchModel(inputs=specs, outputs=outputs, **relu)  # type: ignore[arg-type]
+    graph = export_float(model, {"x": np.ones((2, 3), np.float32)}, 20)
+    assert open_session(graph).run(None, {"x": -np.ones((5, 7), np.float32)})[0].shape == (5, 7)
 
 
 def test_outputs_of_another_shape(exported: tuple[TorchModel, ir.Model]) -> None:

@@ -10,7 +10,7 @@ import torch
 from onnx import helper
 
 from compress.graph.convolutions import fold_channel_scales, pool_globally, shortcuts_to_convolutions
-from compress.graph.edit import initializer, strip_metadata, tidy
+from compress.graph.edit import initializer, normalize, strip_metadata, tidy
 from compress.graph.fast_forms import keep_norms_apart
 from compress.graph.half import to_half
 from compress.graph.layers import SCOPES, constant, find_layers, node_scope
@@ -63,6 +63,15 @@ def test_a_bias_that_is_no_vector_is_not_taken_for_one() -> None:
     constants = {"fc.weight": np.ones((4, 3), np.float32), "c": np.ones((1, 3), np.float32)}
     model = graphs.build([make("Gemm", ["x", "fc.weight", "c"], ["y"])], constants, {"x": ("n", 4)}, {"y": ("n", 3)})
     assert find_layers(model)[0].bias is None
+    wider = {"fc.weight": np.ones((4, 1), np.float32), "c": np.ones(3, np.float32)}  # repeated along the output
+    nodes = [make("MatMul", ["x", "fc.weight"], ["product"]), make("Add", ["product", "c"], ["y"])]
+    assert find_layers(graphs.build(nodes, wider, {"x": ("n", 4)}, {"y": ("n", 3)}))[0].bias is None
+
+
+def test_what_depends_on_no_input_is_no_layer() -> None:
+    constants = {"a": np.ones((2, 4), np.float32), "fc.weight": np.ones((4, 3), np.float32)}
+    nodes = [make("MatMul", ["a", "fc.weight"], ["priors"]), make("Relu", ["x"], ["y"])]
+    assert not find_layers(graphs.build(nodes, constants, {"x": (2,)}, {"priors": (2, 3), "y": (2,)}))
 
 
 def test_scopes_name_a_node_without_the_wrapper() -> None:
@@ -120,12 +129,12 @@ def batchnorm_constants(*tags: str) -> dict[str, np.ndarray]:
 
 
 def test_folding_keeps_output_names_and_copies_a_shared_weight() -> None:
-    """Two convolutions share a weight, and each norm, one of them a graph output, has statistics of its own."""
+    """Two convolutions of one name share a weight, and each norm, a graph output, has statistics of its own."""
     weight = np.random.default_rng(0).normal(size=(4, 3, 1, 1)).astype(np.float32)
     nodes = [
-        make("Conv", ["x", "w"], ["c1"]),
+        make("Conv", ["x", "w"], ["c1"], name="conv"),
         make("BatchNormalization", ["c1", "g1", "b1", "m1", "v1"], ["y"]),
-        make("Conv", ["x", "w"], ["c2"]),
+        make("Conv", ["x", "w"], ["c2"], name="conv"),
         make("BatchNormalization", ["c2", "g2", "b2", "m2", "v2"], ["z"]),
     ]
     shape = ("n", 4, 8, 8)
@@ -133,6 +142,7 @@ def test_folding_keeps_output_names_and_copies_a_shared_weight() -> None:
         nodes, {"w": weight} | batchnorm_constants("1", "2"), {"x": ("n", 3, 8, 8)}, {"y": shape, "z": shape}
     )
     (expected,) = run_batches(open_session(model), graphs.images(1))
+    normalize(model)
     assert len(fold_channel_scales(model)) == 2
     (got,) = run_batches(open_session(model), graphs.images(1))
     for name in ("y", "z"):

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from compress.graph.cleanup import clean_graph
 from compress.graph.edit import normalize
 from compress.graph.layers import find_layers
-from compress.graph.rebuild import Followed, RebuildError, Rebuilt, follow_input, rebuild
+from compress.graph.node_functions import Followed, follow_input
+from compress.graph.rebuild import RebuildError, Rebuilt, rebuild
 from compress.graph.run import Feeds, open_session
 from compress.prune.coupling import find_coupling
 from compress.prune.surgery import differs_from_masked
@@ -303,6 +304,34 @@ def test_halves_sizes_that_depend_on_data_and_odd_forms_are_refused_by_name() ->
     odd = [make("Pad", ["x", "pads"], ["y"], name="around", mode="wrap")]
     with pytest.raises(RebuildError, match="Pad 'around' with mode wrap has no form in torch here"):
         of_shapes(build(odd, {"pads": np.array([0, 1, 0, 1], np.int64)}, (2, 2), (2, 4)), x=(2, 2))
+
+
+def test_a_range_of_broken_numbers_goes_up_to_a_size() -> None:
+    make = helper.make_node
+    nodes = [
+        make("Shape", ["x"], ["sizes"], start=1),
+        make("Cast", ["sizes"], ["row"], to=1),
+        make("Squeeze", ["row"], ["count"]),
+        make("Mul", ["count", "half"], ["end"]),
+        make("Range", ["zero", "end", "half"], ["places"]),
+        make("MatMul", ["x", "places"], ["y"]),
+    ]
+    model = build(nodes, {"zero": np.array(0, np.float32), "half": np.array(0.5, np.float32)}, ("n", "m"), ("n",))
+    assert_same(model, of_shapes(model, x=(61, 7)), {"x": floats(2, 9)})
+
+
+def test_names_that_all_modules_have_are_free_for_layers() -> None:
+    nodes = [helper.make_node("MatMul", ["x", "train.fc.weight"], ["y"])]
+    model = build(nodes, {"train.fc.weight": floats(3, 4)}, ("n", 3), ("n", 4))
+    assert_same(model, of_shapes(model, x=(61, 3)), {"x": floats(2, 3)})
+
+
+def test_a_product_that_is_an_output_is_given_without_the_bias_behind_it() -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["product"]), helper.make_node("Add", ["product", "b"], ["y"])]
+    model = graphs.build(
+        nodes, {"w": floats(3, 4), "b": floats(4)}, {"x": ("n", 3)}, {"product": ("n", 4), "y": ("n", 4)}
+    )
+    assert_same(model, of_shapes(model, x=(61, 3)), {"x": floats(2, 3)})
 
 
 def test_constants_that_no_layer_holds_are_kept_and_saved() -> None:

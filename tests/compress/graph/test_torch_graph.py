@@ -205,7 +205,16 @@ def test_layers_and_norms_are_trained_and_nothing_else() -> None:
 
 def test_an_operator_without_a_form_in_torch_is_named() -> None:
     model = single("Det", [floats(3, 3)], {})
-    with pytest.raises(ValueError, match=r"Det cannot be trained through: the operator has no form in torch here"):
+    with pytest.raises(
+        ValueError, match=r"cannot be trained through: operators that have no form in torch here: 1 Det"
+    ):
+        check_operators(model)
+
+
+def test_operators_of_an_older_opset_are_not_taken_for_todays() -> None:  # of 11: axes were an attribute
+    model = single("Squeeze", [floats(1, 3, 1)], {"axes": [0]})
+    model.opset_imports[""] = 11
+    with pytest.raises(ValueError, match=r"its opset is 11, and operators are known as they are from 17 on"):
         check_operators(model)
 
 
@@ -231,6 +240,13 @@ def test_an_operator_without_a_form_in_torch_is_named() -> None:
             "antialias",
         ),
         ("Resize", [IMAGE, None, None, whole(2, 4, 3, 3)], {"nearest_mode": "ceil"}, "nearest at half_pixel, ceil"),
+        (
+            "Resize",
+            [IMAGE, None, whole(1, 1, 2, 2).astype(np.float32)],
+            {"coordinate_transformation_mode": "half_pixel_symmetric"},
+            "nearest at half_pixel_symmetric",
+        ),
+        ("Resize", [IMAGE, None, whole(1, 2, 2, 1).astype(np.float32)], {}, "scales of the batch or the channels"),
         ("Constant", [], {"value_float": 1.0}, "a value that is no tensor"),
     ],
 )

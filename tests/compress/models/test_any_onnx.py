@@ -8,6 +8,7 @@ from pathlib import Path
 import graphs
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -15,7 +16,7 @@ from compress.errors import SourceError
 from compress.export.parity import HALF_TOLERANCE, check_parity
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS
-from compress.graph.cleanup import describe_clean_up
+from compress.graph.cleanup import clean_graph, describe_clean_up
 from compress.graph.layers import find_layers
 from compress.graph.run import open_session, run_batches
 from compress.models.load import OnnxModel, load_model
@@ -234,3 +235,14 @@ def test_double_precision_is_said_to_stay(tmp_path: Path) -> None:
     facts = onnx_facts(path, "generic", {"x": ((3, 8, 8), "float64")})
     (problem,) = Int8().check(facts, CPU).problems
     assert "computed in 64 bits, which nothing rounds; convert the model to float32" in problem
+
+
+def test_a_half_that_is_input_and_output_stays_what_it_is() -> None:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT16, [2]) for name in "xy")
+    graph = helper.make_graph([make("Relu", ["x"], ["y"])], "through", [x], [y, x])
+    opened = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
+    clean_graph(opened)
+    kinds = [(value.name, value.dtype) for value in opened.graph.outputs]
+    assert kinds == [("y", ir.DataType.FLOAT16), ("x", ir.DataType.FLOAT16)]
+    feeds = {"x": np.array([-1, 2], np.float16)}
+    assert [out.tolist() for out in open_session(opened).run(None, feeds)] == [[0, 2], [-1, 2]]

@@ -14,6 +14,7 @@ from compress.execution.run import apply_recipe
 from compress.planning.cache_keys import cache_keys
 from compress.planning.inputs import load_set, read_inputs
 from compress.planning.make_plan import make_plan
+from compress.planning.own_metrics import own_metric_problems
 from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
@@ -154,6 +155,8 @@ def test_two_files_of_one_name_are_refused(folder: Path) -> None:
 def test_a_file_that_is_no_python_is_refused_and_none_is_run(folder: Path) -> None:
     (folder / "metrics.py").write_text("raise SystemExit('it was run')\n\ndef cost(outputs, labels): return 0.0\n")
     assert make_plan(read(folder, f"validate.metrics=['{OWN}cost']"), folder / "cache")
+    (folder / "metrics.py").write_text("from elsewhere import *\n")  # which may have it
+    assert not own_metric_problems(read(folder, f"validate.metrics=['{OWN}cost']"))
     (folder / "metrics.py").write_text("def cost(outputs, labels:")
     with pytest.raises(PlanError, match="is not Python"):
         make_plan(read(folder, f"validate.metrics=['{OWN}cost']"), folder / "cache")
@@ -202,6 +205,12 @@ def test_the_interval_of_one_number_is_the_jackknifes(folder: Path) -> None:
     pseudo, whole = value_columns(found, per_sample=False)
     np.testing.assert_allclose(np.sort(pseudo), np.sort(values), atol=1e-9)
     assert whole[0] == values.mean()
+
+
+def test_labels_of_several_shapes_reach_a_metric() -> None:
+    masks = [np.zeros((2, 3)), np.ones((4, 4))]
+    found, _ = compute_values("m", lambda outputs, labels: sum(map(np.sum, labels)), {"y": np.zeros(2)}, masks)
+    assert found[0] == 16 and sorted(found[1:]) == [0, 16]
 
 
 def test_a_metric_cannot_change_what_it_is_given() -> None:

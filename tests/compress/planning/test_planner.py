@@ -16,9 +16,10 @@ from compress.passes import Int8, Pass, Rtn
 from compress.planning.forecast import find_timed_batch
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
-from compress.planning.validation import export_problems, order_problems
+from compress.planning.validation import class_problems, export_problems, order_problems
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
+from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TextPreprocess
 
 RECIPE = """\
@@ -114,6 +115,15 @@ def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "no gates; the verdict will be pass" in notes("validate.gates=[]")
     assert "come from one file" in notes("data.calibration.source=npz:${digits}/test.npz")
     assert "tensorrt does not run here: quality is judged in onnxruntime-cpu" in notes("target=tensorrt")
+
+
+def test_a_classifier_of_one_class_is_refused_with_the_tasks_that_fit() -> None:
+    one, two = ((TensorSpec("logits", "float32", ("batch", n)),) for n in (1, 2))
+    assert class_problems("image-classification", two) == [] == class_problems("image-regression", one)
+    assert class_problems("image-classification", one) == [
+        "model: has one class, and image-classification chooses among several; use task: image-regression for a number "
+        "or task: image-multi-label-classification for yes or no"
+    ]
 
 
 def test_all_data_problems_without_any_shape(tmp_path: Path) -> None:

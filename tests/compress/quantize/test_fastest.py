@@ -41,7 +41,7 @@ from compress.quantize.latency import (
 )
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState, Range
-from compress.store.cache import measured_path
+from compress.store.cache import name_measured_file
 from compress.work import apply_pass
 from compress.work.contexts import GraphContext, GraphTiming
 
@@ -241,7 +241,7 @@ def test_a_choice_is_taken_up_again_by_its_machine_and_from_a_lock_by_any(tmp_pa
         apply_pass(Int8(), GraphState(mobile()), context(Clock(refuse), tmp_path, table, machine="another"))
     cache = tmp_path / "cache"
     repeat_choices({"1": first.choice}, cache)
-    path = measured_path(cache, first.choice["key"])
+    path = name_measured_file(cache, first.choice["key"])
     assert read_choice(path, "another") == PlacementChoice.from_record(
         {k: v for k, v in first.choice.items() if k != "key"}
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from compress.quantize.outputs import first_output, model_output
+from compress.errors import PassError
+from compress.quantize.outputs import first_output, list_outputs, model_output
 
 
 def test_numbers_of_each_token_are_side_by_side() -> None:
@@ -16,3 +18,9 @@ def test_numbers_of_each_token_are_side_by_side() -> None:
     assert model_output(start, feeds).shape == (2, 5, 1)
     assert model_output(out, {}) is start is first_output(out)
     assert model_output((hidden, start), feeds) is hidden
+
+
+def test_one_number_a_sample_is_a_row_and_choices_alone_are_refused() -> None:
+    assert model_output(torch.rand(4), {}).shape == (4, 1)
+    with pytest.raises(PassError, match="no floating-point output to compare; let it give its logits, too"):
+        list_outputs({"label": torch.zeros(4, dtype=torch.int64)}, {})

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from graphs import context
+from onnx import helper
 
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
@@ -19,6 +20,7 @@ from compress.quantize.measure import (
     Restored,
     decibel,
     layer_sqnr_db,
+    list_answers,
     output_cosine,
     restore_until_held,
     sensitivities,
@@ -69,6 +71,22 @@ def test_broken_outputs_are_a_collapse(value: float) -> None:
     assert output_cosine([exact], [broken]) == pytest.approx(0.5)
     assert COLLAPSE > 0.5
     assert output_cosine([broken], [broken]) == 1
+
+
+def test_every_output_but_a_cache_counts() -> None:
+    nodes = [helper.make_node("MatMul", ["x", f"{name}.weight"], [y]) for name, y in (("a", "boxes"), ("b", "scores"))]
+    nodes.append(helper.make_node("Relu", ["x"], ["present.0.key"]))
+    weights = {f"{name}.weight": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) for name in "ab"}
+    outputs = {"boxes": ("n", 4), "scores": ("n", 4), "present.0.key": ("n", 8)}
+    model, feeds = graphs.build(nodes, weights, {"x": ("n", 8)}, outputs), graphs.vectors(8)
+    assert list_answers(model) == ["boxes", "scores"]
+    rounded = apply_pass(Int8(placement="inputs"), GraphState(model), context(feeds)).model
+    hurt = sensitivities(rounded, feeds, "u8s8", lambda names: names)
+    assert hurt.keys() == {"a", "b"} and min(hurt.values()) > 0
+
+
+def test_boxes_of_another_number_are_compared_as_a_whole() -> None:
+    assert output_cosine([np.ones((4, 2))], [np.ones((1, 2))]) == pytest.approx(0.5)
 
 
 def test_decibels() -> None:

@@ -1,0 +1,97 @@
+"""Hugging Face folders: the model of the task with all its weights, or why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_specs import TEXT_FEEDS, changed_config, text_spec
+
+from compress.errors import SourceError
+from compress.facts import SampleShapes
+from compress.models.facts import model_facts
+from compress.models.load import load_model
+from compress.specs import ModelSpec
+from runtime.bundle.tensors import TensorSpec
+
+
+def test_bert_classifier(bert: Path) -> None:
+    from transformers import BertForSequenceClassification
+
+    spec = text_spec(bert)
+    facts, loaded = model_facts(spec, Path(), TEXT_FEEDS), load_model(spec, Path(), TEXT_FEEDS)
+    assert facts.architecture == "BertForSequenceClassification"
+    assert facts.inputs == tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in TEXT_FEEDS)
+    assert facts.outputs == (TensorSpec("logits", "float32", ("batch", 3)),)
+    layers = {layer.name: layer for layer in facts.layers}
+    assert layers["bert.encoder.layer.1.intermediate.dense"].macs == 16 * 16 * 32
+    assert layers["classifier"].op == "Gemm"
+    assert loaded.class_names == ("bad", "fair", "good")
+    assert loaded.folder == bert
+    reference = BertForSequenceClassification.from_pretrained(bert).eval()
+    ids, mask = torch.arange(12).reshape(2, 6), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    with torch.no_grad():
+        expected = reference(input_ids=ids, attention_mask=mask, token_type_ids=mask * 0).logits
+        torch.testing.assert_close(loaded.module(ids, mask, mask * 0), expected)
+
+
+def test_bert_features_have_no_pooler(bert: Path) -> None:
+    facts = model_facts(text_spec(bert, "feature-extraction"), Path(), TEXT_FEEDS)
+    assert facts.outputs == (TensorSpec("last_hidden_state", "float32", ("batch", "sequence", 16)),)
+    assert not any("pooler" in layer.name for layer in facts.layers)
+    assert "weights that a feature-extraction model does not use: bert.pooler.dense.bias" in facts.notes[0]
+
+
+def test_vit(vit: Path) -> None:
+    spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
+    feeds: SampleShapes = {"pixel_values": ((3, 16, 16), "float32")}
+    facts, loaded = model_facts(spec, Path(), feeds), load_model(spec, Path(), feeds)
+    patches = next(layer for layer in facts.layers if layer.type == "Conv2d")
+    assert patches.macs == 2 * 2 * 16 * 3 * 8 * 8
+    assert (facts.outputs, loaded.outputs) == ((TensorSpec("logits", "float32", ("batch", 5)),),) * 2
+    assert loaded.class_names == ()  # LABEL_0, ... say nothing
+
+
+def test_a_checkpoint_without_the_tasks_head_is_refused(bert: Path, tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    BertModel.from_pretrained(bert).save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        SourceError, match=r"the weights lack 'classifier\.bias', which a text-classification model needs"
+    ):
+        model_facts(text_spec(tmp_path / "base"), Path(), TEXT_FEEDS)
+
+
+def test_weights_of_another_config_are_refused(bert: Path, tmp_path: Path) -> None:
+    other = changed_config(bert, tmp_path / "other", vocab_size=60)
+    for refused in (model_facts, load_model):
+        with pytest.raises(
+            SourceError, match=r"word_embeddings\.weight' is \[50, 16\] in the weights, \[60, 16\] in the"
+        ):
+            refused(text_spec(other), Path(), TEXT_FEEDS)
+
+
+def test_damaged_and_unknown_folders(bert: Path, tmp_path: Path) -> None:
+    cut = changed_config(bert, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:-10])
+    unknown = changed_config(bert, tmp_path / "unknown", model_type="no_such_type")
+    (tmp_path / "empty").mkdir()
+    for folder, message in {
+        cut: r"model\.safetensors: is not a whole safetensors file",
+        unknown: "config.json cannot be used: .*no_such_type",
+        tmp_path / "empty": "has no config.json",
+        tmp_path / "absent": "no such file or folder",
+    }.items():
+        with pytest.raises(SourceError, match=message):
+            model_facts(text_spec(folder), Path(), TEXT_FEEDS)
+    with pytest.raises(SourceError, match="task generic is for python: and onnx: sources"):
+        model_facts(text_spec(bert, "generic"), Path(), TEXT_FEEDS)
+
+
+def test_an_absent_hub_model_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match=r"hf:nobody/nothing-here: cannot be fetched.*HF_HUB_OFFLINE"):
+        model_facts(ModelSpec(source="hf:nobody/nothing-here", task="text-classification"), Path(), TEXT_FEEDS)

@@ -1,0 +1,118 @@
+"""How samples become inputs, as a model's folder says it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_specs import DIGITS_SPEC, TEXT_FEEDS, changed_config, text_spec
+
+from compress.errors import SourceError
+from compress.facts import SampleShapes
+from compress.models.feeds import feeds_shapes
+from compress.models.preprocess import resolve_preprocess
+from compress.specs import ModelSpec
+from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
+
+
+def write_json(folder: Path, **files: Any) -> None:
+    for name, value in files.items():
+        path = folder / f"{name.replace('__', '/')}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(value))
+
+
+def test_text_preprocessing_comes_from_the_folder(bert: Path, tmp_path: Path) -> None:
+    folder = changed_config(bert, tmp_path / "st")
+    spec = text_spec(folder, "feature-extraction")
+    assert resolve_preprocess(spec, None, Path()) == TextPreprocess(max_length=64)
+    write_json(folder, tokenizer_config={"model_max_length": 1e30})
+    assert resolve_preprocess(spec, None, Path()) == TextPreprocess(max_length=64)
+    write_json(
+        folder,
+        tokenizer_config={"model_max_length": 60},
+        sentence_bert_config={"max_seq_length": 32},
+        modules=[{"path": "", "type": "x.models.Transformer"}, {"path": "1_Pooling", "type": "x.models.Pooling"}],
+        **{"1_Pooling__config": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}},
+    )
+    assert resolve_preprocess(spec, None, Path()) == TextPreprocess(max_length=32, pooling="cls", normalize=False)
+    write_json(folder, **{"1_Pooling__config": {"pooling_mode_weightedmean_tokens": True}})
+    with pytest.raises(SourceError, match="pooling weightedmean_tokens is not one of mean, cls, max"):
+        resolve_preprocess(spec, None, Path())
+    write_json(folder, modules=[{"path": "2_Dense", "type": "x.models.Dense"}])
+    with pytest.raises(SourceError, match="Dense cannot be taken along"):
+        resolve_preprocess(spec, None, Path())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"size": {"height": 16, "width": 20}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 3},
+            ImagePreprocess(resize=(16, 20), mean=(0.5,) * 3, std=(0.25,) * 3, resample="bicubic"),
+        ),
+        (
+            {"size": {"shortest_edge": 32}, "do_center_crop": True, "crop_size": {"height": 16, "width": 16}}
+            | {"do_normalize": False, "do_rescale": False},
+            ImagePreprocess(resize=32, crop=(16, 16), scale=1.0),
+        ),
+        ({"size": 16, "do_normalize": False}, ImagePreprocess(resize=(16, 16))),
+        (
+            {"size": {"shortest_edge": 224}, "crop_pct": 0.875, "do_normalize": False},
+            ImagePreprocess(resize=256, crop=(224, 224)),
+        ),
+    ],
+)
+def test_image_preprocessing_comes_from_the_folder(vit: Path, tmp_path: Path, config: Any, expected: Any) -> None:
+    folder = changed_config(vit, tmp_path / "vit")
+    write_json(folder, preprocessor_config=config)
+    assert resolve_preprocess(ModelSpec(source=f"dir:{folder}", task="image-classification"), None, Path()) == expected
+
+
+def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, tmp_path: Path) -> None:
+    images = ModelSpec(source=f"dir:{vit}", task="image-classification")
+    no_tokenizer = changed_config(bert, tmp_path / "bare")
+    (no_tokenizer / "tokenizer.json").unlink()
+    cases: list[tuple[ModelSpec, Any, str]] = [
+        (images, None, "has no preprocessor_config.json"),
+        (DIGITS_SPEC, None, "does not say how its inputs are made.*kind: image"),
+        (images, TextPreprocess(), "kind: text does not fit the task image-classification"),
+        (text_spec(bert), ImagePreprocess(), "kind: image does not fit the task text-classification"),
+        (text_spec(bert, "feature-extraction"), TensorPreprocess(), "needs kind: text"),
+        (text_spec(bert), TextPreprocess(max_length=65), "max_length 65 is more than the model's 64 positions"),
+        (text_spec(no_tokenizer), None, "has no tokenizer.json; write one with AutoTokenizer"),
+    ]
+    for spec, declared, message in cases:
+        with pytest.raises(SourceError, match=message):
+            resolve_preprocess(spec, declared, Path())
+    assert resolve_preprocess(DIGITS_SPEC, ImagePreprocess(channels="L"), Path()) == ImagePreprocess(channels="L")
+
+
+def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
+    assert feeds_shapes(text_spec(bert), Path(), TextPreprocess(max_length=16), {"text": ((), "text")}) == TEXT_FEEDS
+    spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
+    sample: SampleShapes = {"image": ((40, 60, 3), "uint8")}
+    for preprocess, shape in {
+        ImagePreprocess(): (3, 40, 60),
+        ImagePreprocess(resize=20): (3, 20, 30),
+        ImagePreprocess(resize=20, crop=(16, 16), layout="NHWC"): (16, 16, 3),
+        ImagePreprocess(channels="L"): (1, 40, 60),
+    }.items():
+        assert feeds_shapes(spec, Path(), preprocess, sample) == {"pixel_values": (shape, "float32")}
+    with pytest.raises(SourceError, match="the size of the images is not known"):
+        feeds_shapes(spec, Path(), ImagePreprocess(), {})
+
+
+def test_preprocessing_and_digest_need_no_torch(bert: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from compress.recipe.schema import ModelSpec\n"
+        "from compress.models.preprocess import resolve_preprocess; from compress.models.source import model_digest\n"
+        f"spec = ModelSpec(source='dir:{bert}', task='text-classification')\n"
+        "resolve_preprocess(spec, None, Path()); model_digest(spec, Path())\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
