@@ -73,6 +73,13 @@ def test_image_preprocessing_comes_from_the_folder(vit: Path, tmp_path: Path, co
     assert resolve_preprocess(ModelSpec(source=f"dir:{folder}", task="image-classification"), None, Path()) == expected
 
 
+def test_images_each_of_another_size_are_refused_with_the_way_out(vit: Path, tmp_path: Path) -> None:
+    folder = changed_config(vit, tmp_path / "vit")
+    write_json(folder, preprocessor_config={"size": {"shortest_edge": 800, "longest_edge": 1333}})
+    with pytest.raises(SourceError, match=r"makes each image of another size.*letterbox: \[1333, 1333\]"):
+        resolve_preprocess(ModelSpec(source=f"dir:{folder}", task="image-classification"), None, Path())
+
+
 def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, tmp_path: Path) -> None:
     images = ModelSpec(source=f"dir:{vit}", task="image-classification")
     no_tokenizer = changed_config(bert, tmp_path / "bare")
