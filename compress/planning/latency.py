@@ -211,7 +211,7 @@ def make_twins(
             student = pass_.find_student()
             if student is not None and student.separate:
                 loaded, resized = make_student(recipe, inputs.feeds, loaded, student, recipe.seed), True
-            elif plan.facts.macs != facts.macs:
+            elif student is not None or plan.facts.macs != facts.macs:
                 sample = ModelContext([_make_sample(inputs)], target, recipe.seed, log, no_progress)
                 loaded, known = foresee_pass(pass_, loaded, facts, sample)
                 resized |= known

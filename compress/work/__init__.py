@@ -50,6 +50,7 @@ BEGINNINGS: dict[str, str] = {"distill": "compress.work.distill:begin_distill"}
 
 TWINS: dict[str, str] = {
     "autocast": "compress.work.autocast:foresee_autocast",
+    "distill": "compress.work.distill:foresee_distill",
     "fold_batchnorm": "compress.work.fold_batchnorm:foresee_fold_batchnorm",
     "int8": "compress.work.eight_bit:foresee_eight_bit",
     "prune_channels": "compress.work.prune_channels:foresee_prune_channels",

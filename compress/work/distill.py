@@ -16,13 +16,14 @@ from compress.distill.train import Around, Lessons, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note
+from compress.facts import LayerDecision, ModelFacts, Note
 from compress.models.load import TorchModel
 from compress.passes.depth import depth_problem
 from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
 from compress.prune.depth import Skipping, shorten
 from compress.work.contexts import ModelContext
+from compress.work.prune_batches import pruning_batches
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
 from compress.work.training import (
     batches_of,
@@ -61,6 +62,14 @@ def begin_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> 
     sample = batches_of(knobs, training_set(NAME, context), loaded)(np.arange(1), None).feeds
     seed = context.seed if knobs.seed is None else knobs.seed
     return _student_model(knobs.student, loaded, sample, seed, context)
+
+
+def foresee_distill(knobs: Distill, loaded: TorchModel, facts: ModelFacts, context: ModelContext) -> TorchModel:
+    """Leave in the module, in place, the blocks of a student that is cut out of it: learning changes no speed."""
+    if knobs.student is None or knobs.student.separate:
+        return loaded
+    sample = pruning_batches(knobs.kind, loaded, context)[0].first
+    return _keep_some_blocks(knobs.student, loaded, sample, context)
 
 
 def _prepare_training(knobs: Distill, loaded: TorchModel, context: ModelContext) -> tuple[TrainSet, nn.Module]:

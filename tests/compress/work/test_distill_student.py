@@ -40,7 +40,7 @@ from compress.recipe.load import Recipe
 from compress.recipe.network import needs_hub
 from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
-from compress.work import begin_pass
+from compress.work import begin_pass, foresee_pass
 from runtime.bundle.tensors import TensorSpec
 
 TARGET = TARGETS["onnxruntime-cpu"]
@@ -363,3 +363,32 @@ def test_a_student_that_takes_something_else_is_refused() -> None:
         begin_pass(knobs, loaded, given)
     with pytest.raises(PassError, match="no torch model"):
         begin_pass(knobs, loaded, replace(given, student=None))
+
+
+class AddsToIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc(x).tanh()
+
+
+class Chain(nn.Module):
+    """Blocks that the model runs without, one after the other."""
+
+    def __init__(self, n_blocks: int) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(*(AddsToIt() for _ in range(n_blocks))), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layers(x))
+        return y
+
+
+def test_a_student_of_some_blocks_is_foreseen_with_those_alone() -> None:
+    spec = (TensorSpec("x", "float32", ("batch", 4)),)
+    loaded = TorchModel(architecture="Net", inputs=spec, outputs=spec, module=Chain(4), parameters={"x": "x"})
+    given = model_context([{"x": np.zeros((1, 4), np.float32)}])
+    twin, known = foresee_pass(Distill(student=Student(layers="uniform", keep=2)), loaded, facts(), given)
+    assert known and twin.shapes.skipped == ("layers.1", "layers.2")
