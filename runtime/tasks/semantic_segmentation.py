@@ -11,7 +11,7 @@ from runtime.bundle.columns import Array, stack_rows
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import ImagePreprocess, Placement, place_image
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, describe_shapes, one_output, rename
+from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, describe_shapes, name_class, one_output, rename
 
 if TYPE_CHECKING:
     from runtime.metrics.base import Columns, Metric, Outputs
@@ -161,7 +161,7 @@ def _average_probability(logits: Array) -> Array:
 def _list_shares(classes: Array, n_classes: int, class_names: Sequence[str]) -> list[dict[str, Any]]:
     counts = np.bincount(classes.reshape(-1), minlength=n_classes)[:n_classes]
     return [
-        {"label": class_names[c] if c < len(class_names) else int(c), "score": float(counts[c] / classes.size)}
+        {"label": name_class(c, class_names), "score": float(counts[c] / classes.size)}
         for c in np.argsort(-counts, kind="stable")
         if counts[c]
     ]
