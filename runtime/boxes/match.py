@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.boxes.overlap import intersect, measure_areas
+from runtime.boxes.overlap import compute_iou, measure_areas
 from runtime.bundle.columns import Array
 from runtime.errors import UsageError
 
@@ -71,26 +71,29 @@ def match_detections(outputs: Mapping[str, Array], labels: Array, areas: tuple[f
     order = np.argsort(-scores.astype(np.float64), axis=1, kind="stable")
     scores, classes = np.take_along_axis(scores, order, 1), np.take_along_axis(classes, order, 1).astype(np.int64)
     boxes = np.take_along_axis(outputs["boxes"], order[..., None], 1).astype(np.float64)
-    classes = _leave_out_worst(classes)
+    classes = leave_out_worst(classes)
     n_classes = int(labels[..., 0].max(initial=-1)) + 1
-    results = np.zeros((*scores.shape, len(THRESHOLDS)), np.int8)
+    area = measure_areas(boxes.reshape(-1, 4)).reshape(scores.shape)
+    unfound = np.where((area < areas[0]) | (area > areas[1]), IGNORED, WRONG).astype(np.int8)
+    results = np.repeat(unfound[..., None], len(THRESHOLDS), axis=2)
     partners, overlaps = np.full(scores.shape, -1), np.zeros(scores.shape)
     counted = np.zeros((len(scores), n_classes), np.int64)
     for image, rows in enumerate(labels):
-        for number in np.unique(np.concatenate([rows[rows[:, 0] >= 0, 0], classes[image][classes[image] >= 0]])):
+        for number in np.unique(rows[rows[:, 0] >= 0, 0]).astype(np.int64):
             numbered = np.flatnonzero(rows[:, 0] == number)
             real = rows[numbered]
-            places = np.flatnonzero(classes[image] == number)
             ignored = (real[:, 5] != COUNTED) | (real[:, 6] < areas[0]) | (real[:, 6] > areas[1])
-            if number < n_classes:
-                counted[image, int(number)] = np.count_nonzero(~ignored)
-            found = boxes[image][places]
-            results[image, places], taken, overlaps[image, places] = _match_class(found, real, ignored, areas)
+            counted[image, number] = np.count_nonzero(~ignored)
+            places = np.flatnonzero(classes[image] == number)
+            if not len(places):
+                continue
+            matched = _match_class(boxes[image, places], real, ignored, results[image, places])
+            results[image, places], taken, overlaps[image, places] = matched
             partners[image, places[taken >= 0]] = numbered[taken[taken >= 0]]
     return Matches(scores, classes, results, partners, overlaps, counted)
 
 
-def _leave_out_worst(classes: Array) -> Array:
+def leave_out_worst(classes: Array) -> Array:
     """Return classes [N, D], best first, with -1 for those that are not among the DETECTIONS best of their class."""
     if classes.shape[1] <= DETECTIONS:
         return classes
@@ -101,22 +104,18 @@ def _leave_out_worst(classes: Array) -> Array:
     return kept
 
 
-def _match_class(found: Array, real: Array, ignored: Array, areas: tuple[float, float]) -> tuple[Array, ...]:
-    """Match one class of one image: boxes [d, 4], best first, to labels [g, 7].
+def _match_class(found: Array, real: Array, ignored: Array, unfound: Array) -> tuple[Array, Array, Array]:
+    """Match one class of one image: boxes [d, 4], best first, to labels [g, 7], of which some are `ignored`, bool [g].
 
-    Returns results int8 [d, T], and at the first threshold the label that is found, int64 [d], and the overlap, [d].
+    Returns results int8 [d, T], `unfound` where nothing fits; and at the first threshold the label that is found, int64
+    [d], -1 for none, and the overlap with it, float64 [d].
 
     Each detection takes the free box that it overlaps most, of equal ones the last, and an ignored one only where no
     other is left; a crowd, and what is difficult, stays free.
     """
-    n_found, n_levels = len(found), len(THRESHOLDS)
-    area = measure_areas(found)
-    outside = (area < areas[0]) | (area > areas[1])
-    results = np.repeat(np.where(outside, IGNORED, WRONG).astype(np.int8)[:, None], n_levels, axis=1)
-    partners, overlaps = np.full(n_found, -1), np.zeros(n_found)
-    if not n_found or not len(real):
-        return results, partners, overlaps
-    ious = _overlap_labels(found, real)  # [d, g]
+    n_levels, results = len(THRESHOLDS), unfound.copy()
+    partners, overlaps = np.full(len(found), -1), np.zeros(len(found))
+    ious = compute_iou(found, real[:, 1:5], real[:, 5] == CROWD)  # [d, g]
     levels = np.minimum(THRESHOLDS, 1 - 1e-10)
     free = np.ones((n_levels, len(real)), bool)
     for place in np.flatnonzero(ious.max(axis=1) >= levels[0]):
@@ -133,12 +132,3 @@ def _match_class(found: Array, real: Array, ignored: Array, areas: tuple[float, 
         if counts[0]:
             partners[place], overlaps[place] = best[0], ious[place, best[0]]
     return results, partners, overlaps
-
-
-def _overlap_labels(found: Array, real: Array) -> Array:
-    """Return the intersection over union [d, g]; over the detection alone where the label is a crowd."""
-    shared = intersect(found, real[:, 1:5])
-    own = measure_areas(found)[:, None]
-    union = np.where(real[:, 5] == CROWD, own, own + measure_areas(real[:, 1:5])[None, :] - shared)
-    ratio: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
-    return ratio

@@ -258,11 +258,10 @@ def _reach_of_classes(columns: Columns) -> float:
 
 
 def _make_metrics() -> tuple[Metric, ...]:
-    from runtime.metrics.base import (
-        Flaws,
-        Metric,
-        ratio_of_sums,
-    )  # where metrics are listed, tasks are asked for theirs
+    # here, for where metrics are listed, tasks are asked for theirs
+    from runtime.metrics.base import Flaws, Metric, ratio_of_sums, remember
+
+    count = remember(count_pixels)
 
     def has_flaws(columns: Columns) -> Array:
         return np.any((columns[0] < columns[1]) | (columns[0] < columns[2]), axis=1)
@@ -287,7 +286,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             name="miou",
             against="labels",
             about="mean over classes of intersection over union, of all images' pixels that have a label",
-            reduce=count_pixels,
+            reduce=count,
             flaws=flaws,
             **iou,
             **shared,
@@ -296,7 +295,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             name="pixel_accuracy",
             against="labels",
             about="fraction of the pixels with a label whose class is right",
-            reduce=count_pixels,
+            reduce=count,
             flaws=of_pixels,
             weights=lambda columns: _sum_classes(columns[1]).astype(np.float64),
             **accuracy,
@@ -306,7 +305,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             name="dice",
             against="labels",
             about="mean over classes of Dice's coefficient, the F1 of pixels",
-            reduce=count_pixels,
+            reduce=count,
             flaws=flaws,
             on_request=True,
             **dice,

@@ -171,11 +171,8 @@ def _count_same_words(outputs: Outputs, baseline: Outputs) -> Columns:
 
 
 def _make_metrics() -> tuple[Metric, ...]:
-    from runtime.metrics.base import (
-        Flaws,
-        Metric,
-        ratio_of_sums,
-    )  # where metrics are listed, tasks are asked for theirs
+    # here, for where metrics are listed, tasks are asked for theirs
+    from runtime.metrics.base import Flaws, Metric, ratio_of_sums
 
     def shortage(columns: Columns) -> str:
         n = int(columns[1].sum())
