@@ -91,11 +91,7 @@ class Task:
         """Return what `read_outputs` does. BundleError, too, unless there is a value for each sample."""
         read = self.read_outputs(outputs, batch)
         for name, output in read.items():
-            if not output.ndim or len(output) != batch.n:
-                raise BundleError(
-                    f"output '{name}' has shape {output.shape} for a batch of {batch.n}: it is not one value for each "
-                    "sample"
-                )
+            check_rows(name, output, batch.n)
         return read
 
     def check_frozen(self, file: str, outputs: Tensors) -> None:
@@ -350,6 +346,15 @@ def one_output(outputs: Sequence[TensorSpec], name: str) -> TensorSpec:
 def rename(spec: TensorSpec, name: str, dtype: str, *shape: int | str) -> TensorSpec:
     """Return the spec of something made of an output, in as large a batch."""
     return replace(spec, name=name, dtype=dtype, shape=(spec.shape[0], *shape))
+
+
+def check_rows(name: str, output: Array, n: int) -> None:
+    """Raise BundleError unless an output has a row for each of `n` samples."""
+    if not output.ndim or len(output) != n:
+        raise BundleError(
+            f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample; export "
+            "the model with a free batch"
+        )
 
 
 def describe_shapes(outputs: Tensors) -> str:

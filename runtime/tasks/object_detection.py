@@ -12,7 +12,7 @@ from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import ImagePreprocess, Placement, place_image
 from runtime.errors import BundleError
-from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, name_class, rename
+from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, check_rows, name_class, rename
 
 
 class ObjectDetection(Task):
@@ -41,6 +41,9 @@ class ObjectDetection(Task):
             raise BundleError("nothing says what the detector's outputs mean: build the bundle again")
         placed = [place_image(int(height), int(width), spec) for height, width in sizes]
         found = find_objects(outputs, how, placed[0].window, len(batch.class_names))
+        for name in how.outputs.names:
+            if name != how.outputs.count:  # of one image it may be a number alone
+                check_rows(name, outputs[name], batch.n)
         boxes = np.zeros((batch.n, how.most, 4), np.float32)
         scores = np.zeros((batch.n, how.most), np.float32)
         classes = np.full((batch.n, how.most), -1, np.int64)

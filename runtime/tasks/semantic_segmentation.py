@@ -11,7 +11,17 @@ from runtime.bundle.columns import Array, stack_rows
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import ImagePreprocess, Placement, place_image
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, describe_shapes, name_class, one_output, rename
+from runtime.tasks.base import (
+    IMAGE_SIZE,
+    BatchFacts,
+    Task,
+    Tensors,
+    check_rows,
+    describe_shapes,
+    name_class,
+    one_output,
+    rename,
+)
 
 if TYPE_CHECKING:
     from runtime.metrics.base import Columns, Metric, Outputs
@@ -45,6 +55,7 @@ class SemanticSegmentation(Task):
                 f"a model that segments has one output [batch, classes, height, width] of logits; this model: "
                 f"{describe_shapes(outputs)}; call that output 'logits'"
             )
+        check_rows("logits", candidates[0], batch.n)
         spec = batch.spec
         assert isinstance(spec, ImagePreprocess)  # or it is refused before
         if spec.layout != "NCHW":
