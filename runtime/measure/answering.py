@@ -89,8 +89,8 @@ def time_answers(
 ) -> Array:
     """Return the seconds of each stage, float64 [models, rounds, len(STAGES)], models in a random order each round.
 
-    All of them get the same batches, those of `sent` in turn.
-    At most `rounds`; fewer, but at least MIN_ROUNDS (or `rounds`, if less), where they take more than `budget_s`.
+    All of them get the same batches, those of `sent` in turn. At most `rounds`; fewer, but at least MIN_ROUNDS (or
+    `rounds`, if less), where they take more than `budget_s`.
     """
     rng = np.random.default_rng(seed)
     pace = 0.0
