@@ -289,7 +289,7 @@ class Postprocess:
     reject_below: float | None = None
     """No answer where the likeliest class has a lower probability (softmax)."""
     threshold: float | None = None
-    """Answer with everything whose score is at least this: labels of a model that gives several, detected objects."""
+    """Of a model that gives several labels: answer with those whose probability is at least this."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 

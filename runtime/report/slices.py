@@ -14,7 +14,7 @@ SLICE_HEADS = ("slice", "samples", "before", "after", "change", "")
 PAIR_HEADS = ("class", "taken for", "before", "after", "change")
 
 
-def shown_slices(report: Findings) -> list[MetricSlices]:
+def choose_slices(report: Findings) -> list[MetricSlices]:
     """Return what tables show: for each column the metrics that gates name; where none is, the first one."""
     gated = {gate.metric for gate in report.gates}
     shown: list[MetricSlices] = []
