@@ -64,9 +64,12 @@ def first_column(columns: Columns) -> np.ndarray:
     return columns[0].astype(np.float64)
 
 
-def ratio_of_sums(
-    *weights: float, sum_up: Callable[[np.ndarray], np.ndarray] = lambda column: column
-) -> dict[str, Any]:
+def keep_column(column: np.ndarray) -> np.ndarray:
+    """Return a column as it is, where others are summed up."""
+    return column
+
+
+def ratio_of_sums(*weights: float, sum_up: Callable[[np.ndarray], np.ndarray] = keep_column) -> dict[str, Any]:
     """Return `statistic` and `influence`: the first column's sum over that of the others by weight.
 
     `sum_up`: makes [N] of a column.
@@ -115,6 +118,22 @@ class Flaws:
     """From the worst value to the best: no change is larger."""
     changed: Callable[[Columns, Columns], np.ndarray] | None = None
     """Which samples differ between two models in what counts, bool [N]; None: those that differ in any column."""
+
+
+def share_of_sums(sum_up: Callable[[np.ndarray], np.ndarray] = keep_column) -> dict[str, Any]:
+    """Return `statistic`, `influence`, `weights` and `flaws`: what is right (the first column) of all (the second).
+
+    `sum_up`: makes [N] of a column.
+    """
+
+    def weigh(columns: Columns) -> np.ndarray:
+        return sum_up(columns[1]).astype(np.float64)
+
+    flaws = Flaws(
+        of=lambda columns: sum_up(columns[0]) < sum_up(columns[1]),
+        reach=lambda columns: float(weigh(columns).max(initial=1) / max(weigh(columns).mean(), 1e-9)),
+    )
+    return {**ratio_of_sums(1.0, sum_up=sum_up), "weights": weigh, "flaws": flaws}
 
 
 @dataclass(frozen=True)

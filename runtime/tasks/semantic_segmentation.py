@@ -270,7 +270,7 @@ def _reach_of_classes(columns: Columns) -> float:
 
 def _make_metrics() -> tuple[Metric, ...]:
     # here, for where metrics are listed, tasks are asked for theirs
-    from runtime.metrics.base import Flaws, Metric, ratio_of_sums, remember
+    from runtime.metrics.base import Flaws, Metric, remember, share_of_sums
 
     count = remember(count_pixels)
 
@@ -278,12 +278,6 @@ def _make_metrics() -> tuple[Metric, ...]:
         return np.any((columns[0] < columns[1]) | (columns[0] < columns[2]), axis=1)
 
     flaws = Flaws(of=has_flaws, reach=_reach_of_classes)
-    of_pixels = Flaws(
-        of=lambda columns: _sum_classes(columns[0]) < _sum_classes(columns[1]),
-        reach=lambda columns: float(
-            _sum_classes(columns[1]).max(initial=1) / max(_sum_classes(columns[1]).mean(), 1e-9)
-        ),
-    )
     shared: dict[str, Any] = {
         "higher_is_better": True,
         "fits": ("maps",),
@@ -291,7 +285,7 @@ def _make_metrics() -> tuple[Metric, ...]:
         "shape": "any",
         "kind": "statistic",
     }
-    iou, dice, accuracy = _average_classes(1.0), _average_classes(0.5), ratio_of_sums(1.0, sum_up=_sum_classes)
+    iou, dice = _average_classes(1.0), _average_classes(0.5)
     return (
         Metric(
             name="miou",
@@ -307,9 +301,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             against="labels",
             about="fraction of the pixels with a label whose class is right",
             reduce=count,
-            flaws=of_pixels,
-            weights=lambda columns: _sum_classes(columns[1]).astype(np.float64),
-            **accuracy,
+            **share_of_sums(_sum_classes),
             **shared,
         ),
         Metric(
@@ -328,9 +320,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             about="fraction of pixels to which candidate and baseline give the same class",
             reduce=count_same_pixels,
             ideal=1.0,
-            flaws=of_pixels,
-            weights=lambda columns: columns[1].astype(np.float64),
-            **ratio_of_sums(1.0),
+            **share_of_sums(),
             **shared,
         ),
         Metric(
@@ -347,6 +337,6 @@ def _make_metrics() -> tuple[Metric, ...]:
 
 
 def _sum_classes(counts: Array) -> Array:
-    """Return the counts of each image over all its classes, [N]; what has none is as it is."""
-    total: Array = counts.reshape(len(counts), -1).sum(axis=1)
+    """Return the counts of each image over all its classes, [N, C] -> [N]."""
+    total: Array = counts.sum(axis=1)
     return total
