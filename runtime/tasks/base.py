@@ -351,9 +351,9 @@ def rename(spec: TensorSpec, name: str, dtype: str, *shape: int | str) -> Tensor
 def check_rows(name: str, output: Array, n: int) -> None:
     """Raise BundleError unless an output has a row for each of `n` samples."""
     if not output.ndim or len(output) != n:
+        way_out = "; export the model with a free batch" if output.ndim else ""
         raise BundleError(
-            f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample; export "
-            "the model with a free batch"
+            f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample{way_out}"
         )
 
 
