@@ -337,6 +337,6 @@ def _make_metrics() -> tuple[Metric, ...]:
 
 
 def _sum_classes(counts: Array) -> Array:
-    """Return the counts of each image over all its classes, [N, C] -> [N]."""
-    total: Array = counts.sum(axis=1)
+    """Return the counts of each image over all its classes, [N]; what has none is as it is."""
+    total: Array = counts.reshape(len(counts), -1).sum(axis=1)
     return total
