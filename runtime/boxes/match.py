@@ -79,17 +79,18 @@ def match_detections(outputs: Mapping[str, Array], labels: Array, areas: tuple[f
     partners, overlaps = np.full(scores.shape, -1), np.zeros(scores.shape)
     counted = np.zeros((len(scores), n_classes), np.int64)
     for image, rows in enumerate(labels):
-        for number in np.unique(rows[rows[:, 0] >= 0, 0]).astype(np.int64):
-            numbered = np.flatnonzero(rows[:, 0] == number)
-            real = rows[numbered]
-            ignored = (real[:, 5] != COUNTED) | (real[:, 6] < areas[0]) | (real[:, 6] > areas[1])
-            counted[image, number] = np.count_nonzero(~ignored)
-            places = np.flatnonzero(classes[image] == number)
-            if not len(places):
-                continue
-            matched = _match_class(boxes[image, places], real, ignored, results[image, places])
-            results[image, places], taken, overlaps[image, places] = matched
-            partners[image, places[taken >= 0]] = numbered[taken[taken >= 0]]
+        numbered, places = np.flatnonzero(rows[:, 0] >= 0), np.flatnonzero(classes[image] >= 0)
+        real = rows[numbered]
+        ignored = (real[:, 5] != COUNTED) | (real[:, 6] < areas[0]) | (real[:, 6] > areas[1])
+        counted[image] = np.bincount(real[~ignored, 0].astype(np.int64), minlength=n_classes)
+        if not (len(numbered) and len(places)):
+            continue
+        same = classes[image, places, None] == real[:, 0]  # [d, g]
+        ious = np.where(same, compute_iou(boxes[image, places], real[:, 1:5], real[:, 5] == CROWD), 0.0)
+        results[image, places], taken = _match_image(ious, real, ignored, results[image, places])
+        right = taken >= 0
+        partners[image, places[right]] = numbered[taken[right]]
+        overlaps[image, places[right]] = ious[right, taken[right]]
     return Matches(scores, classes, results, partners, overlaps, counted)
 
 
@@ -104,31 +105,38 @@ def leave_out_worst(classes: Array) -> Array:
     return kept
 
 
-def _match_class(found: Array, real: Array, ignored: Array, unfound: Array) -> tuple[Array, Array, Array]:
-    """Match one class of one image: boxes [d, 4], best first, to labels [g, 7], of which some are `ignored`, bool [g].
+def _match_image(ious: Array, real: Array, ignored: Array, unfound: Array) -> tuple[Array, Array]:
+    """Match the detections of one image, best first, to its labels [g, 7], of which some are `ignored`, bool [g].
 
-    Returns results int8 [d, T], `unfound` where nothing fits; and at the first threshold the label that is found, int64
-    [d], -1 for none, and the overlap with it, float64 [d].
+    `ious`: float64 [d, g], 0 for another class. Returns results int8 [d, T], `unfound` where nothing fits; and the
+    label that each is right for at the first threshold, int64 [d], -1 for none.
 
     Each detection takes the free box that it overlaps most, of equal ones the last, and an ignored one only where no
     other is left; a crowd, and what is difficult, stays free.
     """
-    n_levels, results = len(THRESHOLDS), unfound.copy()
-    partners, overlaps = np.full(len(found), -1), np.zeros(len(found))
-    ious = compute_iou(found, real[:, 1:5], real[:, 5] == CROWD)  # [d, g]
     levels = np.minimum(THRESHOLDS, 1 - 1e-10)
-    free = np.ones((n_levels, len(real)), bool)
-    for place in np.flatnonzero(ious.max(axis=1) >= levels[0]):
-        fits = free & (ious[place] >= levels[:, None])  # [T, g]
-        first, second = fits & ~ignored, fits & ignored
+    results, partners = unfound.copy(), np.full(len(ious), -1)
+    near = ious >= levels[0]
+    # most detections have one label near, which no other has: these need not wait for better ones
+    alone = near.sum(axis=1) == 1
+    alone[alone] = near.sum(axis=0)[near[alone].argmax(axis=1)] == 1
+    only = near[alone].argmax(axis=1)
+    outcome = np.where(ignored[only], IGNORED, RIGHT)[:, None]
+    results[alone] = np.where(ious[alone, only][:, None] >= levels, outcome, results[alone])
+    partners[alone] = np.where(ignored[only], -1, only)
+    free = np.ones((len(levels), len(real)), bool)
+    for place in np.flatnonzero(near.any(axis=1) & ~alone):
+        close = np.flatnonzero(near[place])
+        fits = free[:, close] & (ious[place, close] >= levels[:, None])  # [T, close]
+        first, second = fits & ~ignored[close], fits & ignored[close]
         choice = np.where(first.any(axis=1, keepdims=True), first, second)
-        weighed = np.where(choice, ious[place], -1.0)
-        best = len(real) - 1 - weighed[:, ::-1].argmax(axis=1)  # of equal ones the last
+        weighed = np.where(choice, ious[place, close], -1.0)
+        best = close[len(close) - 1 - weighed[:, ::-1].argmax(axis=1)]  # of equal ones the last
         matched = choice.any(axis=1)
         counts = matched & ~ignored[best]
         taken = matched & (real[best, 5] == COUNTED)
         free[np.flatnonzero(taken), best[taken]] = False
         results[place] = np.where(counts, RIGHT, np.where(matched, IGNORED, results[place]))
         if counts[0]:
-            partners[place], overlaps[place] = best[0], ious[place, best[0]]
-    return results, partners, overlaps
+            partners[place] = best[0]
+    return results, partners

@@ -267,8 +267,8 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
     if metric.flaws is not None and difference.method == HALL:
-        changed, reach = _find_changed(metric.flaws, ours, theirs), metric.flaws.reach(ours)
-        difference = bound_rare_changes(difference, 0.0, int(changed.sum()), len(changed), reach, level)
+        differ, reach = _find_changed(metric.flaws, ours, theirs), metric.flaws.reach(ours)
+        difference = bound_rare_changes(difference, 0.0, int(differ.sum()), len(differ), reach, level)
         widest = metric.flaws.widest
         difference = replace(difference, low=max(difference.low, -widest), high=min(difference.high, widest))
     return before, after, difference

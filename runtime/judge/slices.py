@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import name_classes
 
+T = TypeVar("T", int, str)
 LABEL, SET = "label", "set"
 """The columns that are no file's: a sample's class, and the named set that it is of."""
 MOST_SLICES = 2000
@@ -34,24 +35,15 @@ def find_groups(
     labels that are no classes, too many values, and a gate on a slice that no sample is in.
     """
     groups: dict[str, dict[str, Array]] = {}
-    values: Sequence[Any]
     for column in (*([SET] if SET in slices and SET not in judgement.slices else []), *judgement.slices):
         if column == LABEL:
-            values = _find_classes(labels, task)
+            classes = _find_classes(labels, task)
+            different = _list_few(column, classes)
+            groups[column] = _make_masks(classes, name_classes(different, class_names))
         elif column in slices:
-            values = slices[column]
+            groups[column] = _make_masks(slices[column], {value: value for value in _list_few(column, slices[column])})
         else:
             raise UsageError(f"slices: there is no column '{column}'; the samples have {', '.join(slices) or 'none'}")
-        different = sorted(set(values))
-        if len(different) > MOST_SLICES:  # before a mask is made of each: of 100,000 samples those would take 10 GB
-            raise UsageError(
-                f"slices: '{column}' has {len(different)} values, more than {MOST_SLICES}; slice by a column of few "
-                "values"
-            )
-        names = name_classes(different, class_names) if column == LABEL else {value: value for value in different}
-        places = {value: place for place, value in enumerate(different)}
-        which = np.array([places[value] for value in values])  # [N]; an array of long texts would take gigabytes
-        groups[column] = {name: which == places[value] for value, name in names.items()}
     for gate in judgement.gates:
         column, _, value = (gate.slice or "").partition("=")
         for name in filter(None, (gate.worst, column)):
@@ -61,6 +53,23 @@ def find_groups(
             known = ", ".join(list(groups[column])[:20])
             raise UsageError(f"gate on '{gate.metric}': no sample has {column}={value}; there are: {known}")
     return groups
+
+
+def _list_few(column: str, values: Sequence[T]) -> list[T]:
+    """Return the different values in order. UsageError where they are too many to slice by."""
+    different = set(values)
+    if len(different) > MOST_SLICES:  # before a mask is made of each: of 100,000 samples those would take 10 GB
+        raise UsageError(
+            f"slices: '{column}' has {len(different)} values, more than {MOST_SLICES}; slice by a column of few values"
+        )
+    return sorted(different)
+
+
+def _make_masks(values: Sequence[T], names: Mapping[T, str]) -> dict[str, Array]:
+    """Return name -> bool [N], the samples of each value, in the order of `names`."""
+    places = {value: place for place, value in enumerate(names)}
+    which = np.array([places[value] for value in values])  # [N]; an array of long texts would take gigabytes
+    return {name: which == places[value] for value, name in names.items()}
 
 
 def _name_columns(groups: Groups) -> str:
