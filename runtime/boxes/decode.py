@@ -13,11 +13,11 @@ from runtime.bundle.columns import Array
 from runtime.errors import BundleError
 
 CANDIDATES = 3000
-"""Best boxes of an image that suppression looks at: of the rest none would be among those that are kept."""
+"""Best boxes of an image that suppression looks at first; at more, where too few of these are kept."""
 
 
 @dataclass(frozen=True)
-class Found:
+class ImageDetections:
     """What was found in one image, best first: boxes float32 [k, 4] (x1, y1, x2, y2), scores float32 [k], classes."""
 
     boxes: Array
@@ -25,7 +25,9 @@ class Found:
     classes: Array
 
 
-def find_objects(outputs: Mapping[str, Array], spec: Detections, size: tuple[int, int], n_classes: int) -> list[Found]:
+def find_objects(
+    outputs: Mapping[str, Array], spec: Detections, size: tuple[int, int], n_classes: int
+) -> list[ImageDetections]:
     """Return what a model found in each image of a batch, boxes in pixels of its input.
 
     `spec`: as `complete_detections` makes it; `size`: (height, width) of the model's input. BundleError where the
@@ -42,7 +44,9 @@ def find_objects(outputs: Mapping[str, Array], spec: Detections, size: tuple[int
     return [_select(b, s, spec) for b, s in zip(boxes, scores, strict=True)]
 
 
-def _read_final(outputs: Mapping[str, Array], spec: Detections, size: tuple[int, int], n_classes: int) -> list[Found]:
+def _read_final(
+    outputs: Mapping[str, Array], spec: Detections, size: tuple[int, int], n_classes: int
+) -> list[ImageDetections]:
     """Read the outputs of a model that ends in boxes."""
     head = spec.outputs
     assert head is not None
@@ -59,7 +63,8 @@ def _read_final(outputs: Mapping[str, Array], spec: Detections, size: tuple[int,
                 "and [batch, n] are needed"
             )
     boxes = _make_corners(boxes.astype(np.float32), spec, size)
-    numbers = np.rint(classes).astype(np.int64) - spec.first_class
+    with np.errstate(invalid="ignore"):  # NaN becomes the number of no class
+        numbers = np.rint(classes).astype(np.int64) - spec.first_class
     used = (scores >= spec.score_threshold) & (numbers >= 0) & (numbers < n_classes)
     if head.count is not None:
         counts = outputs[head.count].reshape(len(scores), -1)[:, 0]
@@ -85,6 +90,8 @@ def _read_head(outputs: Mapping[str, Array], spec: Detections, n_classes: int) -
         objectness = _join_levels(outputs, head.objectness, 1) if head.objectness else None
     if boxes.shape[1] != numbers.shape[1]:
         raise BundleError(f"the model gives {boxes.shape[1]} boxes and scores of {numbers.shape[1]}")
+    if objectness is not None and objectness.shape[1] != boxes.shape[1]:
+        raise BundleError(f"the model gives {boxes.shape[1]} boxes and objectness of {objectness.shape[1]}")
     scores = _ACTIVATIONS[spec.scores or "none"](numbers)
     if background is not None:
         scores = np.delete(scores, background, axis=2)
@@ -169,7 +176,7 @@ def _make_corners(boxes: Array, spec: Detections, size: tuple[int, int]) -> Arra
     return pixels
 
 
-def _select(boxes: Array, scores: Array, spec: Detections) -> Found:
+def _select(boxes: Array, scores: Array, spec: Detections) -> ImageDetections:
     """Return what is found of one image's boxes [A, 4] and scores [A, C]."""
     if spec.multi_label:
         places, classes = np.nonzero(scores >= spec.score_threshold)
@@ -180,12 +187,20 @@ def _select(boxes: Array, scores: Array, spec: Detections) -> Found:
     return _keep_best(boxes[places], scores[places, classes], classes, spec)
 
 
-def _keep_best(boxes: Array, scores: Array, classes: Array, spec: Detections) -> Found:
+def _keep_best(boxes: Array, scores: Array, classes: Array, spec: Detections) -> ImageDetections:
     """Return the best detections, without those that better ones overlap. NaN is left out as no score is above it."""
-    order = np.argsort(-scores, kind="stable")[: CANDIDATES if spec.suppress != "none" else spec.most]
-    boxes, scores, classes = boxes[order], scores[order], classes[order]
-    if spec.suppress != "none":
-        of_class = classes if spec.suppress == "class" else None
-        kept = suppress_overlaps(boxes, scores, of_class, spec.iou_threshold, spec.most)
-        boxes, scores, classes = boxes[kept], scores[kept], classes[kept]
-    return Found(boxes, scores, classes)
+    order = np.argsort(-scores, kind="stable")
+    if spec.suppress == "none":
+        return _take(boxes, scores, classes, order[: spec.most])
+    n = CANDIDATES
+    while True:
+        best = _take(boxes, scores, classes, order[:n])
+        of_class = best.classes if spec.suppress == "class" else None
+        kept = suppress_overlaps(best.boxes, best.scores, of_class, spec.iou_threshold, spec.most)
+        if len(kept) == spec.most or n >= len(order):
+            return _take(best.boxes, best.scores, best.classes, kept)
+        n *= 4
+
+
+def _take(boxes: Array, scores: Array, classes: Array, places: Array) -> ImageDetections:
+    return ImageDetections(boxes[places], scores[places], classes[places])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.boxes.overlap import intersect, measure_areas
+from runtime.boxes.overlap import compute_iou, measure_areas
 from runtime.bundle.columns import Array
 from runtime.errors import UsageError
 
@@ -71,26 +71,30 @@ def match_detections(outputs: Mapping[str, Array], labels: Array, areas: tuple[f
     order = np.argsort(-scores.astype(np.float64), axis=1, kind="stable")
     scores, classes = np.take_along_axis(scores, order, 1), np.take_along_axis(classes, order, 1).astype(np.int64)
     boxes = np.take_along_axis(outputs["boxes"], order[..., None], 1).astype(np.float64)
-    classes = _leave_out_worst(classes)
+    classes = leave_out_worst(classes)
     n_classes = int(labels[..., 0].max(initial=-1)) + 1
-    results = np.zeros((*scores.shape, len(THRESHOLDS)), np.int8)
+    area = measure_areas(boxes.reshape(-1, 4)).reshape(scores.shape)
+    unfound = np.where((area < areas[0]) | (area > areas[1]), IGNORED, WRONG).astype(np.int8)
+    results = np.repeat(unfound[..., None], len(THRESHOLDS), axis=2)
     partners, overlaps = np.full(scores.shape, -1), np.zeros(scores.shape)
     counted = np.zeros((len(scores), n_classes), np.int64)
     for image, rows in enumerate(labels):
-        for number in np.unique(np.concatenate([rows[rows[:, 0] >= 0, 0], classes[image][classes[image] >= 0]])):
-            numbered = np.flatnonzero(rows[:, 0] == number)
-            real = rows[numbered]
-            places = np.flatnonzero(classes[image] == number)
-            ignored = (real[:, 5] != COUNTED) | (real[:, 6] < areas[0]) | (real[:, 6] > areas[1])
-            if number < n_classes:
-                counted[image, int(number)] = np.count_nonzero(~ignored)
-            found = boxes[image][places]
-            results[image, places], taken, overlaps[image, places] = _match_class(found, real, ignored, areas)
-            partners[image, places[taken >= 0]] = numbered[taken[taken >= 0]]
+        numbered, places = np.flatnonzero(rows[:, 0] >= 0), np.flatnonzero(classes[image] >= 0)
+        real = rows[numbered]
+        ignored = (real[:, 5] != COUNTED) | (real[:, 6] < areas[0]) | (real[:, 6] > areas[1])
+        counted[image] = np.bincount(real[~ignored, 0].astype(np.int64), minlength=n_classes)
+        if not (len(numbered) and len(places)):
+            continue
+        same = classes[image, places, None] == real[:, 0]  # [d, g]
+        ious = np.where(same, compute_iou(boxes[image, places], real[:, 1:5], real[:, 5] == CROWD), 0.0)
+        results[image, places], taken = _match_image(ious, real, ignored, results[image, places])
+        right = taken >= 0
+        partners[image, places[right]] = numbered[taken[right]]
+        overlaps[image, places[right]] = ious[right, taken[right]]
     return Matches(scores, classes, results, partners, overlaps, counted)
 
 
-def _leave_out_worst(classes: Array) -> Array:
+def leave_out_worst(classes: Array) -> Array:
     """Return classes [N, D], best first, with -1 for those that are not among the DETECTIONS best of their class."""
     if classes.shape[1] <= DETECTIONS:
         return classes
@@ -101,44 +105,38 @@ def _leave_out_worst(classes: Array) -> Array:
     return kept
 
 
-def _match_class(found: Array, real: Array, ignored: Array, areas: tuple[float, float]) -> tuple[Array, ...]:
-    """Match one class of one image: boxes [d, 4], best first, to labels [g, 7].
+def _match_image(ious: Array, real: Array, ignored: Array, unfound: Array) -> tuple[Array, Array]:
+    """Match the detections of one image, best first, to its labels [g, 7], of which some are `ignored`, bool [g].
 
-    Returns results int8 [d, T], and at the first threshold the label that is found, int64 [d], and the overlap, [d].
+    `ious`: float64 [d, g], 0 for another class. Returns results int8 [d, T], `unfound` where nothing fits; and the
+    label that each is right for at the first threshold, int64 [d], -1 for none.
 
     Each detection takes the free box that it overlaps most, of equal ones the last, and an ignored one only where no
     other is left; a crowd, and what is difficult, stays free.
     """
-    n_found, n_levels = len(found), len(THRESHOLDS)
-    area = measure_areas(found)
-    outside = (area < areas[0]) | (area > areas[1])
-    results = np.repeat(np.where(outside, IGNORED, WRONG).astype(np.int8)[:, None], n_levels, axis=1)
-    partners, overlaps = np.full(n_found, -1), np.zeros(n_found)
-    if not n_found or not len(real):
-        return results, partners, overlaps
-    ious = _overlap_labels(found, real)  # [d, g]
     levels = np.minimum(THRESHOLDS, 1 - 1e-10)
-    free = np.ones((n_levels, len(real)), bool)
-    for place in np.flatnonzero(ious.max(axis=1) >= levels[0]):
-        fits = free & (ious[place] >= levels[:, None])  # [T, g]
-        first, second = fits & ~ignored, fits & ignored
+    results, partners = unfound.copy(), np.full(len(ious), -1)
+    near = ious >= levels[0]
+    # most detections have one label near, which no other has: these need not wait for better ones
+    alone = near.sum(axis=1) == 1
+    alone[alone] = near.sum(axis=0)[near[alone].argmax(axis=1)] == 1
+    only = near[alone].argmax(axis=1)
+    outcome = np.where(ignored[only], IGNORED, RIGHT)[:, None]
+    results[alone] = np.where(ious[alone, only][:, None] >= levels, outcome, results[alone])
+    partners[alone] = np.where(ignored[only], -1, only)
+    free = np.ones((len(levels), len(real)), bool)
+    for place in np.flatnonzero(near.any(axis=1) & ~alone):
+        close = np.flatnonzero(near[place])
+        fits = free[:, close] & (ious[place, close] >= levels[:, None])  # [T, close]
+        first, second = fits & ~ignored[close], fits & ignored[close]
         choice = np.where(first.any(axis=1, keepdims=True), first, second)
-        weighed = np.where(choice, ious[place], -1.0)
-        best = len(real) - 1 - weighed[:, ::-1].argmax(axis=1)  # of equal ones the last
+        weighed = np.where(choice, ious[place, close], -1.0)
+        best = close[len(close) - 1 - weighed[:, ::-1].argmax(axis=1)]  # of equal ones the last
         matched = choice.any(axis=1)
         counts = matched & ~ignored[best]
         taken = matched & (real[best, 5] == COUNTED)
         free[np.flatnonzero(taken), best[taken]] = False
         results[place] = np.where(counts, RIGHT, np.where(matched, IGNORED, results[place]))
         if counts[0]:
-            partners[place], overlaps[place] = best[0], ious[place, best[0]]
-    return results, partners, overlaps
-
-
-def _overlap_labels(found: Array, real: Array) -> Array:
-    """Return the intersection over union [d, g]; over the detection alone where the label is a crowd."""
-    shared = intersect(found, real[:, 1:5])
-    own = measure_areas(found)[:, None]
-    union = np.where(real[:, 5] == CROWD, own, own + measure_areas(real[:, 1:5])[None, :] - shared)
-    ratio: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
-    return ratio
+            partners[place] = best[0]
+    return results, partners

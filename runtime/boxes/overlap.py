@@ -22,10 +22,15 @@ def measure_areas(boxes: Array) -> Array:
     return areas
 
 
-def compute_iou(a: Array, b: Array) -> Array:
-    """Return intersection over union of boxes [n, 4] and [m, 4] -> [n, m]; 0 where both are empty."""
-    shared = intersect(a, b)
-    union = measure_areas(a)[:, None] + measure_areas(b)[None, :] - shared
+def compute_iou(a: Array, b: Array, crowd: Array | None = None) -> Array:
+    """Return intersection over union of boxes [n, 4] and [m, 4] -> [n, m]; 0 where both are empty.
+
+    `crowd`, bool [m]: where a box of `b` is one, the area of `a` alone is below the line, as COCO has it.
+    """
+    shared, own = intersect(a, b), measure_areas(a)[:, None]
+    union = own + measure_areas(b)[None, :] - shared
+    if crowd is not None:
+        union = np.where(crowd, own, union)
     ratio: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
     return ratio
 

@@ -74,6 +74,12 @@ class HeadOutputs:
         given = [bool(self.joined), self.rows is not None, bool(self.boxes or self.scores)]
         if sum(given) != 1 or bool(self.boxes) != bool(self.scores):
             raise ValueError("outputs: give either boxes and scores, or joined, or rows")
+        if self.objectness and not self.boxes:
+            raise ValueError("outputs: objectness goes with boxes and scores: leave it out")
+        if self.classes is not None and not len(self.boxes) == len(self.scores) == 1:
+            raise ValueError("outputs: classes goes with one output of boxes and one of scores")
+        if self.count is not None and not self.final:
+            raise ValueError("outputs: count goes with rows or classes, of a model that ends in boxes")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -255,15 +261,23 @@ def _check_classes(known: Detections, shapes: dict[str, tuple[int | str, ...]], 
     assert head is not None
     if head.final:
         return
-    extra = (known.background is not None) + (4 + known.objectness if head.joined else 0)
-    names = head.joined or head.scores
-    for name in names:
-        sizes = shapes[name][1:2] if len(shapes[name]) == 4 else shapes[name][1:]
-        if all(isinstance(size, int) for size in sizes) and len(class_names) + extra not in sizes:
+    n_scores = len(class_names) + (known.background is not None)
+    if known.background is not None and not -n_scores <= known.background < n_scores:
+        raise UsageError(
+            f"detections.background is {known.background}: give its place among {n_scores} numbers, 0 to "
+            f"{n_scores - 1}, or -1 for the last"
+        )
+    width = n_scores + (4 + known.objectness if head.joined else 0)
+    for name in head.joined or head.scores:
+        shape = shapes[name]
+        if len(shape) == 4:  # maps [batch, boxes of a cell * width, height, width of the map]
+            fits = not isinstance(shape[1], int) or shape[1] % width == 0
+        else:
+            fits = width in shape[1:] or not all(isinstance(size, int) for size in shape[1:])
+        if not fits:
             raise UsageError(
-                f"detections: output '{name}' {list(shapes[name])} has no dimension of {len(class_names) + extra} "
-                f"numbers, for {len(class_names)} class names{_explain_extra(known)}; check class_names, background "
-                "and objectness"
+                f"detections: output '{name}' {list(shape)} has no dimension of {width} numbers, for "
+                f"{len(class_names)} class names{_explain_extra(known)}; check class_names, background and objectness"
             )
 
 

@@ -87,6 +87,7 @@ class Tokens:
 
 
 def _parts(encoding: Any) -> tuple[Any, ...]:
+    """Return the fields of `Tokens`, of an encoding or of some."""
     return (
         encoding.ids,
         encoding.type_ids,
@@ -178,8 +179,10 @@ class TextEncoder:
             return encode_texts(self.tokenizer, texts)
         given = take(columns, WINDOW, rows) if WINDOW in columns else np.zeros(len(texts), np.int64)
         different = list(dict.fromkeys(texts))
-        whole = dict(zip(different, encode_texts(self.tokenizer, different), strict=True))
-        return [self._cut_window(whole[text], int(window)) for text, window in zip(texts, given, strict=True)]
+        encodings = encode_texts(self.tokenizer, different)
+        # read once: of a book each of its windows would read all of it again
+        whole = {t: (Tokens(*_parts(e)), self._find_room(e)) for t, e in zip(different, encodings, strict=True)}
+        return [self._cut_window(*whole[text], int(window)) for text, window in zip(texts, given, strict=True)]
 
     def _count_windows(self, name: str, encoding: Any) -> int:
         begin, end, room = self._find_room(encoding)
@@ -200,16 +203,19 @@ class TextEncoder:
         begin, end = (int(second[0]), int(second[-1]) + 1) if second.size else (0, 0)
         return begin, end, self.spec.max_length - (len(encoding) - (end - begin))
 
-    def _cut_window(self, encoding: Any, window: int) -> Tokens:
-        """Return one window of a whole encoding: what is around the second text, and a part of it."""
-        begin, end, room = self._find_room(encoding)
+    def _cut_window(self, whole: Tokens, places: tuple[int, int, int], window: int) -> Tokens:
+        """Return one window of a whole encoding: what is around the second text, and a part of it.
+
+        `places`: `_find_room` of it.
+        """
+        (begin, end, room), n = places, len(whole.ids)
         if end - begin > room:
             begin_kept = begin + window * max(room - (self.spec.stride or 0), 1)
-            kept = [*range(begin), *range(begin_kept, min(begin_kept + max(room, 0), end)), *range(end, len(encoding))]
+            kept = [*range(begin), *range(begin_kept, min(begin_kept + max(room, 0), end)), *range(end, n)]
         else:
-            kept = list(range(len(encoding)))
+            kept = list(range(n))
         kept = kept[: self.spec.max_length]  # of a first text that is too long itself
-        return Tokens(*([values[i] for i in kept] for values in _parts(encoding)))
+        return Tokens(*([values[i] for i in kept] for values in _parts(whole)))
 
     def _fill_values(self) -> dict[str, int]:
         return dict(zip(FEEDS, (self.padding.token_id or 0, 0, self.padding.type_id), strict=True))

@@ -50,7 +50,7 @@ def advise(
     size, noise = larger(evidence, not_smaller), noisy(evidence, subject.environment)
     if not subject.speed_counts:  # it is no fault of what is made for an engine that it is slow elsewhere
         return [*notes, *size, *explain_other_backend(evidence, subject), *noise]
-    around = spent_around(subject)
+    around = explain_time_around_call(subject)
     return [*slower(evidence, subject), *size, *less_exact(subject), *notes, *faster_elsewhere(rows), *around, *noise]
 
 
@@ -81,7 +81,7 @@ def slower(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
     ]
 
 
-def spent_around(subject: Subject) -> list[str]:
+def explain_time_around_call(subject: Subject) -> list[str]:
     """Say where most of an answer's time is not the model's, so that a faster model gains little; else nothing."""
     whole, call = sum(subject.stages_ms.values()), subject.stages_ms.get("call", 0.0)
     if not whole or call > whole / 2 or whole < FIXED_COST_MS:

@@ -35,7 +35,7 @@ from runtime.judge.stats import (
 )
 from runtime.measure.timing import Best, RequestTimes
 from runtime.metrics import METRICS, Metric, Outputs, is_own, why_not
-from runtime.metrics.base import Columns, Link
+from runtime.metrics.base import Columns, Flaws, Link
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED
 
 
@@ -188,10 +188,14 @@ def _make_evidence(
     )
 
 
+NO_VALUE = "the metric has no value on them"
+"""Said of samples on which a metric is not defined, as R² where the labels are all the same."""
+
+
 def _check_defined(estimate: Estimate, n: int) -> Estimate:
     """Return the estimate; one without any interval where the metric has no value on such samples."""
     if math.isnan(estimate.low) or math.isnan(estimate.high):
-        return unknown(estimate.value, f"{n} samples", "the metric has no value on them")
+        return unknown(estimate.value, f"{n} samples", NO_VALUE)
     return estimate
 
 
@@ -205,6 +209,8 @@ def _estimate_retained(
     if metric.kind == "proportion":
         both = int(np.count_nonzero((part[0] > 0) & (whole[0] > 0)))
         return paired_ratio(both, int(part[0].sum()) - both, int(whole[0].sum()) - both, len(part[0]), level)
+    if math.isnan(above.value) or math.isnan(below.value):
+        return unknown(math.nan, f"{len(ours[0])} samples", NO_VALUE)
     if above.value == below.value == 0:
         return unknown(1.0, f"{len(ours[0])} samples", "both values are 0, and there is no share of that")
     if below.value <= 0:
@@ -213,7 +219,7 @@ def _estimate_retained(
     influence = (metric.influence(part) - share * metric.influence(whole)) / below.value
     estimate = skewed_interval(share, influence, level, _sample_weights(metric, whole))
     if metric.flaws is not None and estimate.method == HALL:
-        changed = np.any([a != b for a, b in zip(ours, theirs, strict=True)], axis=0)
+        changed = _find_changed(metric.flaws, ours, theirs)
         reach = metric.flaws.reach(whole) / below.value
         estimate = bound_rare_changes(estimate, 1.0, int(changed.sum()), len(changed), reach, level)
     if estimate.method == HALL and not below.low > 0:
@@ -261,16 +267,17 @@ def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, l
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
     if metric.flaws is not None and difference.method == HALL:
-        differ = (metric.flaws.changed or _find_changed)(ours, theirs)
-        count, reach = int(differ.sum()), metric.flaws.reach(ours)
-        difference = bound_rare_changes(difference, 0.0, count, len(differ), reach, level)
+        differ, reach = _find_changed(metric.flaws, ours, theirs), metric.flaws.reach(ours)
+        difference = bound_rare_changes(difference, 0.0, int(differ.sum()), len(differ), reach, level)
         widest = metric.flaws.widest
         difference = replace(difference, low=max(difference.low, -widest), high=min(difference.high, widest))
     return before, after, difference
 
 
-def _find_changed(ours: Columns, theirs: Columns) -> np.ndarray:
-    """Return which samples differ in any column, bool [N]."""
+def _find_changed(flaws: Flaws, ours: Columns, theirs: Columns) -> np.ndarray:
+    """Return which samples differ in what counts, or in any column where the metric does not say, bool [N]."""
+    if flaws.changed is not None:
+        return flaws.changed(ours, theirs)
     pairs = zip(ours, theirs, strict=True)
     changed: np.ndarray = np.any([(a != b).reshape(len(a), -1).any(axis=1) for a, b in pairs], axis=0)
     return changed

@@ -252,9 +252,9 @@ def tabulate_slices(evidence: Mapping[str, Evidence]) -> tuple[MetricSlices, ...
 
 def _tabulate_metric(column: str, whole: Evidence) -> MetricSlices:
     slices, sign = whole.slices[column], 1.0 if whole.higher_is_better else -1.0
-    worst = min(slices, key=lambda part: _worse(sign * part.at_once.candidate.value))
+    worst = min(slices, key=lambda part: order_worst_first(sign * part.at_once.candidate.value))
     drops = {part.value: d.value for part in slices if (d := part.at_once.difference) is not None}
-    lost = min(drops, key=lambda value: _worse(sign * drops[value]), default="")
+    lost = min(drops, key=lambda value: order_worst_first(sign * drops[value]), default="")
     low, high = worst.at_once.candidate.low, worst.at_once.candidate.high
     return MetricSlices(
         column=column,
@@ -267,8 +267,8 @@ def _tabulate_metric(column: str, whole: Evidence) -> MetricSlices:
     )
 
 
-def _worse(goodness: float) -> float:
-    """Return what orders slices from the worst on; one without a value comes last."""
+def order_worst_first(goodness: float) -> float:
+    """Return the key that sorts slices from the worst on; one without a value comes last."""
     return goodness if math.isfinite(goodness) else math.inf
 
 

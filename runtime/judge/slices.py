@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from runtime.bundle.columns import Array
 from runtime.bundle.format import Judgement
 from runtime.errors import UsageError
 from runtime.tasks import find_task
+from runtime.tasks.base import name_classes
 
+T = TypeVar("T", int, str)
 LABEL, SET = "label", "set"
 """The columns that are no file's: a sample's class, and the named set that it is of."""
 MOST_SLICES = 2000
@@ -32,20 +34,16 @@ def find_groups(
     `slices`: column -> a text for each sample, as the bundle keeps them. UsageError for a column that is not there,
     labels that are no classes, too many values, and a gate on a slice that no sample is in.
     """
-    groups = {}
+    groups: dict[str, dict[str, Array]] = {}
     for column in (*([SET] if SET in slices and SET not in judgement.slices else []), *judgement.slices):
         if column == LABEL:
-            groups[column] = _group_by_label(labels, task, class_names)
+            classes = _find_classes(labels, task)
+            different = _list_few(column, classes)
+            groups[column] = _make_masks(classes, name_classes(different, class_names))
         elif column in slices:
-            values = np.asarray(slices[column])
-            groups[column] = {str(value): values == value for value in np.unique(values)}
+            groups[column] = _make_masks(slices[column], {value: value for value in _list_few(column, slices[column])})
         else:
             raise UsageError(f"slices: there is no column '{column}'; the samples have {', '.join(slices) or 'none'}")
-        if len(groups[column]) > MOST_SLICES:
-            raise UsageError(
-                f"slices: '{column}' has {len(groups[column])} values, more than {MOST_SLICES}; slice by a column of "
-                "few values"
-            )
     for gate in judgement.gates:
         column, _, value = (gate.slice or "").partition("=")
         for name in filter(None, (gate.worst, column)):
@@ -57,13 +55,31 @@ def find_groups(
     return groups
 
 
+def _list_few(column: str, values: Sequence[T]) -> list[T]:
+    """Return the different values in order. UsageError where they are too many to slice by."""
+    different = set(values)
+    if len(different) > MOST_SLICES:  # before a mask is made of each: of 100,000 samples those would take 10 GB
+        raise UsageError(
+            f"slices: '{column}' has {len(different)} values, more than {MOST_SLICES}; slice by a column of few values"
+        )
+    return sorted(different)
+
+
+def _make_masks(values: Sequence[T], names: Mapping[T, str]) -> dict[str, Array]:
+    """Return name -> bool [N], the samples of each value, in the order of `names`."""
+    places = {value: place for place, value in enumerate(names)}
+    which = np.array([places[value] for value in values])  # [N]; an array of long texts would take gigabytes
+    return {name: which == places[value] for value, name in names.items()}
+
+
 def _name_columns(groups: Groups) -> str:
     return f"there are: {', '.join(groups)}" if groups else "name the column in validate.slices"
 
 
-def _group_by_label(labels: Any | None, task: str, class_names: Sequence[str]) -> dict[str, Array]:
-    groups = None if labels is None else find_task(task).group_by_label(labels, class_names)
-    if groups is None:
+def _find_classes(labels: Any | None, task: str) -> list[int]:
+    """Return the class of each sample. UsageError where there are none."""
+    classes = None if labels is None else find_task(task).find_classes(labels)
+    if classes is None:
         why = "there are no labels" if labels is None else f"the labels of {task} are not one class for each sample"
         raise UsageError(f"slices: label: {why}; leave it out, or slice by a column")
-    return groups
+    return list(map(int, classes))

@@ -217,6 +217,8 @@ def skewed_interval(
     puts for them.
     """
     n = len(influence)
+    if weights is not None and not weights.any():
+        return unknown(value, f"{n} samples", "none of them counts")
     equal = n if weights is None else float(weights.sum() ** 2 / np.sum(weights**2))
     if equal < MIN_SAMPLES:
         return unknown(value, f"{n} samples", f"at least {math.ceil(n * MIN_SAMPLES / equal)} would be needed")

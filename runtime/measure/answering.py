@@ -16,6 +16,7 @@ import numpy as np
 from runtime.backends import Session
 from runtime.bundle.columns import Array, Columns, count, take
 from runtime.encode.images import ImagePreprocess, load_pixels
+from runtime.encode.pairs import ImageTextPreprocess
 from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.measure.timing import MIN_ROUNDS, no_garbage_collection
 from runtime.tasks.base import BatchFacts, Task
@@ -23,8 +24,8 @@ from runtime.tasks.predict import split_batches
 
 STAGES = ("decode", "encode", "call", "answer")
 """An image's bytes to pixels; samples to the model's inputs; the model's call; outputs to answers."""
-BATCHES = 32
-"""Different batches that the rounds go through in turn."""
+BATCHES, MOST_SENT = 32, 512
+"""Different batches that the rounds go through in turn, and samples of all of them, if one batch is not more."""
 JPEG_QUALITY = 95
 
 
@@ -67,11 +68,12 @@ def make_sent(preprocessor: Preprocessor, columns: Columns, batch_size: int, see
     Images stay pixels where Pillow is not installed, and nothing is decoded then.
     """
     order = np.random.default_rng(seed).permutation(count(columns))
+    n_batches = min(BATCHES, -(-len(order) // batch_size), max(1, MOST_SENT // batch_size))
     batches = []
-    for index in range(min(BATCHES, -(-len(order) // batch_size))):
+    for index in range(n_batches):
         rows = np.take(order, range(index * batch_size, (index + 1) * batch_size), mode="wrap")
         batch = {name: take(columns, name, rows) for name in columns}
-        if isinstance(preprocessor.spec, ImagePreprocess):
+        if isinstance(preprocessor.spec, ImagePreprocess | ImageTextPreprocess):
             batch["image"] = [_compress(load_pixels(image)) for image in batch["image"]]
         batches.append(batch)
     return batches
@@ -79,7 +81,7 @@ def make_sent(preprocessor: Preprocessor, columns: Columns, batch_size: int, see
 
 def time_answers(
     answerers: Sequence[Answerer],
-    sent: Sequence[Sequence[Columns]],
+    sent: Sequence[Columns],
     rounds: int,
     warmup: int,
     seed: int,
@@ -87,20 +89,21 @@ def time_answers(
 ) -> Array:
     """Return the seconds of each stage, float64 [models, rounds, len(STAGES)], models in a random order each round.
 
-    At most `rounds`; fewer, but at least MIN_ROUNDS (or `rounds`, if less), where they take more than `budget_s`.
+    All of them get the same batches, those of `sent` in turn. At most `rounds`; fewer, but at least MIN_ROUNDS (or
+    `rounds`, if less), where they take more than `budget_s`.
     """
     rng = np.random.default_rng(seed)
     pace = 0.0
-    for answerer, batches in zip(answerers, sent, strict=True):
-        for turn in range(max(1, min(warmup, len(batches)))):
-            seconds = sum(answerer.answer(batches[turn]))
+    for answerer in answerers:
+        for turn in range(max(1, min(warmup, len(sent)))):
+            seconds = sum(answerer.answer(sent[turn]))
         pace += seconds
     made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / max(pace, 1e-9))))
     stages = np.empty((len(answerers), made, len(STAGES)))
     with no_garbage_collection():
         for turn in range(made):
             for m in rng.permutation(len(answerers)):
-                stages[m, turn] = answerers[m].answer(sent[m][turn % len(sent[m])])
+                stages[m, turn] = answerers[m].answer(sent[turn % len(sent)])
     return stages
 
 

@@ -293,7 +293,7 @@ def _time_answers(
         Answerer(session, preprocessor, task, facts_of(manifest))
         for session, preprocessor in zip(sessions, preprocessors, strict=True)
     ]
-    sent = [make_sent(preprocessor, columns, settings.batch_size, seed) for preprocessor in preprocessors]
+    sent = make_sent(preprocessors[0], columns, settings.batch_size, seed)
     return time_answers(answerers, sent, settings.iterations, settings.warmup, seed, ANSWERS_BUDGET_S)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels, ratio_of_sums
+from runtime.metrics.base import Columns, Metric, Outputs, class_labels, share_of_sums
 
 
 def mark_answered(outputs: Outputs, _: Any = None) -> Columns:
@@ -46,12 +46,7 @@ ACCURACY_ANSWERED = Metric(
     reduce=mark_right_answers,
     shape="answers",
     kind="statistic",
-    **ratio_of_sums(1.0),  # 0 where there is no answer, so that silence scores badly
-    weights=lambda columns: columns[1],
+    **share_of_sums(),  # 0 where there is no answer, so that silence scores badly
     shortage=lambda columns: "" if columns[1].sum() else "no sample is answered",
-    flaws=Flaws(
-        of=lambda columns: columns[0] < columns[1],
-        reach=lambda columns: len(columns[1]) / max(float(columns[1].sum()), 1.0),
-    ),
     needs=("reject_below", "top_k"),
 )

@@ -7,9 +7,11 @@ split is what makes intervals cheap: what each sample adds to the statistic (`in
 from __future__ import annotations
 
 import math
+import operator
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,10 +23,35 @@ ANSWERS = ("tokens", "maps", "answers", "boxes", "texts")
 """Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
+T = TypeVar("T")
 
 
 class NonFiniteOutputs(RuntimeFailure):
     """A model gave NaN or infinity, so that no metric of it means anything."""
+
+
+def remember(compute: Callable[..., T], most: int = 8) -> Callable[..., T]:
+    """Return a function of outputs and further arguments with its last `most` results kept, which several metrics ask.
+
+    Arguments are told by identity. A result is kept no longer than the arrays of its outputs are.
+    """
+    kept: list[tuple[list[weakref.ref[np.ndarray]], tuple[Any, ...], T]] = []
+
+    def find(outputs: Outputs, *others: Any) -> T:
+        arrays = [outputs[name] for name in sorted(outputs)]
+        for of_arrays, of_others, result in kept:
+            known, asked = (*(ref() for ref in of_arrays), *of_others), (*arrays, *others)
+            if len(known) == len(asked) and all(map(operator.is_, known, asked)):
+                return result
+        result = compute(outputs, *others)
+        kept.append(([weakref.ref(array, forget) for array in arrays], others, result))
+        del kept[:-most]
+        return result
+
+    def forget(_: object) -> None:
+        kept[:] = [entry for entry in kept if all(ref() is not None for ref in entry[0])]
+
+    return find
 
 
 def mean_of_first(columns: Columns) -> float:
@@ -37,9 +64,12 @@ def first_column(columns: Columns) -> np.ndarray:
     return columns[0].astype(np.float64)
 
 
-def ratio_of_sums(
-    *weights: float, sum_up: Callable[[np.ndarray], np.ndarray] = lambda column: column
-) -> dict[str, Any]:
+def keep_column(column: np.ndarray) -> np.ndarray:
+    """Return a column as it is, where others are summed up."""
+    return column
+
+
+def ratio_of_sums(*weights: float, sum_up: Callable[[np.ndarray], np.ndarray] = keep_column) -> dict[str, Any]:
     """Return `statistic` and `influence`: the first column's sum over that of the others by weight.
 
     `sum_up`: makes [N] of a column.
@@ -90,18 +120,33 @@ class Flaws:
     """Which samples differ between two models in what counts, bool [N]; None: those that differ in any column."""
 
 
+def share_of_sums(sum_up: Callable[[np.ndarray], np.ndarray] = keep_column) -> dict[str, Any]:
+    """Return `statistic`, `influence`, `weights` and `flaws`: what is right (the first column) of all (the second).
+
+    `sum_up`: makes [N] of a column.
+    """
+
+    def weigh(columns: Columns) -> np.ndarray:
+        return sum_up(columns[1]).astype(np.float64)
+
+    flaws = Flaws(
+        of=lambda columns: sum_up(columns[0]) < sum_up(columns[1]),
+        reach=lambda columns: float(weigh(columns).max(initial=1) / max(weigh(columns).mean(), 1e-9)),
+    )
+    return {**ratio_of_sums(1.0, sum_up=sum_up), "weights": weigh, "flaws": flaws}
+
+
 @dataclass(frozen=True)
 class Metric:
     """One quality metric.
 
     `against` says what the reference is: the labels [N], nothing beside the outputs (the texts themselves), or the
-    baseline's outputs. `shape` says
-    what it needs to see: "classes" (logits of at least two classes), "score" (one number per sample, or two
-    embeddings), "tokens" (sums over each sample's tokens), "answers" (what `postprocess` adds), "outputs" (anything
-    floating) or "any". `kind` says how its
-    interval is made: a proportion is a mean of zeros and ones, a mean is a mean over samples, a statistic is neither.
-    `influence` gives what each sample adds to the statistic, its derivative by the sample's weight up to a constant,
-    float64 [N]. `ideal` is the value of a model compared with itself (metrics against the baseline).
+    baseline's outputs. `shape` says what it needs to see: "classes" (logits of at least two classes), "score" (one
+    number per sample, or two embeddings), "tokens" (sums over each sample's tokens), "answers" (what `postprocess`
+    adds), "outputs" (anything floating) or "any". `kind` says how its interval is made: a proportion is a mean of zeros
+    and ones, a mean is a mean over samples, a statistic is neither. `influence` gives what each sample adds to the
+    statistic, its derivative by the sample's weight up to a constant, float64 [N]. `ideal` is the value of a model
+    compared with itself (metrics against the baseline).
     """
 
     name: str

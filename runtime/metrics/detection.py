@@ -20,10 +20,11 @@ from runtime.boxes.match import (
     WRONG,
     Matches,
     check_labels,
+    leave_out_worst,
     match_detections,
 )
 from runtime.boxes.overlap import measure_areas
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, ratio_of_sums
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, ratio_of_sums, remember
 
 LEAST_BOXES = 10
 """Boxes among the labels below which there is no interval: one of them is worth too much."""
@@ -31,22 +32,13 @@ AREAS = {"small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**
 """Square pixels, as COCO has them."""
 HALF, THREE_QUARTERS, EVERY = slice(0, 1), slice(5, 6), slice(None)
 """Of `runtime.boxes.match.THRESHOLDS`."""
-_KEPT_MATCHES = 4
 _SPLITS = 10
 """Into halves: enough that their mean varies less than the bias that they tell."""
 
-_matches: list[tuple[Any, Any, tuple[float, float], Matches]] = []
-"""The last ones: several metrics count the same. Their outputs are held, so that identity tells them."""
 
-
-def _find_matches(outputs: Outputs, labels: Any, areas: tuple[float, float] = ALL_AREAS) -> Matches:
-    for boxes, other, range_, matches in _matches:
-        if boxes is outputs["boxes"] and other is labels and range_ == areas:
-            return matches
-    matches = match_detections(outputs, check_labels(labels, len(outputs["scores"])), areas)
-    _matches.append((outputs["boxes"], labels, areas, matches))
-    del _matches[:-_KEPT_MATCHES]
-    return matches
+@remember
+def _find_matches(outputs: Outputs, labels: Any, areas: tuple[float, float]) -> Matches:
+    return match_detections(outputs, check_labels(labels, len(outputs["scores"])), areas)
 
 
 def _count_detections(levels: slice, areas: tuple[float, float]) -> Callable[[Outputs, Any], Columns]:
@@ -97,11 +89,14 @@ def _sort_by_class(columns: Columns) -> list[tuple[np.ndarray, ...]]:
     precision, recall, right, wrong [T, M]; image int64 [M] of each; labelled boxes int64 [N] of each image.
     """
     scores, classes, results, counted = columns
+    rows, places = np.nonzero(classes >= 0)
+    order = np.lexsort((-scores[rows, places].astype(np.float64), classes[rows, places]))  # of equal ones the first
+    rows, places = rows[order], places[order]
+    numbers = classes[rows, places]
     curves: list[tuple[np.ndarray, ...]] = []
     for number in np.flatnonzero(counted.sum(axis=0)):
-        image, place = np.nonzero(classes == number)
-        order = np.argsort(-scores[image, place].astype(np.float64), kind="stable")
-        image, place = image[order], place[order]
+        of_class = slice(*np.searchsorted(numbers, (number, number + 1)))
+        image, place = rows[of_class], places[of_class]
         found = results[image, place].T  # [T, M]
         right, wrong = found == RIGHT, found == WRONG
         n_right, n_found = right.cumsum(axis=1), (right | wrong).cumsum(axis=1)
@@ -177,9 +172,9 @@ def _find_peaks(precision: np.ndarray, falling: np.ndarray) -> np.ndarray:
 
 def _count_found(outputs: Outputs, labels: Any) -> Columns:
     """Return the labelled boxes of each class that are found, at each threshold [N, C, T], and those there are."""
-    matches = _find_matches(outputs, labels)
+    matches = _find_matches(outputs, labels, ALL_AREAS)
     n, n_classes = matches.counted.shape
-    found = np.zeros((n, n_classes, matches.results.shape[2]), np.int64)
+    found = np.zeros((n, n_classes, matches.results.shape[2]), np.uint8)  # DETECTIONS at most
     image, place = np.nonzero((matches.classes >= 0) & (matches.classes < n_classes))
     np.add.at(found, (image, matches.classes[image, place]), matches.results[image, place] == RIGHT)
     return found, matches.counted
@@ -204,16 +199,17 @@ def _recall_influence(columns: Columns) -> np.ndarray:
 
 def _sum_overlaps(outputs: Outputs, labels: Any) -> Columns:
     """Return the intersection over union of each image's right detections, summed, and how many they are."""
-    matches = _find_matches(outputs, labels)
+    matches = _find_matches(outputs, labels, ALL_AREAS)
     right = matches.results[..., 0] == RIGHT
     return (matches.overlaps * right).sum(axis=1), right.sum(axis=1)
 
 
 def _weigh_common(outputs: Outputs, baseline: Outputs) -> Columns:
     """Return the scores of the boxes of each image that both find, summed over both, and those of all."""
-    theirs = baseline["scores"] * (baseline["classes"] >= 0)
+    classes = leave_out_worst(baseline["classes"])  # as of the candidate's
+    theirs = baseline["scores"] * (classes >= 0)
     reference = np.zeros((*theirs.shape, LABEL_WIDTH))
-    reference[..., 0], reference[..., 1:5] = baseline["classes"], baseline["boxes"]
+    reference[..., 0], reference[..., 1:5] = classes, baseline["boxes"]
     reference[..., 5] = COUNTED
     reference[..., 6] = measure_areas(baseline["boxes"].reshape(-1, 4)).reshape(theirs.shape)
     matches = match_detections(outputs, reference)

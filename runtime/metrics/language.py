@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.metrics.base import Columns, Flaws, Link, Metric, Outputs
+from runtime.metrics.base import Columns, Link, Metric, Outputs, share_of_sums
 
 
 def nll_columns(outputs: Outputs, reference: Any) -> Columns:
@@ -125,11 +125,6 @@ TOKEN_AGREEMENT = Metric(
     reduce=agreement_columns,
     shape="tokens",
     kind="statistic",
-    statistic=per_token,
-    influence=per_token_influence,
-    weights=tokens,
+    **share_of_sums(),
     ideal=1.0,
-    flaws=Flaws(
-        of=lambda columns: columns[0] < columns[1], reach=lambda columns: float(columns[1].max() / columns[1].mean())
-    ),
 )

@@ -86,10 +86,10 @@ def average_precision(scores: np.ndarray, truth: np.ndarray) -> tuple[float, np.
 
 
 def macro(curve: Curve, columns: Columns) -> float:
-    """Return the mean of a curve's value over the labels that have one."""
+    """Return the mean of a curve's value over the labels that have one; NaN where none has."""
     scores, truth = columns
     labels = np.flatnonzero(_countable(truth))
-    return float(np.mean([curve(scores[:, label], truth[:, label])[0] for label in labels])) if labels.size else 0.0
+    return float(np.mean([curve(scores[:, label], truth[:, label])[0] for label in labels])) if labels.size else np.nan
 
 
 def macro_influence(curve: Curve, columns: Columns) -> np.ndarray:
@@ -101,9 +101,9 @@ def macro_influence(curve: Curve, columns: Columns) -> np.ndarray:
 
 
 def micro(curve: Curve, columns: Columns) -> float:
-    """Return a curve's value over all decisions."""
+    """Return a curve's value over all decisions; NaN where these are all of one kind."""
     scores, truth = columns
-    return curve(scores.ravel(), truth.ravel())[0] if truth.any() and not truth.all() else 0.0
+    return curve(scores.ravel(), truth.ravel())[0] if truth.any() and not truth.all() else np.nan
 
 
 def micro_influence(curve: Curve, columns: Columns) -> np.ndarray:

@@ -84,6 +84,7 @@ def variance_influence(columns: Columns) -> np.ndarray:
     found, wanted = columns
     errors, apart = (found - wanted) ** 2, (wanted - wanted.mean(axis=0)) ** 2
     error, spread = errors.mean(axis=0), apart.mean(axis=0)
+    spread = np.where(spread > 0, spread, np.nan)  # of labels that are all the same there is no R²
     influence: np.ndarray = ((apart - spread) * error / spread**2 - (errors - error) / spread).mean(axis=1)
     return influence
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, remember
 
 DEPTHS = (1, 5, 10)
 ROWS = 1024
@@ -31,14 +31,20 @@ def rank_own(queries: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.concatenate(ranks)
 
 
-def _hits(side: str, depth: int, outputs: Outputs, _: Any) -> Columns:
-    queries, others = (outputs[name] for name in SIDES[side])
-    return ((rank_own(queries, others) < depth).astype(np.float64),)
+@remember
+def _rank_side(outputs: Outputs, side: str) -> np.ndarray:
+    """Return the rank of each pair's own `side`, int64 [N]: once for all depths, for it takes time squared in N."""
+    return rank_own(*(outputs[name] for name in SIDES[side]))
 
 
-def _gains(side: str, depth: int, outputs: Outputs, _: Any) -> Columns:
-    queries, others = (outputs[name] for name in SIDES[side])
-    ranks = rank_own(queries, others)
+def _mark_hits(side: str, depth: int, outputs: Outputs, _: Any) -> Columns:
+    """Return 1.0 where a pair's own `side` is among the first `depth`, float64 [N]."""
+    return ((_rank_side(outputs, side) < depth).astype(np.float64),)
+
+
+def _discount_ranks(side: str, depth: int, outputs: Outputs, _: Any) -> Columns:
+    """Return each pair's discounted gain, 1 / log2(rank + 2) among the first `depth`, else 0: float64 [N]."""
+    ranks = _rank_side(outputs, side)
     return (np.where(ranks < depth, 1 / np.log2(ranks + 2), 0.0),)
 
 
@@ -56,7 +62,7 @@ def _make_recall(side: str, depth: int) -> Metric:
         fits=("embedding pairs",),
         unit="fraction",
         about=f"fraction of {query}s whose own {side} is among the {depth} most similar of all {side}s",
-        reduce=partial(_hits, side, depth),
+        reduce=partial(_mark_hits, side, depth),
         misfit=partial(_find_misfit, depth),
         kind="proportion",
     )
@@ -71,7 +77,7 @@ def _make_ndcg(side: str, depth: int) -> Metric:
         fits=("embedding pairs",),
         unit="fraction",
         about=f"normalised discounted gain of each {query}'s own {side} among the {depth} most similar",
-        reduce=partial(_gains, side, depth),
+        reduce=partial(_discount_ranks, side, depth),
         misfit=partial(_find_misfit, 1),
         flaws=Flaws(of=lambda columns: columns[0] < 1, reach=lambda columns: 1.0),
     )

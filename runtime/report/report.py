@@ -26,10 +26,10 @@ from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
 from runtime.report.passes import PassTable, pass_cells, pass_heads, pass_notes
 from runtime.report.slices import (
     SLICE_HEADS,
+    choose_slices,
     confusion_lines,
     confusion_notes,
     confusion_table,
-    shown_slices,
     slice_cells,
     slice_notes,
 )
@@ -240,7 +240,7 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield ""
         yield "where the time of an answer goes"
         yield from _align_columns([STAGE_HEADS, *stages])
-    for table in shown_slices(report):
+    for table in choose_slices(report):
         yield ""
         yield f"{table.metric} by {table.column}"
         yield from _align_columns([SLICE_HEADS, *slice_cells(table)])
@@ -327,7 +327,7 @@ def render_markdown(report: Findings) -> str:
         lines += _render_markdown_table(("verdict", "gate", "why"), cells)
     if stages := _stage_cells(report):
         lines += ["", "## Where the time of an answer goes", "", *_render_markdown_table(STAGE_HEADS, stages)]
-    for table in shown_slices(report):
+    for table in choose_slices(report):
         lines += ["", f"## {table.metric} by {table.column}", ""]
         lines += _render_markdown_table(SLICE_HEADS, slice_cells(table))
         lines += ["", *slice_notes(table, report.confidence)]
@@ -445,7 +445,7 @@ def _render_gates(gates: Sequence[GateResult]) -> str:
 def _render_slices(report: Findings) -> str:
     """Render a table for each column of slices."""
     parts = []
-    for table in shown_slices(report):
+    for table in choose_slices(report):
         notes = "".join(f"<p>{escape(note)}</p>" for note in slice_notes(table, report.confidence))
         rows = _render_html_table(SLICE_HEADS, slice_cells(table))
         parts.append(f"<p>{escape(table.metric)} by {escape(table.column)}</p>{rows}{notes}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from runtime.judge.confusion import ConfusedPair, Confusion
-from runtime.judge.findings import Findings, MetricSlices, SliceValue, order_metrics
+from runtime.judge.findings import Findings, MetricSlices, SliceValue, order_metrics, order_worst_first
 from runtime.report.units import interval_brackets
 
 MOST_ROWS, MOST_PAIRS, MOST_CLASSES, MOST_NAMED = 10, 8, 10, 5
@@ -14,7 +14,7 @@ SLICE_HEADS = ("slice", "samples", "before", "after", "change", "")
 PAIR_HEADS = ("class", "taken for", "before", "after", "change")
 
 
-def shown_slices(report: Findings) -> list[MetricSlices]:
+def choose_slices(report: Findings) -> list[MetricSlices]:
     """Return what tables show: for each column the metrics that gates name; where none is, the first one."""
     gated = {gate.metric for gate in report.gates}
     shown: list[MetricSlices] = []
@@ -28,7 +28,7 @@ def shown_slices(report: Findings) -> list[MetricSlices]:
 def slice_cells(table: MetricSlices) -> list[tuple[str, ...]]:
     """Return a row for each slice, the worst first, `MOST_ROWS` at most."""
     sign = 1.0 if table.higher_is_better else -1.0
-    ranked = sorted(table.values.items(), key=lambda item: sign * item[1].candidate)
+    ranked = sorted(table.values.items(), key=lambda item: order_worst_first(sign * item[1].candidate))
     return [(name, *_format_value(value)) for name, value in ranked[:MOST_ROWS]]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,11 +91,7 @@ class Task:
         """Return what `read_outputs` does. BundleError, too, unless there is a value for each sample."""
         read = self.read_outputs(outputs, batch)
         for name, output in read.items():
-            if not output.ndim or len(output) != batch.n:
-                raise BundleError(
-                    f"output '{name}' has shape {output.shape} for a batch of {batch.n}: it is not one value for each "
-                    "sample"
-                )
+            check_rows(name, output, batch.n)
         return read
 
     def check_frozen(self, file: str, outputs: Tensors) -> None:
@@ -154,12 +151,12 @@ class Task:
         """Return the metrics of this task alone."""
         return ()
 
-    def group_by_label(self, labels: Any, class_names: Sequence[str]) -> dict[str, Array] | None:
-        """Return the samples of each class that occurs, name -> bool [N]; None where labels are no classes [N]."""
+    def find_classes(self, labels: Any) -> Array | None:
+        """Return the class of each sample, integers [N]; None where labels are no classes (texts, maps, numbers)."""
+        if len(labels) and (isinstance(labels[0], str) or np.ndim(labels[0])):
+            return None  # lists of these may be long, or differ in shape
         given = np.asarray(labels)
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            return None
-        return {name: given == c for c, name in name_classes(np.unique(given).tolist(), class_names).items()}
+        return given if given.dtype.kind in "iu" else None
 
     def postprocess_specs(self, how: Postprocess | None, batch: int | str) -> tuple[TensorSpec, ...]:
         """Return the specs of what `read_outputs` adds where answers are chosen so."""
@@ -286,11 +283,16 @@ class Classification(Task):
             )
 
 
+def name_class(number: int, class_names: Sequence[str]) -> str | int:
+    """Return the name of a class, its number where it has none."""
+    return class_names[number] if 0 <= number < len(class_names) else int(number)
+
+
 def name_classes(classes: Iterable[int], class_names: Sequence[str]) -> dict[int, str]:
     """Return class number -> its name, in order; its number where it has none or shares it: "cat (3)"."""
-    known = {c: class_names[c] if 0 <= c < len(class_names) else str(c) for c in sorted(classes)}
-    names = list(known.values())
-    return {c: f"{name} ({c})" if names.count(name) > 1 else name for c, name in known.items()}
+    known = {c: str(name_class(c, class_names)) for c in sorted(classes)}
+    times = Counter(known.values())
+    return {c: f"{name} ({c})" if times[name] > 1 else name for c, name in known.items()}
 
 
 def softmax(logits: Array) -> Array:
@@ -330,13 +332,7 @@ def classify(
     scores = softmax(logits)  # [N, C]
     best = logits.argmax(axis=1)[:, None] if top is None else top
     rows = [
-        [
-            {
-                "label": None if silent else class_names[c] if c < len(class_names) else int(c),
-                "score": float(scores[i, c]),
-            }
-            for c in best[i]
-        ]
+        [{"label": None if silent else name_class(c, class_names), "score": float(scores[i, c])} for c in best[i]]
         for i, silent in enumerate(np.zeros(len(logits), bool) if answered is None else ~answered)
     ]
     return [row[0] for row in rows] if top is None else list(rows)
@@ -350,6 +346,15 @@ def one_output(outputs: Sequence[TensorSpec], name: str) -> TensorSpec:
 def rename(spec: TensorSpec, name: str, dtype: str, *shape: int | str) -> TensorSpec:
     """Return the spec of something made of an output, in as large a batch."""
     return replace(spec, name=name, dtype=dtype, shape=(spec.shape[0], *shape))
+
+
+def check_rows(name: str, output: Array, n: int) -> None:
+    """Raise BundleError unless an output has a row for each of `n` samples."""
+    if not output.ndim or len(output) != n:
+        way_out = "; export the model with a free batch" if output.ndim else ""
+        raise BundleError(
+            f"output '{name}' has shape {output.shape} for a batch of {n}: it is not one value for each sample{way_out}"
+        )
 
 
 def describe_shapes(outputs: Tensors) -> str:

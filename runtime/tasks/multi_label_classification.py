@@ -20,6 +20,7 @@ from runtime.tasks.base import (
     Task,
     Tensors,
     mark_chosen,
+    name_class,
     one_output,
     rename,
 )
@@ -52,9 +53,7 @@ class MultiLabelClassification(Classification):
         answers = []
         for row, given in zip(scores, marked, strict=True):
             chosen = [int(place) for place in np.argsort(-row, kind="stable") if given[place]]
-            answers.append(
-                [{"label": class_names[c] if c < len(class_names) else c, "score": float(row[c])} for c in chosen]
-            )
+            answers.append([{"label": name_class(c, class_names), "score": float(row[c])} for c in chosen])
         return answers
 
     def answers(self, outputs: Tensors, class_names: Sequence[str]) -> dict[str, Array]:

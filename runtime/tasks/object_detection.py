@@ -12,7 +12,7 @@ from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import ImagePreprocess, Placement, place_image
 from runtime.errors import BundleError
-from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, rename
+from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, check_rows, name_class, rename
 
 
 class ObjectDetection(Task):
@@ -41,6 +41,9 @@ class ObjectDetection(Task):
             raise BundleError("nothing says what the detector's outputs mean: build the bundle again")
         placed = [place_image(int(height), int(width), spec) for height, width in sizes]
         found = find_objects(outputs, how, placed[0].window, len(batch.class_names))
+        for name in how.outputs.names:
+            if name != how.outputs.count:  # of one image it may be a number alone
+                check_rows(name, outputs[name], batch.n)
         boxes = np.zeros((batch.n, how.most, 4), np.float32)
         scores = np.zeros((batch.n, how.most), np.float32)
         classes = np.full((batch.n, how.most), -1, np.int64)
@@ -58,7 +61,7 @@ class ObjectDetection(Task):
         """Return for each image a list of {"label", "score", "box": [x1, y1, x2, y2]}, best first."""
         return [
             [
-                {"label": _name_class(number, class_names), "score": float(score), "box": box.tolist()}
+                {"label": name_class(number, class_names), "score": float(score), "box": box.tolist()}
                 for box, score, number in zip(boxes, scores, classes, strict=True)
                 if number >= 0
             ]
@@ -88,7 +91,3 @@ def _return_to_image(boxes: Array, place: Placement) -> Array:
     corners = (boxes + np.array([left, top] * 2, np.float64)) / np.array([scale_x, scale_y] * 2)
     cut: Array = np.clip(corners, 0, np.array([width, height] * 2)).astype(np.float32)
     return cut
-
-
-def _name_class(number: int, class_names: Sequence[str]) -> str | int:
-    return class_names[number] if number < len(class_names) else number

@@ -98,18 +98,21 @@ def _run_view(
         _run_batch(session, preprocessor, task, split, rows, facts)
         for rows in split_batches(order, batch_size, session.inputs)
     ]
-    outputs = {name: task.join_batches(name, [batch[name] for batch in batches])[restore] for name in batches[0]}
+    # each output leaves its batches as it is joined: maps of thousands of images are held twice as it is
+    outputs = {
+        name: task.join_batches(name, [batch.pop(name) for batch in batches])[restore] for name in list(batches[0])
+    }
     return task.join_rows(outputs, samples, columns, preprocessor.spec)
 
 
-def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array]:
+def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array | slice]:
     """Return (rows to run, position of every sample among them).
 
     Texts: longest first, equal ones once; others: as given.
     """
     if not isinstance(preprocessor, TextEncoder):
-        rows = np.arange(count(columns))
-        return rows, rows
+        n = count(columns)
+        return np.arange(n), slice(n)  # no copy of all outputs
     texts = list(zip(*(take_texts(columns, name) for name in TEXT_COLUMNS if name in columns), strict=True))
     if not texts:
         raise UsageError(f"column 'text' is missing; the samples have: {', '.join(columns)}")

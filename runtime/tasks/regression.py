@@ -56,7 +56,8 @@ class Regression(Task):
 
     def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         """Return the spec of the numbers."""
-        return (rename(outputs[0], NUMBERS, "float32", outputs[0].shape[1] if len(outputs[0].shape) > 1 else 1),)
+        numbers = next((spec for spec in outputs if spec.dtype.startswith("float")), outputs[0])
+        return (rename(numbers, NUMBERS, "float32", numbers.shape[1] if len(numbers.shape) > 1 else 1),)
 
 
 class ImageRegression(Regression, ReadsImages):

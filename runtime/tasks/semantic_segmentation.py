@@ -11,7 +11,17 @@ from runtime.bundle.columns import Array, stack_rows
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import ImagePreprocess, Placement, place_image
 from runtime.errors import BundleError, UsageError
-from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, describe_shapes, one_output, rename
+from runtime.tasks.base import (
+    IMAGE_SIZE,
+    BatchFacts,
+    Task,
+    Tensors,
+    check_rows,
+    describe_shapes,
+    name_class,
+    one_output,
+    rename,
+)
 
 if TYPE_CHECKING:
     from runtime.metrics.base import Columns, Metric, Outputs
@@ -45,6 +55,7 @@ class SemanticSegmentation(Task):
                 f"a model that segments has one output [batch, classes, height, width] of logits; this model: "
                 f"{describe_shapes(outputs)}; call that output 'logits'"
             )
+        check_rows("logits", candidates[0], batch.n)
         spec = batch.spec
         assert isinstance(spec, ImagePreprocess)  # or it is refused before
         if spec.layout != "NCHW":
@@ -161,7 +172,7 @@ def _average_probability(logits: Array) -> Array:
 def _list_shares(classes: Array, n_classes: int, class_names: Sequence[str]) -> list[dict[str, Any]]:
     counts = np.bincount(classes.reshape(-1), minlength=n_classes)[:n_classes]
     return [
-        {"label": class_names[c] if c < len(class_names) else int(c), "score": float(counts[c] / classes.size)}
+        {"label": name_class(c, class_names), "score": float(counts[c] / classes.size)}
         for c in np.argsort(-counts, kind="stable")
         if counts[c]
     ]
@@ -258,22 +269,15 @@ def _reach_of_classes(columns: Columns) -> float:
 
 
 def _make_metrics() -> tuple[Metric, ...]:
-    from runtime.metrics.base import (
-        Flaws,
-        Metric,
-        ratio_of_sums,
-    )  # where metrics are listed, tasks are asked for theirs
+    # here, for where metrics are listed, tasks are asked for theirs
+    from runtime.metrics.base import Flaws, Metric, remember, share_of_sums
+
+    count = remember(count_pixels)
 
     def has_flaws(columns: Columns) -> Array:
         return np.any((columns[0] < columns[1]) | (columns[0] < columns[2]), axis=1)
 
     flaws = Flaws(of=has_flaws, reach=_reach_of_classes)
-    of_pixels = Flaws(
-        of=lambda columns: _sum_classes(columns[0]) < _sum_classes(columns[1]),
-        reach=lambda columns: float(
-            _sum_classes(columns[1]).max(initial=1) / max(_sum_classes(columns[1]).mean(), 1e-9)
-        ),
-    )
     shared: dict[str, Any] = {
         "higher_is_better": True,
         "fits": ("maps",),
@@ -281,13 +285,13 @@ def _make_metrics() -> tuple[Metric, ...]:
         "shape": "any",
         "kind": "statistic",
     }
-    iou, dice, accuracy = _average_classes(1.0), _average_classes(0.5), ratio_of_sums(1.0, sum_up=_sum_classes)
+    iou, dice = _average_classes(1.0), _average_classes(0.5)
     return (
         Metric(
             name="miou",
             against="labels",
             about="mean over classes of intersection over union, of all images' pixels that have a label",
-            reduce=count_pixels,
+            reduce=count,
             flaws=flaws,
             **iou,
             **shared,
@@ -296,17 +300,15 @@ def _make_metrics() -> tuple[Metric, ...]:
             name="pixel_accuracy",
             against="labels",
             about="fraction of the pixels with a label whose class is right",
-            reduce=count_pixels,
-            flaws=of_pixels,
-            weights=lambda columns: _sum_classes(columns[1]).astype(np.float64),
-            **accuracy,
+            reduce=count,
+            **share_of_sums(_sum_classes),
             **shared,
         ),
         Metric(
             name="dice",
             against="labels",
             about="mean over classes of Dice's coefficient, the F1 of pixels",
-            reduce=count_pixels,
+            reduce=count,
             flaws=flaws,
             on_request=True,
             **dice,
@@ -318,9 +320,7 @@ def _make_metrics() -> tuple[Metric, ...]:
             about="fraction of pixels to which candidate and baseline give the same class",
             reduce=count_same_pixels,
             ideal=1.0,
-            flaws=of_pixels,
-            weights=lambda columns: columns[1].astype(np.float64),
-            **ratio_of_sums(1.0),
+            **share_of_sums(),
             **shared,
         ),
         Metric(

@@ -196,13 +196,44 @@ def test_what_is_not_told_is_refused_with_the_candidates(outputs: list[TensorSpe
         complete_detections(Detections(), outputs, NAMES)
 
 
+def test_maps_may_have_several_boxes_in_a_cell() -> None:
+    """SSD's heads: 3 boxes of 4 numbers, and of 2 classes and a background, in each cell."""
+    stated = make_spec("ltrb", scores="softmax", background=0)
+    assert complete_detections(stated, specs(boxes=(12, 4, 8), scores=(9, 4, 8)), NAMES) == stated
+    with pytest.raises(UsageError, match="no dimension of 3 numbers, for 2 class names and one of the background"):
+        complete_detections(stated, specs(boxes=(12, 4, 8), scores=(10, 4, 8)), NAMES)
+
+
+def test_suppression_looks_at_more_where_the_best_are_all_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.boxes.decode.CANDIDATES", 8)
+    boxes, scores = np.repeat(CORNERS, 20, axis=0)[None], np.linspace(1, 0.5, 40, dtype=np.float32)[None, :, None]
+    (found,) = find_objects({"boxes": boxes, "scores": scores}, make_spec("xyxy"), SIZE, 1)
+    assert found.boxes.tolist() == CORNERS.tolist()
+
+
 def test_what_is_stated_must_fit_the_model() -> None:
+    with pytest.raises(UsageError, match="background is 3: give its place among 3 numbers, 0 to 2, or -1"):
+        complete_detections(make_spec("xyxy", background=3), specs(boxes=(9, 4), scores=(9, 3)), NAMES)
     stated = Detections(boxes="xyxy", normalized=True, scores="softmax")
     with pytest.raises(UsageError, match="no dimension of 2 numbers, for 2 class names; check class_names, background"):
         complete_detections(stated, specs(boxes=(9, 4), scores=(9, 3)), NAMES)
     spec = make_spec("ltrb")
     with pytest.raises(BundleError, match="32 boxes, and the priors of an input of 32x32"):
         find_objects({"boxes": fill(in_form("ltrb"), 1.0), "scores": fill(SCORES, 0.0)}, spec, (32, 32), 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"boxes": ("a", "b"), "scores": ("c", "d"), "classes": "e"}, "one output of boxes and one of scores"),
+        ({"joined": ("a",), "classes": "e"}, "one output of boxes and one of scores"),
+        ({"joined": ("a",), "objectness": ("e",)}, "objectness goes with boxes and scores"),
+        ({"joined": ("a",), "count": "e"}, "count goes with rows or classes"),
+    ],
+)
+def test_outputs_that_nothing_would_read(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeadOutputs(**fields)
 
 
 @pytest.mark.parametrize(

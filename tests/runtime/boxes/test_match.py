@@ -12,6 +12,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from runtime.boxes.match import CROWD, DIFFICULT, match_detections
+from runtime.bundle.manifest import Gate, Judgement
+from runtime.judge.evidence import quality_evidence
 from runtime.metrics import METRICS
 from runtime.metrics.base import UsageError
 
@@ -176,6 +178,20 @@ def test_agreement_is_1_with_itself_and_falls_with_what_one_alone_finds() -> Non
     other_class = make_outputs([[(1, 0.9, BOX)], [(1, 0.6, BOX)]])
     assert metric.compute(other_class, clean) == pytest.approx(1.2 / 3.0)
     assert 0 < metric.compute(outputs, outputs) <= 1
+
+
+def test_agreement_counts_as_many_of_either_model() -> None:
+    """Of a class a hundred detections of each image, the candidate's as the baseline's."""
+    boxes = [[i * 10.0, 0.0, i * 10.0 + 8, 8.0] for i in range(130)]
+    outputs = make_outputs([[(0, 1 - i / 200, box) for i, box in enumerate(boxes)]], 140)
+    assert METRICS["box_agreement"].compute(outputs, outputs) == pytest.approx(1.0)
+
+
+def test_the_share_of_the_baselines_precision_has_an_interval() -> None:
+    outputs, labels = draw(3, n=150)
+    judgement = Judgement(gates=(Gate("map", min_retained=0.9),))
+    retained = quality_evidence([METRICS["map"]], outputs, outputs, labels, judgement)["map"].retained
+    assert retained is not None and retained.low < retained.value == 1 < retained.high
 
 
 def test_labels_of_another_shape_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from runtime.judge.advice import (
     Subject,
     advise,
     disagreeing,
+    explain_time_around_call,
     faster_elsewhere,
     larger,
     less_exact,
@@ -24,7 +26,6 @@ from runtime.judge.advice import (
     reason_not_smaller,
     reasons,
     slower,
-    spent_around,
 )
 from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
 from runtime.report.units import interval_words
@@ -241,7 +242,8 @@ def test_bf16_that_gains_nothing_over_float_is_not_recommended() -> None:
 
 def test_it_says_where_a_faster_model_gains_little() -> None:
     stages = {"decode": 6.0, "encode": 1.0, "call": 2.0, "answer": 1.0}
-    (sentence,) = spent_around(Subject("onnxruntime-cpu", "onnxruntime-cpu", {}, GraphFacts({}, {}), True, stages))
+    subject = Subject("onnxruntime-cpu", "onnxruntime-cpu", {}, GraphFacts({}, {}), True, stages)
+    (sentence,) = explain_time_around_call(subject)
     assert "call is 20 % of the 10 ms" in sentence and "decode is 60 %" in sentence and "at most 1.25x" in sentence
     swift = {**stages, "decode": 0.1, "call": 20.0}
-    assert spent_around(Subject("onnxruntime-cpu", "onnxruntime-cpu", {}, GraphFacts({}, {}), True, swift)) == []
+    assert explain_time_around_call(replace(subject, stages_ms=swift)) == []

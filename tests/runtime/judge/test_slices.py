@@ -28,6 +28,7 @@ from runtime.judge.slices import Groups, find_groups
 from runtime.judge.validate import validate
 from runtime.metrics import METRICS
 from runtime.report.report import render_html, render_markdown, render_text
+from runtime.report.slices import slice_cells
 
 IMAGE = "image-classification"
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
@@ -133,7 +134,17 @@ def test_slices_that_no_sample_has_are_refused(judgement: Judgement, message: st
         find_groups(judgement, {"weather": ["rain", "sun"]}, np.array([0, 1]), IMAGE)
 
 
-@pytest.mark.parametrize("labels", [None, np.array([0.5, 1.5])])
+@pytest.mark.parametrize("column", ["id", "label"])
+def test_a_column_that_tells_samples_apart_is_refused_before_masks_fill_the_memory(column: str) -> None:
+    ids = np.arange(100_000)
+    with pytest.raises(UsageError, match=f"'{column}' has 100000 values, more than 2000; slice by a column of few"):
+        find_groups(Judgement(slices=(column,)), {"id": list(map(str, ids))}, ids, IMAGE)
+
+
+MASKS = [np.zeros((2, 2), np.uint8), np.zeros((2, 3), np.uint8)]
+
+
+@pytest.mark.parametrize("labels", [None, np.array([0.5, 1.5]), ["a", "b"], MASKS])
 def test_labels_that_are_no_classes_slice_nothing(labels: Any) -> None:
     with pytest.raises(UsageError, match=r"slices: label: (there are no labels|the labels of .* are not one class)"):
         find_groups(Judgement(slices=("label",)), {}, labels, IMAGE)
@@ -230,3 +241,21 @@ def test_tables_name_the_worst_slice_and_whether_that_may_be_chance(rare: tuple[
     assert (by_top1.worst, by_top1.lost_most, by_top1.may_be_chance) == ("7", "7", False)
     by_kl = next(table for table in tables if table.metric == "kl")
     assert by_kl.worst == "7", "where lower is better the worst is the highest"
+
+
+def test_a_slice_on_which_a_metric_has_no_value_is_not_the_worst() -> None:
+    """Of 80 samples all have the label: there is no order to be right or wrong, which is no area of 0."""
+    rng, truth = np.random.default_rng(0), np.ones((240, 1), np.int64)
+    truth[:160:2] = 0
+    logits = (truth + rng.normal(size=truth.shape)).astype(np.float32)
+    judgement = Judgement(slices=("day",), gates=(Gate("auc_macro", min_retained=0.5, worst="day"),))
+    days = ["Monday"] * 80 + ["Tuesday"] * 80 + ["Sunday"] * 80
+    groups = find_groups(judgement, {"day": days}, truth, "multi-label-classification")
+    evidence = quality_evidence(
+        [METRICS["auc_macro"]], {"logits": logits}, {"logits": logits}, truth, judgement, groups
+    )
+    (table,) = tabulate_slices(evidence)
+    assert table.worst != "Sunday" and table.values["Sunday"].too_few
+    assert [row[0] for row in slice_cells(table)][2] == "Sunday"
+    (result,) = judge(judgement, evidence)
+    assert result.verdict == "undecided" and "the metric has no value on them" in result.why

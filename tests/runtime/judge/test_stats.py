@@ -248,6 +248,7 @@ def test_samples_of_unequal_weight_count_as_fewer() -> None:
     even, uneven = skewed_interval(0.0, values, 0.95), skewed_interval(0.0, values, 0.95, weights)
     assert uneven.high - uneven.low > even.high - even.low
     assert skewed_interval(0.0, values[:60], 0.95, weights[:60]).lacking == "at least 63 would be needed"
+    assert skewed_interval(0.0, values, 0.95, np.zeros(80)).lacking == "none of them counts"
 
 
 @settings(max_examples=20)

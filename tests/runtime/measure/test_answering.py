@@ -32,7 +32,7 @@ def test_images_are_sent_as_files_and_every_stage_takes_time(image_bundle: Path)
         assert isinstance(answerer.preprocessor.spec, ImagePreprocess)
         sent = make_sent(answerer.preprocessor, columns, 2, seed=0)
         assert all(isinstance(image, bytes) and image[:2] == b"\xff\xd8" for image in sent[0]["image"])
-        stages = time_answers([answerer, answerer], [sent, sent], 3, 1, 0, budget_s=60.0)
+        stages = time_answers([answerer, answerer], sent, 3, 1, 0, budget_s=60.0)
     assert stages.shape == (2, 3, len(STAGES)) and (stages > 0).all()
 
 

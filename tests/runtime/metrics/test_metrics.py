@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sklearn import metrics as sk
 
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.metrics import MEASURED, METRICS, NonFiniteOutputs, check_name, fitting, metric_names, why_not
+from runtime.metrics.base import remember
 from runtime.metrics.correlation import average_ranks
 from runtime.metrics.fidelity import MAX_SQNR_DB
 
@@ -28,6 +30,20 @@ def classifier(seed: int, n_classes: int = C) -> dict[str, np.ndarray]:
 
 def embedder(seed: int) -> dict[str, np.ndarray]:
     return {"embeddings": np.random.default_rng(seed).normal(size=(N, 2, 6)).astype(np.float32)}
+
+
+def test_what_several_metrics_count_is_counted_once_and_not_held() -> None:
+    calls: list[int] = []
+
+    def count(outputs: Any, labels: Any) -> int:
+        calls.append(1)
+        return len(calls)
+
+    counted, outputs, labels = remember(count), {"a": np.zeros(3)}, [0]
+    assert counted(outputs, labels) == counted(dict(outputs), labels) == 1
+    assert (counted(outputs, [0]), counted({"a": np.zeros(3)}, labels)) == (2, 3)
+    array = weakref.ref(outputs.pop("a"))
+    assert array() is None
 
 
 @pytest.fixture

@@ -30,6 +30,11 @@ def test_numbers_are_judged_as_scikit_learn_does(n: int, width: int | None, seed
     assert METRICS["r2"].compute(outputs, label) == pytest.approx(sk.r2_score(label, found))
 
 
+def test_labels_that_are_all_the_same_have_no_r2() -> None:
+    columns = METRICS["r2"].columns({"numbers": np.eye(3, 2, dtype=np.float32)}, np.ones((3, 2)))
+    assert np.isnan(METRICS["r2"].statistic(columns)) and np.isnan(METRICS["r2"].influence(columns)).all()
+
+
 @settings(max_examples=15)
 @given(st.integers(4, 60), st.integers(2, 5), st.sampled_from([0, 1, 5]), SEEDS)
 def test_label_sets_are_judged_as_scikit_learn_does(n: int, n_labels: int, digits: int, seed: int) -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from runtime.boxes.spec import Detections, HeadOutputs
 from runtime.encode.images import ImagePreprocess, image_pixels, place_image
+from runtime.errors import BundleError
 from runtime.metrics import NonFiniteOutputs, check_finite
 from runtime.tasks import find_task
 from runtime.tasks.base import IMAGE_SIZE, BatchFacts
@@ -82,3 +83,11 @@ def test_a_broken_model_is_not_one_that_finds_nothing() -> None:
     read = find_task("object-detection").read_batch(outputs, BatchFacts(2, sizes, ImagePreprocess(), ("a",), HOW))
     with pytest.raises(NonFiniteOutputs, match=r"1 of 2 samples \(first rows: 1\)"):
         check_finite(read)
+
+
+def test_a_batch_that_the_export_fixed_to_one_image_is_named() -> None:
+    outputs = {"boxes": np.zeros((1, 6, 4), np.float32), "scores": np.zeros((1, 6, 1), np.float32)}
+    sizes = {IMAGE_SIZE: np.array([[32, 32], [32, 32]])}
+    facts = BatchFacts(2, sizes, ImagePreprocess(), ("a",), HOW)
+    with pytest.raises(BundleError, match=r"'boxes' has shape \(1, 6, 4\) for a batch of 2.* free batch"):
+        find_task("object-detection").read_batch(outputs, facts)

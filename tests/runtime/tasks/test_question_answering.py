@@ -189,6 +189,15 @@ def test_no_answer_where_its_score_is_the_best(tiny: Any, tmp_path: Path) -> Non
     assert [bool(answer) for answer in read_answers(between)] == [m < sum(margins) / 2 for m in margins]
 
 
+def test_no_window_hides_that_another_is_broken() -> None:
+    outputs = {name: np.zeros((2, 5), np.int64) for name in ("begin", "end")}
+    outputs |= {"score": np.array([[np.nan] * 5, [1.0, *[NONE] * 4]], np.float32), "null_score": np.zeros(2)}
+    outputs["end"][:, 0] = 3
+    columns = {"text": ["who"], "text_pair": ["cat"]}
+    joined = TASK.join_rows(outputs, np.zeros(2, np.int64), columns, TextPreprocess(stride=2))
+    assert np.isnan(joined["score"][0, 0])
+
+
 def test_outputs_that_are_no_spans() -> None:
     facts = BatchFacts(1, {MASK: np.ones((1, 4)), OFFSETS: np.zeros((1, 4, 2))}, TextPreprocess())
     logits = np.zeros((1, 4), np.float32)
