@@ -244,7 +244,7 @@ class Batches(Sequence[Feeds]):
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
         views = encoding_views(task, samples.columns)
-        self.views = [split_samples(self.preprocessor, view)[0] for view in views]
+        self.views = [split_samples(self.preprocessor, view).columns for view in views]
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
         n = count(self.views[0])
