@@ -57,6 +57,8 @@ class RunContext:
     cache: ResultCache
     journal: Journal
     sets: dict[str, Samples]
+    notes: tuple[Note, ...] = ()
+    """Of the samples."""
 
 
 @dataclass(frozen=True)

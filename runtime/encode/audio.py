@@ -253,8 +253,8 @@ def split_chunks(waveform: Array, spec: AudioPreprocess) -> list[Array]:
     chunks: of `spec.longest` samples, the last one shorter. A rest of less than LEAST_REST, half a chunk or two of
     Kaldi's frames is left out.
     pauses: each to the middle of the quietest PAUSE in the last fifth of what it may be; the last two share what is
-    left about evenly, so that none is a scrap, of which speech models make words that nobody said. Cutting where least is
-    heard instead of at fixed times: Bain et al. 2023, WhisperX (VAD Cut & Merge).
+    left about evenly, so that none is a scrap, of which speech models make words that nobody said. To cut where least
+    is heard, and not at fixed times: Bain et al. 2023, WhisperX (VAD Cut & Merge).
     """
     n = spec.longest
     if n is None or spec.longer in (None, "cut") or len(waveform) <= n:
