@@ -179,18 +179,13 @@ HEARD = {"features": "whisper", "bins": 8, "seconds": 1.0}
 
 
 def say(words: str, rng: np.random.Generator) -> np.ndarray:
-    """Return words of three letters as int16 [T]: 0.66 s of each, with silence around that ends after a second."""
-    spoken = []
-    for word in words.split():
-        lead = int(rng.uniform(0, 0.04) * RATE)
-        tones = [np.pad(draw_tone(SPOKEN[letter], rng, seconds=0.2), (0, RATE // 50)) for letter in word]
-        sound = np.concatenate([np.zeros(lead, np.int16), *tones])
-        spoken.append(np.pad(sound, (0, RATE - len(sound))))
-    return np.concatenate(spoken)
+    """Return words of a letter each as int16 [T]: 0.6 s of its tone, and 0.3 s of silence."""
+    tones = [draw_tone(SPOKEN[word], rng, seconds=0.6) for word in words.split()]
+    return np.concatenate([np.pad(tone, (0, 3 * RATE // 10)) for tone in tones])
 
 
 def draw_words(n: int, rng: np.random.Generator) -> str:
-    return " ".join("".join(rng.choice(list(SPOKEN), 3)) for _ in range(n))
+    return " ".join(rng.choice(list(SPOKEN), n))
 
 
 def write_speech(folder: Path, name: str, words: list[int], seed: int) -> None:
@@ -203,7 +198,7 @@ def write_speech(folder: Path, name: str, words: list[int], seed: int) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train_listener(folder: Path, steps: int = 300) -> None:
+def train_listener(folder: Path, steps: int = 80) -> None:
     """Write a Whisper that hears one second and has learned to write down a word said by tones."""
     import torch
     from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -223,7 +218,7 @@ def train_listener(folder: Path, steps: int = 300) -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
     for _ in range(steps):
         texts = [draw_words(1, rng) for _ in range(32)]
-        starts = rng.integers(0, RATE // 5, len(texts))
+        starts = rng.integers(0, RATE // 4, len(texts))
         sounds = [
             np.pad(say(text, rng), (start, 0))[:RATE] / np.float32(32768)
             for text, start in zip(texts, starts, strict=True)
