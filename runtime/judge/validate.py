@@ -170,8 +170,8 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
-    notes = [backend_note, batch_note, _note_uncounted(manifest.task, baseline)]
-    notes = [*build_notes(root, manifest), *(note for note in notes if note)]
+    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline))
+    notes = [*build_notes(root, manifest), *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
     return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded)
 
