@@ -11,7 +11,6 @@ import numpy as np
 from compress.data.samples import Samples
 from compress.errors import SourceError
 from compress.tasks import find_torch_task
-from runtime.bundle.columns import count
 from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -24,7 +23,7 @@ Feeds = dict[str, np.ndarray]
 class EncodedSet:
     """A `TrainSet`. Where two texts of a sample are read apart (embeddings), each is a row of its own, without label.
 
-    `views`: the columns that are encoded one by one, each of `size` rows: samples, or windows of long texts.
+    `views`: the columns that are encoded one by one, each of `size` rows: samples, or windows and chunks of long ones.
     """
 
     views: Sequence[Mapping[str, Any]]
@@ -52,11 +51,17 @@ class EncodedSet:
 
 
 def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:
-    """Make the encoded set of a task's samples, for the model that `preprocessor` feeds."""
-    views = [split_samples(preprocessor, view)[0] for view in encoding_views(task, samples.columns)]
+    """Make the encoded set of a task's samples, for the model that `preprocessor` feeds.
+
+    Of a sample in several rows, each has its label, unless the task knows better (`TorchTask.make_targets`).
+    """
+    splits = [split_samples(preprocessor, view) for view in encoding_views(task, samples.columns)]
     labels = find_torch_task(task).make_targets(samples.columns, preprocessor)
-    labels = None if labels is None or len(views) > 1 else np.asarray(labels)
-    return EncodedSet(views, count(views[0]), preprocessor, labels)
+    labels = None if labels is None or len(splits) > 1 else np.asarray(labels)
+    rows = splits[0].samples
+    if labels is not None and len(labels) == samples.n < len(rows):
+        labels = labels[rows]
+    return EncodedSet([split.columns for split in splits], len(rows), preprocessor, labels)
 
 
 def _gather_rows(

@@ -56,6 +56,8 @@ class RunContext:
     cache: ResultCache
     journal: Journal
     sets: dict[str, Samples]
+    notes: tuple[Note, ...] = ()
+    """Of the samples."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.source import locate
-from compress.planning.inputs import TEXTS, Batches, generation_of, load_set, student_spec
+from compress.planning.inputs import TEXTS, Batches, generation_of, leave_out_long, load_set, student_spec
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
@@ -122,7 +122,8 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal) -> RunContext
     for note in plan.notes:
         journal.log(note.text)
     with journal.time_stage("loading data"):
-        return RunContext(plan, cache, journal, _load_sets(plan, journal))
+        sets, notes = _load_sets(plan, journal)
+        return RunContext(plan, cache, journal, sets, notes)
 
 
 def _judge(bundle: Path, journal: Journal, passes: Sequence[PassModel], notes: Sequence[Note]) -> Report:
@@ -189,7 +190,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 judgement=judgement,
                 recorded=tuple(metric.record for metric in own),
                 recorded_values=([metric.baseline for metric in own], recorded) if own else None,
-                layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows(scoring)],
+                layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *scoring])],
                 graphs=_collect_graphs(exported, passed),
                 streamed=passed.streamed,
                 candidate_outputs=candidate,
@@ -202,7 +203,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 source_bytes=None if exported else _source_bytes(plan),
             ),
         )
-    for note in (*scoring, *notes):
+    for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
     return chain.models if chain else (), [note for note in notes if isinstance(note, HostNote)]
 
@@ -272,8 +273,11 @@ def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[N
     return BuildScore(f"torch {version('torch')}", gaps), rounding_notes(streamed, engine)
 
 
-def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
-    """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap."""
+def _load_sets(plan: Plan, journal: Journal) -> tuple[dict[str, Samples], tuple[Note, ...]]:
+    """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap.
+
+    Returns them, and notes of samples that are left out.
+    """
     n_classes = find_torch_task(plan.recipe.model.task).count_classes(plan.before.outputs)
     sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
     _check_slices(plan, sets["evaluation"])
@@ -281,7 +285,10 @@ def _load_sets(plan: Plan, journal: Journal) -> dict[str, Samples]:
     if shared:
         of = f"{shared} of {sets['evaluation'].n} evaluation samples"
         journal.log(f"data: {of} are also calibration samples; the verdict is optimistic")
-    return sets
+    if "train" not in sets:
+        return sets, ()
+    sets["train"], note = leave_out_long(sets["train"], plan.inputs)
+    return sets, () if note is None else (note,)
 
 
 def _check_slices(plan: Plan, evaluation: Samples) -> None:

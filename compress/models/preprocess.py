@@ -74,6 +74,9 @@ def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: S
     if isinstance(read, TextPreprocess):
         _check_tokenizer(source, "text", read.tokenizer)
         _check_positions(source.folder, read.max_length)
+        _check_stride(spec, read)
+    if isinstance(read, AudioPreprocess):
+        read = _resolve_longer(spec, read)
     _check_tokenizer(source, "seq2seq", whole.target.tokenizer)
     return replace(whole, source=read, target=resolve_target(source.folder, whole.target))
 
@@ -113,9 +116,25 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
         raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
     if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
         return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
-    if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts and preprocess.stride is not None:
-        raise SourceError(f"preprocess: stride: {task.name} reads the beginning of a text alone; leave stride out")
-    return preprocess
+    if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts:
+        _check_stride(spec, preprocess)
+    return _resolve_longer(spec, preprocess) if isinstance(preprocess, AudioPreprocess) else preprocess
+
+
+def _check_stride(spec: ModelSpec, preprocess: TextPreprocess) -> None:
+    if preprocess.stride is not None:
+        raise SourceError(f"preprocess: stride: {spec.task} reads the beginning of a text alone; leave stride out")
+
+
+def _resolve_longer(spec: ModelSpec, preprocess: AudioPreprocess) -> AudioPreprocess:
+    """Return the preprocessing with how recordings above its length are read; SourceError where the task cannot."""
+    usual = find_task(spec.task).longer_audio
+    if preprocess.longer not in (None, "cut") and usual == "cut":
+        raise SourceError(
+            f"preprocess: longer: {preprocess.longer}: {spec.task} reads the beginning of a recording alone; leave "
+            "longer out"
+        )
+    return preprocess if preprocess.longest is None else replace(preprocess, longer=preprocess.longer or usual)
 
 
 def _make_misfit(kind: str, task: str) -> SourceError:

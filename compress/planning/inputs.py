@@ -18,7 +18,7 @@ from compress.blocks.experts import unstack_experts
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.errors import PlanError, SourceError
-from compress.facts import ModelFacts, SampleShapes
+from compress.facts import ModelFacts, Note, SampleShapes
 from compress.graph.run import Feeds
 from compress.models import huggingface
 from compress.models.answers import describe_not_followed
@@ -36,8 +36,8 @@ from compress.store.cache import default_root
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
-from runtime.bundle.columns import count
-from runtime.bundle.manifest import Generation, fixed_batch
+from runtime.bundle.columns import count, take
+from runtime.bundle.manifest import Generation, Judgement, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
@@ -50,12 +50,15 @@ from runtime.encode.preprocess import (
 )
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
+from runtime.metrics import METRICS
 from runtime.tasks.predict import encoding_views
 
 BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
+WHOSE_WORDS = "which words of its reference are of which part is not known"
+"""Of a sample that is read in several parts."""
 TEXTS = ("text", "language", "seq2seq")
 """Kinds of preprocessing that make tokens."""
 
@@ -217,11 +220,16 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
     if inputs.recipe.model.encodes:
-        encoded = make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
+        encoded = answer_encoder(
+            make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
+        )
         try:
-            answer_encoder(encoded).references(samples.columns)
+            encoded.references(samples.columns)
+            split = split_samples(encoded, samples.columns)
         except UsageError as error:
             raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
+        if name == "evaluation" and (split.rows_each > 1).all():
+            _refuse_token_metrics(inputs.recipe.validate_)
         return samples
     assert isinstance(inputs.preprocess, LanguagePreprocess)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
@@ -235,6 +243,39 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     return samples if columns.keys() == samples.columns.keys() else samples_of(columns)
 
 
+def _refuse_token_metrics(judgement: Judgement) -> None:
+    """Raise SourceError for metrics of a reference's tokens, where no evaluation sample is read in one part."""
+    wanted = dict.fromkeys((*judgement.metrics, *(gate.metric for gate in judgement.gates)))
+    of_tokens = [name for name in wanted if name in METRICS and METRICS[name].shape == "tokens"]
+    if of_tokens:
+        raise SourceError(
+            f"validate: {', '.join(of_tokens)}: all samples of data.evaluation are longer than the model reads at "
+            f"once, and of such a sample {WHOSE_WORDS}; judge the texts (wer, cer, chrf), or add shorter samples"
+        )
+
+
+def leave_out_long(samples: Samples, inputs: Inputs) -> tuple[Samples, Note | None]:
+    """Return the samples of the training set that can be learned from, and a note of those that are left out.
+
+    An encoder-decoder learns a reference along what it belongs to: a sample that is read in several parts has none for
+    each. SourceError where all are such.
+    """
+    if not inputs.recipe.model.encodes:
+        return samples, None
+    encoder = make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer)
+    kept = np.flatnonzero(split_samples(encoder, samples.columns).rows_each == 1)
+    if len(kept) == samples.n:
+        return samples, None
+    text = (
+        f"data.train: {samples.n - len(kept)} of {samples.n} samples are longer than the model reads at once and are "
+        f"not learned from: {WHOSE_WORDS}"
+    )
+    if not len(kept):
+        raise SourceError(f"{text}; cut them, with their references")
+    columns = {name: take(samples.columns, name, kept) for name in samples.columns}
+    return samples_of(columns), Note("warning", text)
+
+
 class Batches(Sequence[Feeds]):
     """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded."""
 
@@ -244,7 +285,7 @@ class Batches(Sequence[Feeds]):
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
         views = encoding_views(task, samples.columns)
-        self.views = [split_samples(self.preprocessor, view)[0] for view in views]
+        self.views = [split_samples(self.preprocessor, view).columns for view in views]
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
         n = count(self.views[0])

@@ -92,7 +92,8 @@ def _place_answers(columns: Columns, preprocessor: Preprocessor) -> np.ndarray |
     if preprocessor.padding.left:  # a batch is as wide as its longest text, and places would move with it
         raise UsageError("the tokenizer pads on the left, where labels are counted from: set padding_side: right")
     (view,) = find_task(QUESTION_ANSWERING.name).split_views(columns)
-    rows, samples = split_samples(preprocessor, view)
+    split = split_samples(preprocessor, view)
+    rows, samples = split.columns, split.samples
     targets = np.full((len(samples), 2), UNLABELLED, np.int64)
     for start in range(0, len(samples), AT_ONCE):
         chunk = np.arange(start, min(start + AT_ONCE, len(samples)))

@@ -22,6 +22,7 @@ from runtime.decode.sampling import Sampling
 from runtime.decode.scoring import reduce_sample, run_logits, split_batches, vocab_size
 from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import DECODER_IDS, Seq2SeqEncoder
+from runtime.encode.split import Split, split_samples
 from runtime.errors import UsageError
 from runtime.metrics.texts import pack_texts
 from runtime.tasks.base import Task
@@ -42,13 +43,36 @@ class AnswerGenerator:
     def stream(self, samples: Any, request: Request) -> Pieces:
         """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns the `Result`s.
 
-        `samples`: a list of what the task's model reads, or columns. UsageError, before anything runs, for samples that
-        cannot be encoded and settings out of range; NonFiniteOutputs if the model gives NaN.
+        `samples`: a list of what the task's model reads, or columns. One that is read in several parts (a recording in
+        chunks) is answered part by part; the texts are joined as `join_texts` does, `max_new_tokens` are of each part,
+        and a stop string ends the whole answer. UsageError, before anything runs, for samples that cannot be encoded
+        and settings out of range; NonFiniteOutputs if the model gives NaN.
         """
-        return self.stream_rows(self.task.to_columns(samples), request)
+        split = split_samples(self.encoder, self.task.to_columns(samples))
+        firsts = np.flatnonzero(np.diff(split.samples, prepend=-1))
+        pieces = self.stream_rows(split.columns, request, firsts)
+        return pieces if len(firsts) == len(split.samples) else self._stream_parts(split, request, firsts, pieces)
+
+    def _stream_parts(self, split: Split, request: Request, firsts: Array, pieces: Pieces) -> Pieces:
+        """Yield and return what `stream` does, of samples in several parts. `pieces`: of the rows `firsts`.
+
+        The parts of one number are a batch, so that a sample's texts come in their order.
+        """
+        texts, answers = [""] * len(firsts), [list[Result]() for _ in firsts]
+        samples, number = np.arange(len(firsts)), 0
+        while len(samples):
+            results = yield from continue_texts(pieces, samples, texts)
+            for sample, result in zip(samples, results, strict=True):
+                answers[sample].append(result)
+            number += 1
+            ended = np.array([result.finish == "stop" for result in results])
+            samples = samples[(split.rows_each[samples] > number) & ~ended]
+            if len(samples):
+                pieces = self.stream_rows(split.columns, request, firsts[samples] + number)
+        return [join_results(parts) for parts in answers]
 
     def stream_rows(self, columns: Columns, request: Request, rows: Array | None = None) -> Pieces:
-        """Answer some rows of columns (default: all), as `stream` does."""
+        """Answer some rows of columns (default: all), each in one part, as `stream` does."""
         feeds = self.encoder.source_feeds(columns, rows)
         target, n = self.encoder.target, len(next(iter(feeds.values())))
         room = target.most_tokens - len(target.start_tokens)
@@ -63,6 +87,50 @@ class AnswerGenerator:
         answers = [Answer(start, TextStream(self.encoder.tokenizer, start.tolist(), request.stop)) for _ in range(n)]
         begin = partial(self.decoder.start, feeds, self.decoder.room(feeds, n_new))
         return generate_rows(begin, self.decoder.step, answers, n_new, target.end_tokens, sampling, find_rules(target))
+
+
+def find_gap(before: str, after: str) -> str:
+    """Return what stands between two texts that follow each other: a space, unless one of them has it or is empty."""
+    joined = not before or not after or before[-1].isspace() or after[0].isspace()
+    return "" if joined else " "
+
+
+def join_texts(texts: Sequence[str]) -> str:
+    """Return texts one after another, with a space between two of them."""
+    whole = ""
+    for text in texts:
+        whole += find_gap(whole, text) + text
+    return whole
+
+
+def continue_texts(pieces: Pieces, samples: Array, texts: list[str]) -> Pieces:
+    """Yield (sample, text) for (row, text), where each row goes on after its sample's text; return what `pieces` does.
+
+    `samples`: the number of each row's sample. `texts`: of each sample so far, which grow.
+    """
+    begun = set[int]()
+    while True:
+        try:
+            row, piece = next(pieces)
+        except StopIteration as end:
+            results: list[Result] = end.value
+            return results
+        sample = int(samples[row])
+        piece = piece if sample in begun else find_gap(texts[sample], piece) + piece
+        begun.add(sample)
+        texts[sample] += piece
+        yield sample, piece
+
+
+def join_results(parts: Sequence[Result]) -> Result:
+    """Return the answer to a sample of those to its parts; its length ended it where it ended any of them."""
+    ends = [part.finish for part in parts]
+    return Result(
+        join_texts([part.text for part in parts]),
+        tuple(token for part in parts for token in part.token_ids),
+        "length" if "length" in ends else ends[-1],
+        parts[0].prompt_tokens,
+    )
 
 
 def answer_encoder(encoder: Preprocessor) -> Seq2SeqEncoder:
@@ -83,34 +151,39 @@ def score_answers(
 
     {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N], "answer": int32 [N, W] code points of the greedy
     answer, filled up with -1} and, with a reference model, "kl", "agree" and "reference_nll" as
-    `runtime.decode.scoring.score` has them. UsageError for samples that do not fit, BundleError for a graph that gives
-    no logits.
+    `runtime.decode.scoring.score` has them. Of a sample that is read in several parts the answers are joined; which of
+    the reference's tokens are of which part is not known, so that its sums are 0, of 0 tokens. UsageError for samples
+    that do not fit, BundleError for a graph that gives no logits.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
     seq2seq = answer_encoder(encoder)
     count(columns)
-    references = seq2seq.references(columns)
+    by_sample = seq2seq.references(columns)
+    split = split_samples(seq2seq, columns)
     sessions = [session] if reference_session is None else [session, reference_session]
     names = ("nll", "kl", "reference_nll")[: 1 if reference_session is None else 3]
-    sums: dict[str, Array] = {name: np.zeros(len(references)) for name in names}
-    sums |= {"n_tokens": np.array([len(ids) for ids in seq2seq.predicted(references)], np.int64)}
-    sums |= {"agree": np.zeros(len(references), np.int64)} if reference_session is not None else {}
+    sums: dict[str, Array] = {name: np.zeros(len(by_sample)) for name in names}
+    sums |= {"n_tokens": np.array([len(ids) for ids in seq2seq.predicted(by_sample)], np.int64)}
+    sums |= {"agree": np.zeros(len(by_sample), np.int64)} if reference_session is not None else {}
     short = np.flatnonzero(sums["n_tokens"] < 1)
     if short.size:
         raise UsageError(f"sample {short[0]}: its reference has no token to predict")
+    sums["n_tokens"][split.rows_each > 1] = 0
     generator = AnswerGenerator(EncodedDecoder(session, seq2seq.target.start_tokens), seq2seq, Task())
-    answers = [""] * len(references)
+    answers: list[list[str]] = [[] for _ in by_sample]
     vocab = max(map(vocab_size, sessions)) or seq2seq.vocab_size or 1
-    for rows in split_batches(references, batch_size, vocab):
-        for row, logits in _score_batch(sessions, seq2seq, columns, references, rows):
+    references = [by_sample[sample] for sample in split.samples]
+    for rows in split_batches(references, batch_size, vocab):  # parts of a sample keep their order: it sorts stably
+        scored = [row for row in rows if sums["n_tokens"][split.samples[row]]]
+        for row, logits in _score_batch(sessions, seq2seq, split.columns, references, scored):
             targets = references[row][len(seq2seq.target.start_tokens) :]
             for name, value in reduce_sample(logits, targets).items():
-                sums[name][row] = value
-        results = collect_results(generator.stream_rows(columns, Request(), np.array(rows)))
+                sums[name][split.samples[row]] = value
+        results = collect_results(generator.stream_rows(split.columns, Request(), np.array(rows)))
         for row, result in zip(rows, results, strict=True):
-            answers[row] = result.text
-    return {**sums, "answer": pack_texts(answers)}
+            answers[split.samples[row]].append(result.text)
+    return {**sums, "answer": pack_texts([join_texts(texts) for texts in answers])}
 
 
 def _score_batch(
@@ -120,7 +193,9 @@ def _score_batch(
     references: Sequence[Array],
     rows: Sequence[int],
 ) -> Iterator[tuple[int, list[Array]]]:
-    """Yield (sample, each model's logits [t, vocab] where a token of its reference is predicted)."""
+    """Yield (row, each model's logits [t, vocab] where a token of its reference is predicted)."""
+    if not rows:
+        return
     source, batch = encoder.source_feeds(columns, np.array(rows)), [references[row] for row in rows]
     all_logits = [
         run_logits(session, replace(encoder, inputs=session.inputs).feeds(source, batch), DECODER_IDS)

@@ -19,6 +19,7 @@ import numpy as np
 from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.split import Split, keep_whole, repeat_samples
 from runtime.errors import MissingDependency, UsageError
 
 AUDIO, RATE = "audio", "rate"
@@ -41,6 +42,11 @@ KALDI_FLOOR, WHISPER_FLOOR = float(np.finfo(np.float32).eps), 1e-10
 VARIANCE_FLOOR = 1e-7
 PCM = 32768.0
 """What -1..1 is in 16 bits."""
+LongerAudio = Literal["chunks", "pauses", "cut"]
+LEAST_REST = 0.1
+"""Seconds: a shorter rest behind the last chunk is left out. Models with a mask find no frame in a few samples."""
+PAUSE, PAUSES_SHARE = 0.1, 5
+"""Seconds of a pause; the part of a chunk's length, one over so many, in which one is sought before its end."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class AudioPreprocess:
     resample: bool = False
     """Change audio of another rate (by soxr, quality HQ); false: refuse it."""
     seconds: float | None = None
-    """Length of every sample: shorter ones are filled with silence, longer ones cut. None: as they come."""
+    """Length of every sample: shorter ones are filled with silence, for others see `longer`. None: as they come."""
     features: Literal["waveform", "whisper", "kaldi"] = "waveform"
     """waveform: [samples]. whisper: log-mel of Whisper, [bins, frames]. kaldi: log-mel of Kaldi's fbank (25 ms each 10
     ms, pre-emphasis 0.97, no dither), [frames, bins]."""
@@ -67,7 +73,13 @@ class AudioPreprocess:
     gain: float = 1.0
     """Multiplies samples of -1..1 before Kaldi's features: 32768 for a model that was trained on 16-bit numbers."""
     frames: int | None = None
-    """Length of Kaldi's features: shorter ones are filled with `padding_value`, longer ones cut. None: as they come."""
+    """Length of Kaldi's features: shorter ones are filled with `padding_value`, for others see `longer`. None: as they
+    come."""
+    longer: LongerAudio | None = None
+    """How recordings above `seconds` or `frames` are read. chunks: in pieces of that length, the last one shorter.
+    pauses: in pieces of at most that length, each to where it is quietest near its end. cut: their beginning alone.
+    null: in a recipe as the task has it (chunks of audio-classification, pauses of automatic-speech-recognition, cut of
+    others); in a bundle cut."""
     stack: int = 1
     """So many of Kaldi's frames are one: [frames / stack, bins * stack]."""
     padding_value: float = 0.0
@@ -98,11 +110,23 @@ class AudioPreprocess:
             raise ValueError(f"frames, stack and gain are of features: kaldi, not of {self.features}")
         if self.features == "whisper" and self.normalize:
             raise ValueError("normalize is of waveforms and of features: kaldi; Whisper's are between about -1 and 2")
+        if self.longer is not None and self.longest is None:
+            lengths = "seconds or frames" if self.features == "kaldi" else "seconds"
+            raise ValueError(
+                f"longer is {self.longer}, and no length is given beyond which audio is long: set {lengths}"
+            )
 
     @property
     def n_samples(self) -> int | None:
         """Return the samples of every waveform at `rate`; None: as they come."""
         return None if self.seconds is None else max(1, round(self.seconds * self.rate))
+
+    @property
+    def longest(self) -> int | None:
+        """Return the samples at `rate` that are read of a sound at most, by `seconds` or `frames`; None: all."""
+        size, hop = _kaldi_sizes(self.rate)
+        by_frames = None if self.frames is None else (self.frames - 1) * hop + size
+        return min((n for n in (self.n_samples, by_frames) if n is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -116,15 +140,14 @@ class AudioEncoder:
     def encode(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return one batch: {input: [n, ...] in its dtype}, with {mask: [n, T]}, 1 where there is sound.
 
-        "audio" holds arrays [T] of floats in -1..1 or of int16, or [T, channels]; paths; or what `datasets` has:
-        {"array", "sampling_rate"}, {"bytes", "path"}. "rate" is needed for arrays alone. UsageError: a sample is none
-        of these, is of another rate than the model's without `resample`, or of another length than the model takes.
+        What is longer than the model reads is cut: `split_samples` makes rows of it. "audio" holds arrays [T] of floats
+        in -1..1 or of int16, or [T, channels]; paths; or what `datasets` has: {"array", "sampling_rate"}, {"bytes",
+        "path"}. "rate" is needed for arrays alone. UsageError: a sample is none of these, is of another rate than the
+        model's without `resample`, or of another length than the model takes.
         """
-        items = take(columns, AUDIO, rows)
-        rates = np.reshape(take(columns, RATE, rows), -1) if RATE in columns else [None] * len(items)
         waveforms = [
             to_waveform(item, rate, self.spec, f"audio {i}")
-            for i, (item, rate) in enumerate(zip(items, rates, strict=True))
+            for i, (item, rate) in enumerate(_pair_rates(columns, rows))
         ]
         values, mask = make_features(waveforms, self.spec, self._find_length(), masked=self.mask is not None)
         extra = len(self.input.shape) - values.ndim
@@ -136,6 +159,23 @@ class AudioEncoder:
     def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
         """Return the inputs; nothing more is known of them."""
         return self.encode(columns, rows), {}
+
+    def split_samples(self, columns: Columns) -> Split:
+        """Return a row for each piece of a recording that is longer than the model reads, as the spec's `longer` says.
+
+        Sizes are samples at the spec's rate. Recordings of one piece stay as they are; the pieces of others are held in
+        memory, as {"array", "sampling_rate"}. UsageError as of `encode`.
+        """
+        if self.spec.longer in (None, "cut"):
+            return keep_whole(columns)
+        pieces = [
+            _split_recording(item, rate, self.spec, f"audio {i}") for i, (item, rate) in enumerate(_pair_rates(columns))
+        ]
+        if all(len(each) == 1 for each in pieces):
+            return keep_whole(columns)
+        samples = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
+        items, sizes = zip(*(piece for each in pieces for piece in each), strict=True)
+        return Split({**repeat_samples(columns, samples), AUDIO: list(items)}, samples, np.array(sizes))
 
     def _find_length(self) -> int | None:
         """Return how long the model's input is, in samples or in frames; None where it takes any length."""
@@ -208,9 +248,39 @@ def make_features(
 
 
 def split_chunks(waveform: Array, spec: AudioPreprocess) -> list[Array]:
-    """Return a waveform [T] as chunks of `seconds`, the last one shorter; as one chunk without `seconds`."""
-    n = spec.n_samples or max(1, len(waveform))
-    return [waveform[start : start + n] for start in range(0, max(1, len(waveform)), n)]
+    """Return a waveform [T] at the spec's rate in the pieces that `spec.longer` says, views; whole if it says cut.
+
+    chunks: of `spec.longest` samples, the last one shorter. A rest of less than LEAST_REST, half a chunk or two of
+    Kaldi's frames is left out.
+    pauses: each to the middle of the quietest PAUSE in the last fifth of what it may be; the last two share what is
+    left about evenly, so that none is a scrap, of which speech models make words that nobody said. To cut where least
+    is heard, and not at fixed times: Bain et al. 2023, WhisperX (VAD Cut & Merge).
+    """
+    n = spec.longest
+    if n is None or spec.longer in (None, "cut") or len(waveform) <= n:
+        return [waveform]
+    if spec.longer == "pauses":
+        return _split_at_pauses(waveform, n, round(PAUSE * spec.rate))
+    size, hop = _kaldi_sizes(spec.rate)
+    least = max(min(round(LEAST_REST * spec.rate), -(-n // 2)), size + hop if spec.features == "kaldi" else 1)
+    starts = range(0, max(1, len(waveform) - least + 1), n)
+    return [waveform[start : start + n] for start in starts]
+
+
+def _split_at_pauses(waveform: Array, longest: int, pause: int) -> list[Array]:
+    pieces, reach = [], -(-longest // PAUSES_SHARE)
+    while len(waveform) > longest:
+        end = min(longest, (len(waveform) + reach) // 2)
+        end = _find_pause(waveform, end - reach, end, min(pause, reach))
+        pieces.append(waveform[:end])
+        waveform = waveform[end:]
+    return [*pieces, waveform]
+
+
+def _find_pause(waveform: Array, begin: int, end: int, size: int) -> int:
+    """Return the middle of the quietest `size` samples between two places, rounded up; of equal ones the first."""
+    power = np.concatenate([[0.0], np.cumsum(waveform[begin:end].astype(np.float64) ** 2)])
+    return begin + int((power[size:] - power[:-size]).argmin()) + (size + 1) // 2
 
 
 def whisper_features(waveform: Array, rate: int, bins: int) -> Array:
@@ -273,7 +343,11 @@ def kaldi_filters(n_frequencies: int, bins: int, rate: int) -> Array:
 
 def to_waveform(item: Any, rate: Any, spec: AudioPreprocess, name: str = "audio") -> Array:
     """Return one sample as float32 [T] at the spec's rate. UsageError: it cannot be read, or is of another rate."""
-    samples, its_rate = load_audio(item, rate, name)
+    return _change_rate(*load_audio(item, rate, name), spec, name)
+
+
+def _change_rate(samples: Array, its_rate: int, spec: AudioPreprocess, name: str) -> Array:
+    """Return what `load_audio` gave as float32 [T] at the spec's rate. UsageError."""
     waveform = samples.astype(np.float32) / np.float32(PCM) if samples.dtype == np.int16 else samples
     if its_rate == spec.rate:
         return waveform
@@ -290,6 +364,26 @@ def to_waveform(item: Any, rate: Any, spec: AudioPreprocess, name: str = "audio"
         raise MissingDependency("soxr", f"changing audio from {its_rate} to {spec.rate} samples a second") from error
     changed: Array = soxr.resample(waveform, its_rate, spec.rate, quality="HQ").astype(np.float32)
     return changed
+
+
+def _split_recording(item: Any, rate: Any, spec: AudioPreprocess, name: str) -> list[tuple[Any, float]]:
+    """Return each piece of one sample as an item of its own, and its samples at the spec's rate. UsageError."""
+    samples, its_rate = load_audio(item, rate, name)
+    size = len(samples) * spec.rate / its_rate
+    if spec.longest is None or size <= spec.longest:
+        return [(item, size)]
+    waveform = samples if its_rate == spec.rate else _change_rate(samples, its_rate, spec, name)
+    pieces = split_chunks(waveform, spec)
+    if len(pieces) == 1:
+        return [(item, size)]
+    return [({"array": piece, "sampling_rate": spec.rate}, float(len(piece))) for piece in pieces]
+
+
+def _pair_rates(columns: Columns, rows: Rows = None) -> list[tuple[Any, Any]]:
+    """Return each row's audio and its rate, None where there is no such column."""
+    items = take(columns, AUDIO, rows)
+    rates = np.reshape(take(columns, RATE, rows), -1) if RATE in columns else [None] * len(items)
+    return list(zip(items, rates, strict=True))
 
 
 def load_audio(item: Any, rate: float | None = None, name: str = "audio") -> tuple[Array, int]:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
-from runtime.bundle.columns import Array, Columns, Encoded, Rows, count, take
+from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
 from runtime.bundle.records import PYDANTIC_CONFIG, from_json, to_json
 from runtime.encode.audio import AudioPreprocess, make_audio_encoder
 from runtime.encode.images import ImagePreprocess, make_image_encoder
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.pairs import ImageTextPreprocess, make_image_text_encoder
 from runtime.encode.seq2seq import Seq2SeqEncoder, TargetPreprocess, split_inputs
-from runtime.encode.texts import TextEncoder, TextPreprocess, load_tokenizer, make_text_encoder, pool
+from runtime.encode.split import split_samples
+from runtime.encode.texts import TextPreprocess, load_tokenizer, make_text_encoder, pool
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -163,16 +164,6 @@ def _make_seq2seq_encoder(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Seq2SeqEncoder(spec.prefix, spec.target, spec, inputs, source, tokenizer, vocab_size)
-
-
-def split_samples(preprocessor: Preprocessor, columns: Columns) -> tuple[Columns, Array]:
-    """Return the rows that samples are encoded as, and the number of each row's sample, int64 [rows], rising.
-
-    A sample is a row, but for a long text that is read in windows. UsageError where a text leaves no room for another.
-    """
-    if isinstance(preprocessor, TextEncoder) and preprocessor.spec.stride is not None:
-        return preprocessor.split_windows(columns)
-    return columns, np.arange(count(columns))
 
 
 @dataclass(frozen=True)

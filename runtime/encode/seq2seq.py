@@ -17,6 +17,7 @@ import numpy as np
 from runtime.bundle.columns import Array, Columns, Encoded, Rows, take_texts
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.encode.language import MOST_TOKEN_ID, empty_past
+from runtime.encode.split import Split, split_samples
 from runtime.encode.texts import MOST_TOKENS, TextPreprocess, encode_texts
 from runtime.errors import UsageError
 
@@ -107,6 +108,10 @@ class Seq2SeqEncoder:
     def encode_with_facts(self, columns: Columns, rows: Rows, facts: tuple[str, ...]) -> Encoded:
         """Return the inputs; nothing more is known of them."""
         return self.encode(columns, rows), {}
+
+    def split_samples(self, columns: Columns) -> Split:
+        """Return the rows that the encoder reads samples as, each with its whole sample's reference. UsageError."""
+        return split_samples(self.source, columns)
 
     def source_feeds(self, columns: Columns, rows: Rows = None) -> dict[str, Array]:
         """Return the encoder's inputs of the rows, [n, ...] each."""

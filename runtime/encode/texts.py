@@ -14,6 +14,7 @@ import numpy as np
 from runtime.bundle.columns import Array, Columns, Encoded, Rows, take, take_texts
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.split import Split, keep_whole, repeat_samples
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 WORD = re.compile(r"\S+")
@@ -152,11 +153,13 @@ class TextEncoder:
                 tokens["offsets"][row, span] = np.where(second[:, None], encoding.offsets, -1)
         return tokens
 
-    def split_windows(self, columns: Columns) -> tuple[Columns, Array]:
-        """Return a row for each window of the second text, with the column WINDOW, and the number of each row's sample.
+    def split_samples(self, columns: Columns) -> Split:
+        """Return a row for each window of the second text, with the column WINDOW; without `stride` each sample is one.
 
         UsageError where the first text leaves no room for the second.
         """
+        if self.spec.stride is None:
+            return keep_whole(columns)
         texts = self._take_texts(columns, None)
         windows = [
             self._count_windows(f"sample {i}", encoding)
@@ -164,8 +167,8 @@ class TextEncoder:
             for i, encoding in enumerate(encode_texts(self.tokenizer, texts[start : start + TEXTS_AT_ONCE]), start)
         ]
         samples = np.repeat(np.arange(len(texts)), windows)
-        split = {name: [column[i] for i in samples] for name, column in columns.items()}
-        return {**split, WINDOW: np.concatenate([np.arange(n) for n in windows])}, samples
+        rows = {**repeat_samples(columns, samples), WINDOW: np.concatenate([np.arange(n) for n in windows])}
+        return Split(rows, samples, np.ones(len(samples)))
 
     def _take_texts(self, columns: Columns, rows: Rows) -> list[Any]:
         texts: list[Any] = take_texts(columns, "text", rows)

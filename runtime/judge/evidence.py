@@ -166,15 +166,20 @@ def _take_rows(columns: Columns, mask: Array) -> Columns:
 def _make_evidence(
     metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, level: float
 ) -> Evidence:
+    if metric.counts is not None:
+        counted = metric.counts(ours)
+        ours, theirs = _take_rows(ours, counted), None if theirs is None else _take_rows(theirs, counted)
     n = len(ours[0])
-    before, after, difference = (
-        None if estimate is None else _check_defined(estimate, n)
-        for estimate in _METHODS[metric.kind](metric, theirs, ours, level)
-    )
+    nothing = unknown(math.nan, "no samples", "none of them counts")
+    estimates: Sequence[Estimate | None] = (None if theirs is None else nothing, nothing, nothing)
+    if n:
+        found = _METHODS[metric.kind](metric, theirs, ours, level)
+        estimates = [None if estimate is None else _check_defined(estimate, n) for estimate in found]
+    before, after, difference = estimates
     assert after is not None
     retained = None
     if before is not None and any(g.metric == metric.name and g.min_retained is not None for g in judgement.gates):
-        retained = _estimate_retained(metric, ours, theirs, before, after, level)
+        retained = _estimate_retained(metric, ours, theirs, before, after, level) if n else nothing
     return Evidence(
         name=metric.name,
         unit=metric.unit,

@@ -170,9 +170,22 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
-    notes = [*build_notes(root, manifest), *(note for note in (backend_note, batch_note) if note)]
+    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline))
+    notes = [*build_notes(root, manifest), *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
     return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded)
+
+
+def _note_uncounted(task: str, baseline: Outputs) -> str | None:
+    """Return which metrics are of a part of the samples alone, because the others have no tokens to score; or None."""
+    if "n_tokens" not in baseline or baseline["n_tokens"].all():
+        return None
+    outputs, n_tokens = find_task(task).outputs, baseline["n_tokens"]
+    names = [name for name, metric in METRICS.items() if metric.shape == "tokens" and metric.suits(outputs)]
+    return (
+        f"{', '.join(names)} are of {np.count_nonzero(n_tokens)} of {len(n_tokens)} samples: the others are read in "
+        "several parts, and which words of a reference are of which part is not known."
+    )
 
 
 _ELSEWHERE = "the bundle is for {}, which does not run on this machine; judge it there: compress-run validate DIR"
@@ -220,6 +233,8 @@ def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None
         raise BundleError(
             f"{root}: {n_tokens.sum()} tokens are scored, the frozen sums are of {frozen['n_tokens'].sum()}"
         )
+    if not n_tokens.sum():  # samples in several parts, all of them: the texts alone are judged
+        return
     here, then = float(nll.sum() / n_tokens.sum()), float(frozen["nll"].sum() / n_tokens.sum())
     if not abs(here - then) <= BASELINE_TOLERANCE:
         raise BundleError(

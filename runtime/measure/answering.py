@@ -44,19 +44,20 @@ class Answerer:
         marks = [time.perf_counter()]
         columns = {name: [_decode(item) for item in column] for name, column in sent.items()}
         marks.append(time.perf_counter())
-        rows, samples = split_samples(self.preprocessor, columns)
-        batches = list(split_batches(np.arange(len(samples)), len(samples), self.session.inputs))
-        encoded = [self.preprocessor.encode_with_facts(rows, batch, self.task.facts) for batch in batches]
+        split = split_samples(self.preprocessor, columns)
+        n = len(split.samples)
+        batches = list(split_batches(np.arange(n), n, self.session.inputs))
+        encoded = [self.preprocessor.encode_with_facts(split.columns, batch, self.task.facts) for batch in batches]
         marks.append(time.perf_counter())
         outputs = [self.session.run(feeds) for feeds, _ in encoded]
         marks.append(time.perf_counter())
-        spec = self.preprocessor.spec
+        facts = replace(self.facts, spec=self.preprocessor.spec)
         read = [
-            self.task.read_batch(given, replace(self.facts, n=len(batch), known=known, spec=spec))
+            self.task.read_batch(given, replace(facts, n=len(batch), known=known))
             for given, batch, (_, known) in zip(outputs, batches, encoded, strict=True)
         ]
-        joined = {name: self.task.join_batches(name, [one[name] for one in read])[: len(samples)] for name in read[0]}
-        joined = self.task.join_rows(joined, samples, columns, spec)
+        joined = {name: self.task.join_batches(name, [one[name] for one in read])[:n] for name in read[0]}
+        joined = self.task.join_rows(joined, split, columns, facts)
         self.task.answers(self.task.join_views([joined]), self.facts.class_names)
         marks.append(time.perf_counter())
         return np.diff(marks).tolist()

@@ -147,7 +147,10 @@ def _check_tokens(metric: Metric, outputs: Outputs, labels: Any | None) -> str |
     missing = [name for name in ("nll", "n_tokens") if name not in outputs]
     if missing:
         return f"needs the sums nll and n_tokens of each sample, and there are only {sorted(outputs)}"
-    return None if outputs["n_tokens"].min() > 0 else "needs samples of at least two tokens"
+    if outputs["n_tokens"].max() > 0:
+        return None
+    parts = "answer" in outputs
+    return "is of samples that are read in one part, and there is none" if parts else "needs samples of two tokens"
 
 
 def _check_nothing(metric: Metric, outputs: Outputs, labels: Any | None) -> str | None:

@@ -163,6 +163,8 @@ class Metric:
     influence: Callable[[Columns], np.ndarray] = first_column
     weights: Callable[[Columns], np.ndarray] | None = None
     """How much each sample counts, float64 [N], where that differs."""
+    counts: Callable[[Columns], np.ndarray] | None = None
+    """Which samples it is of, bool [N]; None: all. Those it is not of add nothing to the statistic."""
     bias: Callable[[Columns], float] | None = None
     """By how much the statistic of finite samples is off on average, estimated; None for one that is not."""
     shortage: Callable[[Columns], str] | None = None

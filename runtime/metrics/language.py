@@ -2,6 +2,7 @@
 
 Outputs are what `runtime.decode.scoring.score` gives: sums over each sample's predicted tokens. Metrics are per token,
 sums over sums, so that a long text counts for more than a short one; whole samples are what intervals take as drawn.
+A sample of no tokens, as a recording that is read in several parts has them, does not count.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def tokens(columns: Columns) -> np.ndarray:
     return columns[1].astype(np.float64)
 
 
+def have_tokens(columns: Columns) -> np.ndarray:
+    """Return which samples have predicted tokens, bool [N]; one that was read in several parts has none."""
+    counted: np.ndarray = columns[1] > 0
+    return counted
+
+
 def per_token_influence(columns: Columns) -> np.ndarray:
     """Return what each sample adds to the ratio of the sums, float64 [N]."""
     influence: np.ndarray = (columns[0] - per_token(columns) * columns[1]) / columns[1].mean()
@@ -84,6 +91,7 @@ NLL = Metric(
     statistic=per_token,
     influence=per_token_influence,
     weights=tokens,
+    counts=have_tokens,
 )
 PERPLEXITY = Metric(
     name="perplexity",
@@ -98,6 +106,7 @@ PERPLEXITY = Metric(
     statistic=perplexity,
     influence=perplexity_influence,
     weights=tokens,
+    counts=have_tokens,
     link=Link(to=math.log, back=math.exp, slope=lambda value: 1 / value),
 )
 KL_TOKEN = Metric(
@@ -113,6 +122,7 @@ KL_TOKEN = Metric(
     statistic=per_token,
     influence=per_token_influence,
     weights=tokens,
+    counts=have_tokens,
     ideal=0.0,
 )
 TOKEN_AGREEMENT = Metric(
@@ -126,5 +136,6 @@ TOKEN_AGREEMENT = Metric(
     shape="tokens",
     kind="statistic",
     **share_of_sums(),
+    counts=have_tokens,
     ideal=1.0,
 )

@@ -14,7 +14,7 @@ import numpy as np
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.format import read_manifest
 from runtime.encode.pairs import ImageTextEncoder
-from runtime.encode.preprocess import spec_from_dict
+from runtime.encode.preprocess import spec_from_dict, split_samples
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -41,6 +41,12 @@ class Encoder:
         if isinstance(self.preprocessor, TextEncoder | ImageTextEncoder):
             texts = {name: _decode_texts(name, columns[name]) for name in TEXT_COLUMNS if name in columns}
             samples = {**columns, **texts}
+        split = split_samples(self.preprocessor, samples)
+        if len(split.samples) > len(split.rows_each):
+            raise UsageError(
+                "a sample is longer than the model reads at once, and here each is one row: send it in parts, or ask "
+                "`compress-run serve`"
+            )
         feeds, known = self.preprocessor.encode_with_facts(samples, None, find_task(self.manifest.task).facts)
         return known | feeds
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.audio import AUDIO_COLUMNS
+from runtime.encode.audio import AUDIO_COLUMNS, LongerAudio
+from runtime.encode.split import Split
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Task:
     """Whether it is an encoder-decoder, which writes by what its encoder made of the sample. Labels are references."""
     facts: tuple[str, ...] = ()
     """Which of MASK, WORDS, IMAGE_SIZE and OFFSETS `read_outputs` needs."""
+    longer_audio: LongerAudio = "cut"
+    """How recordings that are longer than the model reads are read, where nothing is said; cut: in no other way."""
     postprocess_fields: tuple[str, ...] = ()
     """The fields of `Postprocess` that it takes; `read_outputs` finds them in its `BatchFacts`."""
 
@@ -110,15 +113,18 @@ class Task:
         return np.concatenate(parts)
 
     def join_rows(
-        self, outputs: dict[str, Array], samples: Array, columns: Columns, spec: PreprocessSpec
+        self, outputs: dict[str, Array], split: Split, columns: Columns, facts: BatchFacts
     ) -> dict[str, Array]:
         """Return the outputs of each sample, of those of the rows that it was encoded as.
 
-        `samples`: the number of each row's sample, int64 [rows], rising; `columns`: the view that they were made of.
-        UsageError where a task that has one row a sample gets several.
+        `columns`: the view that was split; `facts`: what is known of every batch. UsageError where a task that has one
+        row a sample gets several.
         """
-        if len(samples) != count(columns):
-            raise UsageError(f"preprocess.stride: {self.name} reads a text in one piece, not in windows; leave it out")
+        if len(split.samples) != count(columns):
+            raise UsageError(
+                f"preprocess: {self.name} reads a sample in one piece: leave out stride of texts, and say longer: cut "
+                "of recordings"
+            )
         return outputs
 
     def join_views(self, views: Sequence[dict[str, Array]]) -> dict[str, Array]:
@@ -222,13 +228,7 @@ class Classification(Task):
                 f"a classifier has one output [batch, classes]; this model: {describe_shapes(outputs)}; "
                 "call that output 'logits'"
             )
-        logits = candidates[0].astype(np.float32, copy=False)
-        read, how = {"logits": logits}, batch.postprocess
-        if how is not None and how.top_k is not None:
-            read["top"] = rank_classes(logits, how.top_k)
-        if how is not None and how.reject_below is not None:
-            read["answered"] = softmax(logits).max(axis=1) >= how.reject_below
-        return read
+        return choose_classes(candidates[0].astype(np.float32, copy=False), batch.postprocess)
 
     def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
         """Return {"label", "score"} for each sample; None for a single column, which is a score, not a choice.
@@ -300,6 +300,16 @@ def softmax(logits: Array) -> Array:
     shifted = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
     scores: Array = shifted / shifted.sum(axis=-1, keepdims=True)
     return scores
+
+
+def choose_classes(logits: Array, how: Postprocess | None) -> dict[str, Array]:
+    """Return the outputs of `Classification`, of logits float32 [N, C]."""
+    chosen = {"logits": logits}
+    if how is not None and how.top_k is not None:
+        chosen["top"] = rank_classes(logits, how.top_k)
+    if how is not None and how.reject_below is not None:
+        chosen["answered"] = softmax(logits).max(axis=1) >= how.reject_below
+    return chosen
 
 
 def rank_classes(logits: Array, k: int) -> Array:

@@ -92,17 +92,17 @@ def _run_view(
     batch_size: int,
     facts: BatchFacts,
 ) -> dict[str, Array]:
-    split, samples = split_samples(preprocessor, columns)
-    order, restore = _order_rows(preprocessor, split)
+    split = split_samples(preprocessor, columns)
+    order, restore = _order_rows(preprocessor, split.columns)
     batches = [
-        _run_batch(session, preprocessor, task, split, rows, facts)
+        _run_batch(session, preprocessor, task, split.columns, rows, facts)
         for rows in split_batches(order, batch_size, session.inputs)
     ]
     # each output leaves its batches as it is joined: maps of thousands of images are held twice as it is
     outputs = {
         name: task.join_batches(name, [batch.pop(name) for batch in batches])[restore] for name in list(batches[0])
     }
-    return task.join_rows(outputs, samples, columns, preprocessor.spec)
+    return task.join_rows(outputs, split, columns, facts)
 
 
 def _order_rows(preprocessor: Preprocessor, columns: Columns) -> tuple[Array, Array | slice]:

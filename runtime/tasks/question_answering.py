@@ -30,7 +30,7 @@ from runtime.tasks.base import (
 )
 
 if TYPE_CHECKING:
-    from runtime.encode.preprocess import PreprocessSpec
+    from runtime.encode.split import Split
     from runtime.metrics.base import Columns as Counts
     from runtime.metrics.base import Metric, Outputs
 
@@ -92,9 +92,10 @@ class QuestionAnswering(Task):
         }
 
     def join_rows(
-        self, outputs: dict[str, Array], samples: Array, columns: Columns, spec: PreprocessSpec
+        self, outputs: dict[str, Array], split: Split, columns: Columns, facts: BatchFacts
     ) -> dict[str, Array]:
         """Return the best answers of each question, of those of its windows."""
+        spec, samples = facts.spec, split.samples
         assert isinstance(spec, TextPreprocess)
         contexts = take_texts(columns, TEXT_PAIR)
         n = len(contexts)

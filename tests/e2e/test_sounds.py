@@ -112,11 +112,11 @@ def test_waveforms_of_several_lengths_with_a_mask(tones: Path, cache: Path, tmp_
         ),
         (
             {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "chunk_length": 10},
-            AudioPreprocess(features="whisper", bins=128, seconds=10),
+            AudioPreprocess(features="whisper", bins=128, seconds=10, longer="chunks"),
         ),
         (
             {"feature_extractor_type": "ASTFeatureExtractor", "max_length": 50, "mean": -4.0, "std": 2.0},
-            AudioPreprocess(features="kaldi", window="hann", bins=128, frames=50, mean=-4.0, std=4.0),
+            AudioPreprocess(features="kaldi", window="hann", bins=128, frames=50, mean=-4.0, std=4.0, longer="chunks"),
         ),
         (
             {"feature_extractor_type": "SeamlessM4TFeatureExtractor", "padding_value": 1},
@@ -147,6 +147,7 @@ def test_the_folder_says_how_audio_is_read(tones: Path, tmp_path: Path, extracto
     [
         ({}, "audio of 8000 samples a second, and the model takes 16000: set resample"),
         ({"preprocess": {"kind": "audio", "resample": True}}, "resample changes the length of audio: set seconds"),
+        ({"preprocess": {"kind": "audio", "longer": "chunks"}}, "longer is chunks, and no length is given"),
         ({"preprocess": {"kind": "image"}}, "kind: image does not fit the task audio-classification"),
         ({"data": {"evaluation": {"source": "audiofolder:no-such"}}}, "no-such"),
         ({"data": {"evaluation": {"source": "audiofolder:plain"}}}, "no .wav, .flac"),

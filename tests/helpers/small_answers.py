@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_audio import draw_tone, write_wave
+from small_audio import RATE, TONES, draw_tone, write_wave
 
 LETTERS = "abcdefgh"
 SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
@@ -170,3 +170,67 @@ def write_speech_model(folder: Path, data: Path) -> Any:
             rows.append({"audio": file, "transcription": draw_texts(1, rng)[0]})
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return model
+
+
+SPOKEN = dict(zip("abc", TONES, strict=True))
+"""Letter -> the tone by which it is said."""
+HEARD = {"features": "whisper", "bins": 8, "seconds": 1.0}
+"""How a model of `train_listener` reads a sound."""
+
+
+def say(words: str, rng: np.random.Generator) -> np.ndarray:
+    """Return words of a letter each as int16 [T]: 0.6 s of its tone, and 0.3 s of silence."""
+    tones = [draw_tone(SPOKEN[word], rng, seconds=0.6) for word in words.split()]
+    return np.concatenate([np.pad(tone, (0, 3 * RATE // 10)) for tone in tones])
+
+
+def draw_words(n: int, rng: np.random.Generator) -> str:
+    return " ".join(rng.choice(list(SPOKEN), n))
+
+
+def write_speech(folder: Path, name: str, words: list[int], seed: int) -> None:
+    """Write jsonl and wav files of so many words each."""
+    rng, rows = np.random.default_rng(seed), []
+    for i, n in enumerate(words):
+        text = draw_words(n, rng)
+        write_wave(folder / f"{name}-{i}.wav", say(text, rng))
+        rows.append({"audio": f"{name}-{i}.wav", "transcription": text})
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_listener(folder: Path, steps: int = 80) -> None:
+    """Write a Whisper that hears one second and has learned to write down a word said by tones."""
+    import torch
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    from runtime.encode.audio import AudioPreprocess, make_features
+
+    tokenizer = write_tokenizer(folder)
+    WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder)
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = WhisperForConditionalGeneration(WhisperConfig(**sizes | SPEECH))
+    rng = np.random.default_rng(0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=4e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
+    for _ in range(steps):
+        texts = [draw_words(1, rng) for _ in range(32)]
+        starts = rng.integers(0, RATE // 4, len(texts))
+        sounds = [
+            np.pad(say(text, rng), (start, 0))[:RATE] / np.float32(32768)
+            for text, start in zip(texts, starts, strict=True)
+        ]
+        features = make_features(sounds, AudioPreprocess(**HEARD))[0]
+        labels = tokenizer(texts, return_tensors="pt").input_ids
+        loss = model(input_features=torch.from_numpy(features), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    for name, value in {"max_length": 14, "suppress_tokens": None, "begin_suppress_tokens": None}.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)

@@ -19,7 +19,8 @@ from transformers import (
 
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import AudioPreprocess, feature_shape, load_audio, split_chunks
-from runtime.encode.preprocess import make_preprocessor, spec_from_dict, spec_to_dict
+from runtime.encode.preprocess import make_preprocessor, spec_from_dict, spec_to_dict, split_samples
+from runtime.encode.split import Split
 from runtime.errors import UsageError
 
 RATE = 16000
@@ -116,11 +117,77 @@ def test_the_shape_is_known_before(spec: AudioPreprocess) -> None:
     assert spec_from_dict(spec_to_dict(spec)) == spec
 
 
+def lengths(pieces: list[np.ndarray]) -> list[int]:
+    return [len(piece) for piece in pieces]
+
+
 def test_chunks_are_the_whole_again() -> None:
-    chunks = split_chunks(sound(40001), AudioPreprocess(seconds=1))
-    assert [len(chunk) for chunk in chunks] == [16000, 16000, 8001]
+    chunks = split_chunks(sound(40001), AudioPreprocess(seconds=1, longer="chunks"))
+    assert lengths(chunks) == [16000, 16000, 8001]
     np.testing.assert_array_equal(np.concatenate(chunks), sound(40001))
-    assert [len(chunk) for chunk in split_chunks(sound(40001), AudioPreprocess())] == [40001]
+    assert lengths(split_chunks(sound(33599), AudioPreprocess(seconds=1, longer="chunks"))) == [16000, 16000]
+    assert lengths(split_chunks(sound(40001), AudioPreprocess(seconds=1))) == [40001], "as in bundles that say nothing"
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("n", [5201, 5600, 10400, 12000])
+def test_chunks_of_frames(n: int, normalize: bool) -> None:
+    """Every one has features, the last one, too."""
+    spec = AudioPreprocess(features="kaldi", frames=31, bins=23, normalize=normalize, longer="chunks")
+    chunks = split_chunks(sound(n), spec)
+    assert max(lengths(chunks)) == 5200 and n - sum(lengths(chunks)) < 1600
+    found = encode(spec, chunks, FEATURES, MASK)
+    assert found["x"].shape == (len(chunks), 31, 23) and (found["attention_mask"][:-1] == 1).all()
+
+
+def test_pieces_end_in_pauses() -> None:
+    waveform = np.random.default_rng(0).normal(0, 0.1, 40000).astype(np.float32)
+    waveform[13000:15000] = waveform[26000:28000] = 0
+    spec = AudioPreprocess(seconds=1, longer="pauses")
+    assert lengths(split_chunks(waveform, spec)) == [13800, 13000, 13200]
+    assert lengths(split_chunks((waveform * 32767).astype(np.int16), spec)) == [13800, 13000, 13200]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 7, 1000, 16000])
+def test_pieces_with_pauses_are_the_whole_and_no_scraps(longest: int) -> None:
+    spec = AudioPreprocess(seconds=longest / RATE, longer="pauses")
+    for n in (1, longest, longest + 1, 2 * longest - 1, 2 * longest, 2 * longest + 1, 5 * longest):
+        waveform = sound(n, seed=n)
+        pieces = split_chunks(waveform, spec)
+        np.testing.assert_array_equal(np.concatenate(pieces), waveform)
+        assert max(lengths(pieces)) <= longest
+        assert len(pieces) == 1 or min(lengths(pieces)) >= 0.4 * longest - 1
+
+
+def test_long_recordings_become_rows() -> None:
+    spec = AudioPreprocess(seconds=0.5, longer="chunks", resample=True)
+    encoder = make_preprocessor(spec, (INPUT,))
+    slow = sound(6000, seed=2)
+    columns = {"audio": [sound(10000), sound(8000), slow], "rate": [RATE, RATE, 8000], "label": [3, 4, 5]}
+    split = split_samples(encoder, columns)
+    assert split.samples.tolist() == [0, 0, 1, 2, 2]
+    assert split.sizes.tolist() == [8000, 2000, 8000, 8000, 4000]
+    assert split.columns["label"] == [3, 3, 4, 5, 5]
+    found = encoder.encode(split.columns)["x"]
+    np.testing.assert_array_equal(found[:2].reshape(-1)[:10000], sound(10000))
+    np.testing.assert_array_equal(found[2], sound(8000))
+    whole = soxr.resample(slow, 8000, RATE, quality="HQ")
+    np.testing.assert_array_equal(found[3:].reshape(-1)[:12000], whole)
+    short = {"audio": np.stack([sound(8000)] * 2), "rate": np.full(2, RATE)}
+    assert split_samples(encoder, short).columns is short
+
+
+def test_means_of_rows() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    found = Split({}, np.array([0, 0, 0, 1, 2]), np.array([4.0, 4.0, 1.0, 0.3, 7.0])).average(values)
+    np.testing.assert_allclose(found[0], np.average(values[:3].astype(np.float64), axis=0, weights=[4, 4, 1]))
+    np.testing.assert_array_equal(found[1:], values[3:], "a sample of one row is that row")
+
+
+@pytest.mark.parametrize("features", ["waveform", "kaldi"])
+def test_what_is_longer_needs_a_length(features: Any) -> None:
+    with pytest.raises(ValueError, match=r"longer is chunks, and no length is given .* set seconds"):
+        AudioPreprocess(features=features, longer="chunks")
 
 
 def test_a_model_with_a_channel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -339,3 +340,42 @@ def test_every_metric_has_evidence_of_one_form() -> None:
     found = size_evidence(10, 5)
     assert all(isinstance(e, Evidence) and e.name == name for name, e in found.items())
     assert all(metric.name not in found for metric in METRICS.values())
+
+
+# samples that do not count
+
+
+def scored(n_tokens: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+    """Sums of an encoder-decoder; those of samples without tokens are 0."""
+    rng = np.random.default_rng(seed)
+    sums = {"nll": n_tokens * rng.uniform(1, 2, len(n_tokens)), "n_tokens": n_tokens}
+    return sums | {"agree": n_tokens - (n_tokens > 5), "answer": np.zeros((len(n_tokens), 1), np.int32)}
+
+
+def test_samples_without_tokens_count_for_nothing() -> None:
+    n_tokens = np.random.default_rng(0).integers(2, 9, 160) * (np.arange(160) % 2)
+    metrics = [METRICS[name] for name in ("nll", "perplexity", "token_agreement")]
+    gates = (Gate("nll", min_retained=0.9), Gate("nll", max=9, slice="day=even"))
+    judgement = Judgement(gates=gates, slices=("day",))
+    groups = {"day": {"even": np.arange(160) % 2 == 0, "odd": np.arange(160) % 2 == 1}}
+    ours, theirs = scored(n_tokens, 1), scored(n_tokens, 2)
+    found = quality_evidence(metrics, ours, theirs, None, judgement, groups)
+    alone = [{name: values[1::2] for name, values in side.items()} for side in (ours, theirs)]
+    wanted = quality_evidence(metrics, *alone, None, judgement)
+    for name, evidence in found.items():
+        assert replace(evidence, slices={}) == wanted[name] and evidence.n == 80
+        none, every = evidence.slices["day"]
+        assert (none.alone.n, every.alone.n) == (0, 80)
+    retained, of_none = judge(judgement, found)
+    assert "80 samples" in retained.why
+    assert of_none.verdict == "undecided" and "none of them counts" in of_none.why
+
+
+def test_metrics_of_tokens_where_there_are_none() -> None:
+    outputs, task = scored(np.zeros(3, np.int64), 0), "automatic-speech-recognition"
+    labels = ["a", "b", "c"]
+    assert "wer" in {metric.name for metric in select_metrics(task, outputs, labels, Judgement())}
+    with pytest.raises(
+        UsageError, match="metric 'perplexity' is of samples that are read in one part, and there is none"
+    ):
+        select_metrics(task, outputs, labels, Judgement(gates=(Gate("perplexity", max=9),)))

@@ -109,7 +109,8 @@ def test_windows_are_those_of_tokenizers(tiny: Any, tmp_path: Path, stride: int)
     questions = [" ".join(rng.choice(words, n)) for n in rng.integers(1, 4, 12)]
     columns = {"text": questions, "text_pair": texts}
     preprocessor = encoder(tiny, tmp_path, max_length=12, stride=stride)
-    rows, samples = split_samples(preprocessor, columns)
+    split = split_samples(preprocessor, columns)
+    rows, samples = split.columns, split.samples
     tokens = preprocessor.tokenize(rows, facts=(OFFSETS,))
     oracle = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     oracle.no_padding()
