@@ -120,7 +120,10 @@ def _take_rows(outputs: Outputs, labels: Array | None, mask: Array) -> tuple[dic
 def _call(name: str, function: Function, outputs: Outputs, labels: Array | None, n: int) -> Array:
     """Return float64 [] or [n]."""
     try:
-        given = function({output: _protect(values) for output, values in outputs.items()}, _protect(labels))
+        given = function(
+            {output: _protect(values) for output, values in outputs.items()},
+            None if labels is None else _protect(labels),
+        )
         values = np.asarray(given, np.float64)
     except (*USER_ERRORS, ArithmeticError, AssertionError) as error:
         raise PlanError(f"{name}: failed: {type(error).__name__}: {error}") from error
@@ -134,10 +137,8 @@ def _call(name: str, function: Function, outputs: Outputs, labels: Array | None,
     return values
 
 
-def _protect(values: Array | None) -> Array | None:
-    """Return an array that cannot be written to; None as it is."""
-    if values is None:
-        return None
+def _protect(values: Array) -> Array:
+    """Return an array that cannot be written to."""
     view = values.view()
     view.flags.writeable = False
     return view
