@@ -141,8 +141,8 @@ def test_folding_keeps_output_names_and_copies_a_shared_weight() -> None:
     model = graphs.build(
         nodes, {"w": weight} | batchnorm_constants("1", "2"), {"x": ("n", 3, 8, 8)}, {"y": shape, "z": shape}
     )
+    normalize(model)  # ONNX Runtime refuses two nodes of one name
     (expected,) = run_batches(open_session(model), graphs.images(1))
-    normalize(model)
     assert len(fold_channel_scales(model)) == 2
     (got,) = run_batches(open_session(model), graphs.images(1))
     for name in ("y", "z"):
