@@ -13,6 +13,7 @@ import pytest
 
 from runtime import open_bundle
 from runtime.encode.preprocess import TextPreprocess, make_preprocessor, split_samples
+from runtime.encode.split import Split
 from runtime.encode.texts import WINDOW
 from runtime.errors import BundleError, UsageError
 from runtime.metrics import METRICS
@@ -195,7 +196,8 @@ def test_no_window_hides_that_another_is_broken() -> None:
     outputs |= {"score": np.array([[np.nan] * 5, [1.0, *[NONE] * 4]], np.float32), "null_score": np.zeros(2)}
     outputs["end"][:, 0] = 3
     columns = {"text": ["who"], "text_pair": ["cat"]}
-    joined = TASK.join_rows(outputs, np.zeros(2, np.int64), columns, TextPreprocess(stride=2))
+    split = Split(columns, np.zeros(2, np.int64), np.ones(2))
+    joined = TASK.join_rows(outputs, split, columns, BatchFacts(1, {}, TextPreprocess(stride=2)))
     assert np.isnan(joined["score"][0, 0])
 
 
