@@ -383,16 +383,14 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
     problem = getattr(config, "problem_type", None)
-    if find_torch_task(task).loss == "classes" and problem in PROBLEM_LOSSES:
-        fitting = [n for n, t in TORCH_TASKS.items() if t.loss == PROBLEM_LOSSES[problem] and t.model_task == task]
+    if find_torch_task(task).loss == "classes" and problem in {t.problem_type for t in TORCH_TASKS.values()} - {""}:
+        fitting = [n for n, t in TORCH_TASKS.items() if t.problem_type == problem and t.model_task == task]
         way = f"use task: {fitting[0]}" if fitting else f"no task here answers so; {task} chooses one class"
         raise SourceError(f"{where}: config.json has problem_type {problem}: {way}")
     if mapping is not None and type(config) not in mapping and not remote:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 
 
-PROBLEM_LOSSES = {"multi_label_classification": "label sets", "regression": "numbers"}
-"""What a config.json may say that a classifier's outputs are, other than classes -> the loss of the tasks for it."""
 OTHER_TASKS = {
     "speech recognition without a decoder (CTC)": ("MODEL_FOR_CTC_MAPPING_NAMES",),
     "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),

@@ -163,6 +163,8 @@ class TorchTask:
     """Whether labels may be written as the names of the classes that the model's folder has."""
     model_task: str = ""
     """The task by which transformers' class is found; "": its own name."""
+    problem_type: str = ""
+    """What config.json says of such a model, where transformers' class is also that of a task of single classes."""
     filler: int | None = None
     """Fills the labels of a sample up to the longest one's, [N, most, ...]; None: all are as long."""
     make_text: Callable[[Any], Any] = lambda value: value

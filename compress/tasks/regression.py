@@ -52,6 +52,7 @@ REGRESSIONS = (
             loss="numbers",
             outputs={"logits": ()},
             model_task=f"{kind}-classification",
+            problem_type="regression",
             read_labels=read_labels,
         )
         for kind, source, data, passes in (
