@@ -21,8 +21,11 @@ from compress.errors import PassError
 from compress.prune.dimensions import Dimension
 from compress.structure.dataflow import within
 
-HEAD_COUNTS = re.compile(r"(?!.*(group|per|rep)).*(head|num|n_)")
-"""Names of attributes that count heads, unless they are LENGTHS; queries for each key-value head stay as many."""
+HEAD_COUNTS = re.compile(r"(?!.*(group|per|rep)).*(head|(?<![a-z])(num|n)_)")
+"""Names of attributes that count heads, unless they are LENGTHS; queries for each key-value head stay as many.
+
+n_ begins a word: SegFormer's sequence_reduction_ratio counts nothing.
+"""
 LENGTHS = re.compile(r".*(size|dim|inner|embed|width|hidden|features)")
 """Names of attributes that hold the length of an axis."""
 

@@ -28,6 +28,8 @@ from transformers import (
     MobileNetV2ForImageClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -112,6 +114,19 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
     "mobilenet": lambda: MobileNetV2ForImageClassification(MobileNetV2Config(image_size=16, depth_multiplier=0.35)),
     "convnext": lambda: ConvNextForImageClassification(
         ConvNextConfig(image_size=16, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)
+    ),
+    "segformer": lambda: SegformerForSemanticSegmentation(
+        SegformerConfig(
+            num_encoder_blocks=2,
+            hidden_sizes=[16, 32],
+            depths=[1, 1],
+            num_attention_heads=[2, 4],
+            sr_ratios=[2, 2],  # as many as heads, and not to be taken for them
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=32,
+        )
     ),
 }
 OWN: dict[str, Callable[[], nn.Module]] = {"resnet": lambda: CifarResNet(2), "dense": Dense}
