@@ -54,7 +54,6 @@ from runtime.measure.benchmark import choose_backend
 from runtime.measure.environment import cpu_info
 from runtime.measure.timing import time_requests
 from runtime.report.units import size_text
-from runtime.tasks import find_task
 
 BUDGET_S = 6.0
 """Seconds for the calls of one comparison."""
@@ -128,7 +127,7 @@ def _explain_no_forecast(inputs: Inputs) -> str | None:
     """Return why nothing is forecast, or None. Decoders, of which no layer is timed, are timed whole."""
     if reason := explain_untimed(inputs.recipe, layers=False):
         return reason
-    if inputs.recipe.model.generates and find_task(inputs.recipe.model.task).encodes:
+    if inputs.recipe.model.encodes:
         return "an encoder and its decoder are exported together, which no twin is yet"
     large = inputs.facts.n_bytes > LARGEST_BYTES
     return f"the weights are larger than {size_text(LARGEST_BYTES)}" if large else None

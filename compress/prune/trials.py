@@ -7,6 +7,7 @@ those of the layer's input): no label shows that the two must stay equal. And it
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -33,9 +34,10 @@ def settle_sizes(coupling: Coupling, module: nn.Module, feeds: Mapping[str, Tens
     stuck = _find_stuck(trial, pairs)
     if not stuck:
         return coupling
-    tied, fixed = _tie(trial, [pair for pair in pairs if pair in stuck])
+    tied, fixed = _tie(trial, {pair[0].name: (pair, stuck[pair[0].name]) for pair in pairs if pair[0].name in stuck})
     order = {dimension.name: number for number, (dimension, _) in enumerate(pairs)}
-    settled = sorted([*(pair for pair in pairs if pair not in stuck), *tied], key=lambda pair: order[pair[0].name])
+    free = [pair for pair in pairs if pair[0].name not in stuck]
+    settled = sorted([*free, *tied], key=lambda pair: order[pair[0].name])
     why = "the model's code fixes this size"
     kept = dict.fromkeys((writer for dimension, _ in fixed for writer in dimension.writers), why)
     return Coupling(tuple(d for d, _ in settled), tuple(f for _, f in settled), {**kept, **coupling.kept})
@@ -61,9 +63,9 @@ class _Trial:
         return None if tried.shapes == self.shapes else tried
 
 
-def _find_stuck(trial: _Trial, pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the dimensions without whose units, alone, the model does not run."""
-    left, stuck = list(pairs), list[Pair]()
+def _find_stuck(trial: _Trial, pairs: Sequence[Pair]) -> dict[str, Attempt]:
+    """Return the dimensions without whose units, alone, the model does not run: name -> how far it comes."""
+    left, stuck = list(pairs), dict[str, Attempt]()
     while left:
         dimensions = [dimension for dimension, _ in left]
         failures = (trial.find_failure(dimensions, counts) for counts in _count_apart(dimensions))
@@ -73,13 +75,14 @@ def _find_stuck(trial: _Trial, pairs: Sequence[Pair]) -> list[Pair]:
         near = _find_near(left, failure.module)
         rest = [pair for pair in left if pair not in near]
         for suspects in (near, rest):
-            found = [pair for pair in suspects if trial.find_failure([pair[0]], [1]) is not None]
+            tried = {pair[0].name: trial.find_failure([pair[0]], [1]) for pair in suspects}
+            found = {name: failure for name, failure in tried.items() if failure is not None}
             if found:
                 break
         else:
             break  # only several at once are too many
-        stuck += found
-        left = [pair for pair in left if pair not in found]
+        stuck |= found
+        left = [pair for pair in left if pair[0].name not in found]
     return stuck
 
 
@@ -108,15 +111,16 @@ def _count_apart(dimensions: Sequence[Dimension]) -> Iterator[list[int]]:
         left = [number // dimension.n_units for number, dimension in zip(left, dimensions, strict=True)]
 
 
-def _tie(trial: _Trial, stuck: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+def _tie(trial: _Trial, stuck: Mapping[str, tuple[Pair, Attempt]]) -> tuple[list[Pair], list[Pair]]:
     """Return dimensions that run together though not alone, each group as one, and those that run with none.
 
-    A group grows by what lies where it fails, as long as the run then comes further.
+    `stuck`: by name, with how far the model comes without units of it alone. A group grows by what lies where it fails,
+    as long as the run then comes further.
     """
-    left, tied, fixed = list(stuck), list[Pair](), list[Pair]()
+    left, tied, fixed = [pair for pair, _ in stuck.values()], list[Pair](), list[Pair]()
     while left:
         group = [left[0]]
-        failure = trial.find_failure([group[0][0]], [1])
+        failure: Attempt | None = stuck[group[0][0].name][1]
         while failure is not None:
             others = [pair for pair in left if pair not in group and pair[0].n_units == group[0][0].n_units]
             for pair in _find_near(others, failure.module):
@@ -143,14 +147,7 @@ def _join(pairs: Sequence[Pair]) -> Pair:
         axis: np.concatenate([one.members[axis] for one in dimensions if axis in one.members], axis=1)
         for axis in dict.fromkeys(axis for one in dimensions for axis in one.members)
     }
-    writers, readers = (_add_counts([getattr(f, part) for _, f in pairs]) for part in ("writers", "readers"))
+    writers = dict(sum((Counter(one.writers) for _, one in pairs), Counter[str]()))
+    readers = dict(sum((Counter(one.readers) for _, one in pairs), Counter[str]()))
     dimension = Dimension(first.name, kind, members, tuple(writers), tuple(readers))
     return dimension, replace(facts, kind=kind, writers=writers, readers=readers)
-
-
-def _add_counts(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part in parts:
-        for layer, count in part.items():
-            total[layer] = total.get(layer, 0) + count
-    return total
