@@ -141,6 +141,8 @@ def _make_record(name: str, changes: Changes, timing: Mapping[str, float]) -> di
                 "group_size": weight.group_size,
                 "zero_points": weight.zero_points is not None,
                 "transposed": layer in changes.transposed,
+                "offsets": weight.offsets is not None,
+                "stored": sorted(weight.stored),
             }
             for layer, weight in changes.quantized.items()
         },

@@ -20,7 +20,7 @@ from compress.errors import SourceError
 from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
 
-VALUES, SCALES, ZERO_POINTS = ":values", ":scales", ":zero_points"
+VALUES, SCALES, ZERO_POINTS, OFFSETS, STORED = ":values", ":scales", ":zero_points", ":offsets", ":stored:"
 """Endings of a quantized layer's tensors in a file of finished work."""
 FLOAT_BYTES = 4
 PIECE_BYTES = 16 << 20
@@ -54,6 +54,8 @@ class Packed:
     group_size: int
     zero_points: bool
     transposed: bool
+    offsets: bool = False
+    stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def make_entries(path: Path) -> dict[str, list[Entry]]:
     record = json.loads(path.with_suffix(".json").read_text())
     entries: dict[str, list[Entry]] = {name: [Stored(path, name)] for name in record["replaced"]}
     for layer, how in record["quantized"].items():
-        packed = Packed(path, layer, how["bits"], how["group_size"], how["zero_points"], how["transposed"])
+        packed = Packed(path, layer, **{**how, "stored": tuple(how["stored"])})
         entries.setdefault(f"{layer}.weight", []).append(packed)
     return entries
 
@@ -227,6 +229,10 @@ def pack_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     tensors = {layer + VALUES: held, layer + SCALES: torch.from_numpy(np.ascontiguousarray(weight.scales))}
     if weight.zero_points is not None:
         tensors[layer + ZERO_POINTS] = torch.from_numpy(np.ascontiguousarray(weight.zero_points))
+    if weight.offsets is not None:
+        tensors[layer + OFFSETS] = torch.from_numpy(np.ascontiguousarray(weight.offsets))
+    for name, array in weight.stored.items():
+        tensors[layer + STORED + name] = torch.from_numpy(np.ascontiguousarray(array))
     return tensors
 
 
@@ -240,7 +246,9 @@ def _unpack_weight(entry: Packed | HeldLayer) -> QuantizedWeight:
         values = held.numpy()
     zero_points = _read_tensor(entry.path, entry.layer + ZERO_POINTS).numpy() if entry.zero_points else None
     scales = _read_tensor(entry.path, entry.layer + SCALES).numpy()
-    return QuantizedWeight(values, scales, zero_points, entry.bits, entry.group_size)
+    offsets = _read_tensor(entry.path, entry.layer + OFFSETS).numpy() if entry.offsets else None
+    stored = {name: _read_tensor(entry.path, entry.layer + STORED + name).numpy() for name in entry.stored}
+    return QuantizedWeight(values, scales, zero_points, entry.bits, entry.group_size, offsets, stored)
 
 
 def _copy_by_pieces(path: Path, key: str) -> Tensor:

@@ -12,18 +12,26 @@ DEFAULT_GROUP_SIZE = 128
 """Of the W<bits>A16 presets, as in compressed-tensors."""
 
 
+ScaleType = Literal["float", "e4m3", "e8m0", "six-bit"]
+
+
 @dataclass(frozen=True)
 class WeightScheme:
     """A weight's numbers.
 
     `kind` "float" is FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale for each output
     channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point for each scale.
+    `scales`: how those are stored: as floats; as E4M3 below one float for the tensor (NVFP4); as powers of two in eight
+    bits (MX); as six-bit integers below a half float for some groups (llama.cpp's K formats). `rows`: outputs that share
+    a group's scale.
     """
 
     bits: int = 4
     group_size: int = DEFAULT_GROUP_SIZE
     symmetric: bool = True
     kind: Literal["int", "float"] = "int"
+    scales: ScaleType = "float"
+    rows: int = 1
 
     @property
     def levels(self) -> tuple[int, int]:

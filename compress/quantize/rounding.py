@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,10 +23,12 @@ LEAST_ZEROS = 0.05
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """Integer weights and what turns them back: `dequantize()` = (values - zero_points) * scales.
+    """Weights in few bits and what turns them back: `dequantize()` = (values - zero_points) * scales - offsets.
 
-    `values` has the weight's shape, int8 whatever the bits (uint8 when asymmetric). `scales` and `zero_points` are
-    [out, groups]; groups is 1 for per-channel weights.
+    `values` has the weight's shape, int8 whatever the bits (uint8 when asymmetric), or a float type of ml_dtypes.
+    `scales`, `zero_points` and `offsets` (float32, of formats whose zero is no whole level) are [out, groups]; groups is
+    1 for per-channel weights. `stored`: what a format with scales of its own writes in their place, by name; `scales`
+    and `offsets` are what these arrays stand for, in float32.
     """
 
     values: np.ndarray
@@ -34,6 +36,8 @@ class QuantizedWeight:
     zero_points: np.ndarray | None
     bits: int
     group_size: int
+    offsets: np.ndarray | None = None
+    stored: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def dequantize(self) -> np.ndarray:
         """Return the weight in float32, its own shape."""
@@ -42,6 +46,8 @@ class QuantizedWeight:
         if self.zero_points is not None:
             grouped = grouped - self.zero_points[:, :, None].astype(np.float32)
         weight: np.ndarray = grouped * self.scales[:, :, None]
+        if self.offsets is not None:
+            weight = weight - self.offsets[:, :, None]
         return weight.reshape(self.values.shape)
 
 

@@ -105,6 +105,9 @@ class GraphState:
             arrays |= {f"{name}|values": values, f"{name}|scales": weight.scales}
             if weight.zero_points is not None:
                 arrays[f"{name}|zero_points"] = weight.zero_points
+            if weight.offsets is not None:
+                arrays[f"{name}|offsets"] = weight.offsets
+            arrays |= {f"{name}|stored|{part}": array for part, array in weight.stored.items()}
         return arrays
 
 
@@ -131,7 +134,9 @@ def restore_state(model: ir.Model, record: dict[str, Any], arrays: dict[str, np.
         if name in record["float8"]:  # files of arrays have no such type
             values = values.view(FLOAT8)
         zero_points = arrays.get(f"{name}|zero_points")
-        weights[name] = QuantizedWeight(values, arrays[f"{name}|scales"], zero_points, bits, group)
+        offsets, prefix = arrays.get(f"{name}|offsets"), f"{name}|stored|"
+        stored = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        weights[name] = QuantizedWeight(values, arrays[f"{name}|scales"], zero_points, bits, group, offsets, stored)
     return GraphState(
         model,
         weights=weights,
