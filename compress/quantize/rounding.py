@@ -26,9 +26,9 @@ class QuantizedWeight:
     """Weights in few bits and what turns them back: `dequantize()` = (values - zero_points) * scales - offsets.
 
     `values` has the weight's shape, int8 whatever the bits (uint8 when asymmetric), or a float type of ml_dtypes.
-    `scales`, `zero_points` and `offsets` (float32, of formats whose zero is no whole level) are [out, groups]; groups is
-    1 for per-channel weights. `stored`: what a format with scales of its own writes in their place, by name; `scales`
-    and `offsets` are what these arrays stand for, in float32.
+    `scales`, `zero_points` and `offsets` (float32, of formats whose zero is no whole level) are [out, groups]; groups
+    is 1 for per-channel weights. `stored`: what a format with scales of its own writes in their place, by name;
+    `scales` and `offsets` are what these arrays stand for, in float32.
     """
 
     values: np.ndarray
