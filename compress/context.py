@@ -35,6 +35,10 @@ class TrainSet(Protocol):
         """Encode the model's inputs for these rows (int64), each [len(rows), ...]; texts are padded to the longest."""
         ...
 
+    def loss_masks(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return which of these rows' tokens are learned, int64 [len(rows), longest]; None: all of every row."""
+        ...
+
 
 @dataclass(frozen=True)
 class PassContext:

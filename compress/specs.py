@@ -149,6 +149,45 @@ class ModelSpec(Record):
         return find_task(self.task).encodes
 
 
+class MessageKeys(Record):
+    """How a set writes the messages of its conversations."""
+
+    role: str = "role"
+    """Key of who speaks: `from` in some."""
+    content: str = "content"
+    """Key of what is said: `value` in some."""
+    roles: dict[str, str] = {}
+    """The set's names of roles -> those that the chat template knows, such as {human: user, gpt: assistant}."""
+
+
+TEMPLATE_FILE = ".jinja"
+"""How the name of a file with a chat template ends."""
+RENDERING = (
+    *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""What is asked of transformers' `apply_chat_template` here, and no recipe may ask otherwise."""
+
+
+class ChatSpec(Record):
+    """How conversations become the tokens that a model reads, and which of them count."""
+
+    template: Annotated[str | None, NAMES_PLACE] = None
+    """A file that ends in .jinja, or the name of one of several that the model has; default: the model's own."""
+    arguments: dict[str, Any] = {}
+    """Variables of the template, such as {enable_thinking: false}."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Whose tokens passes that train learn from and the verdict is measured on."""
+
+    @model_validator(mode="after")
+    def _refuse_own_arguments(self) -> ChatSpec:
+        taken = sorted(self.arguments.keys() & set(RENDERING))
+        if taken:
+            raise ValueError(f"arguments: {', '.join(taken)} is set as conversations are read; leave it out")
+        return self
+
+
 class DataSpec(Record):
     """A set of samples."""
 
@@ -163,7 +202,8 @@ class DataSpec(Record):
     seed: int | None = None
     """Default: the recipe's seed."""
     columns: dict[str, str | int] = {}
-    """Role (image, audio, text, text_pair, label, an input, a slice) -> its column in the file: a name, or an index."""
+    """Role (image, audio, text, text_pair, messages, tools, label, an input, a slice) -> its column in the file: a name,
+    or an index."""
     names: tuple[str, ...] | None = None
     """Column names of a csv or tsv that has no header line."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
@@ -180,8 +220,19 @@ class DataSpec(Record):
     columns xywh (COCO's) where they are called bbox, else xyxy."""
     images: Annotated[str | None, NAMES_PLACE] = None
     """Folder of a coco: file's images; default: the file's own, which those of a jsonl: file are relative to, too."""
+    messages: MessageKeys = MessageKeys()
+    """Of a column of conversations: how its messages are written."""
+    packing: bool = False
+    """Of text-generation: several short samples in one row, up to `max_length`, to calibrate and train on. A sample
+    then sees those before it in its row."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
+
+    @model_validator(mode="after")
+    def _refuse_packing_of_parts(self) -> DataSpec:
+        if any(part.packing for part in self.parts[1:]):
+            raise ValueError("also: packing is of the whole set: say it beside `also`, not inside")
+        return self
 
     @property
     def parts(self) -> tuple[DataSpec, ...]:

@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from compress.data.chat import MESSAGES, TOOLS, ChatEncoder, read_tools, read_turns
 from compress.data.table import Table
 from compress.errors import SourceError
 from compress.recipe.places import did_you_mean
-from compress.specs import DataSpec
+from compress.specs import DataSpec, MessageKeys
 from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
 from runtime.encode.images import load_pixels
+from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS
@@ -29,6 +31,8 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "rate": ("rate", "sampling_rate", "sample_rate"),
     "text": ("text", "sentence", "sentence1"),
     "text_pair": ("text_pair", "sentence2"),
+    "messages": ("messages",),
+    "tools": ("tools",),
     "label": ("label", "labels", "score", "target"),
 }
 """Role -> the column names it is found under when the recipe gives no `columns`."""
@@ -39,7 +43,8 @@ def sample_roles(task: str, images: bool) -> tuple[str, ...]:
 
     `images`: inputs are made of images, whatever the task.
     """
-    return find_task(task).columns or (("image",) if images else ())
+    chat = (MESSAGES, TOOLS) if find_torch_task(task).chats else ()
+    return (*find_task(task).columns, *chat) or (("image",) if images else ())
 
 
 def resolve_roles(
@@ -63,6 +68,10 @@ def resolve_roles(
     else:
         columns = _match_usual_names(table, task, task_roles, input_names, slices)
     required = task_roles[: find_task(task).required] or tuple(input_names)
+    if MESSAGES in task_roles and {MESSAGES, TOOLS} & columns.keys():
+        if "text" in columns:
+            raise SourceError(f"{table.where}: columns: text and messages are both given; give one of them")
+        required = (MESSAGES,)
     required = required or tuple(role for role in columns if role != LABEL)[:1]
     if find_task(task).encodes:  # what its decoder reads is the reference
         required = (*required, LABEL)
@@ -70,6 +79,7 @@ def resolve_roles(
     as_tensors = bool(input_names) and set(input_names) <= columns.keys()
     if (missing and not as_tensors) or not columns.keys() - {"label"}:
         roles = ", ".join(missing) or "an input"
+        roles += " (or messages)" if MESSAGES in task_roles and "text" in missing else ""
         raise SourceError(
             f"{table.where}: no column for {roles}; the file has: {', '.join(table.names) or 'no columns'}; name them "
             f"in the recipe, such as `columns: {{{missing[0] if missing else 'x'}: ...}}`{table.hint}"
@@ -147,13 +157,17 @@ def _match_usual_names(
         names = [name for name in usual if name in table.lengths]
         if names:
             columns[role] = names[0]
+    if MESSAGES in columns:  # a text beside them is mostly one that somebody has rendered of them
+        columns.pop("text", None)
+    else:
+        columns.pop(TOOLS, None)
     if not task_roles:
         wanted = input_names or [name for name in table.names if name not in (*USUAL_NAMES[LABEL], *slices)]
         columns |= {name: name for name in wanted if name in table.lengths}
     return columns
 
 
-USUAL_MASKS = MaskIds()
+USUAL_MASKS, USUAL_KEYS = MaskIds(), MessageKeys()
 
 
 @dataclass(frozen=True)
@@ -168,11 +182,17 @@ class ColumnReader:
     images: bool = False
     """Inputs are made of images, whatever the task."""
     masks: MaskIds = USUAL_MASKS
+    messages: MessageKeys = USUAL_KEYS
+    chats: ChatEncoder | None = None
+    """Encodes conversations for the model."""
 
     def read_all(self, roles: Mapping[str, str]) -> dict[str, Any]:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
         sound = {AUDIO, RATE} & roles.keys() if AUDIO in self.task.task.columns and AUDIO in roles else set()
-        columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound}
+        chat = {MESSAGES, TOOLS} & roles.keys() if self.chats is not None else set()
+        columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound | chat}
+        if chat and self.chats is not None:
+            columns |= self._encode_chats(self.chats, roles[MESSAGES], roles.get(TOOLS))
         if sound:
             columns |= self._load_audio(roles[AUDIO], roles.get(RATE))
         if misfit := self.task.find_misfit(columns):
@@ -235,6 +255,19 @@ class ColumnReader:
             AUDIO: stack_waveforms([waveform for waveform, _ in loaded]),
             RATE: np.array([rate for _, rate in loaded], np.int64),
         }
+
+    def _encode_chats(self, chats: ChatEncoder, column: str, tools: str | None) -> dict[str, Any]:
+        """Return the columns "input_ids" (int64 [t] each) and, unless all tokens count, "loss_mask". SourceError."""
+        raw = self.table.read(column, self.rows)
+        offered = [None] * len(raw) if tools is None else self.table.read(tools, self.rows)
+        encoded = []
+        for i, (turns, functions) in enumerate(zip(raw, offered, strict=True)):
+            try:
+                encoded.append(chats.encode(read_turns(turns, self.messages), read_tools(functions)))
+            except UsageError as error:
+                raise self.fail(column, i, str(error)) from error
+        columns = {IDS: [ids for ids, _ in encoded]}
+        return columns if chats.chat.loss_on == "all" else {**columns, LOSS_MASK: [mask for _, mask in encoded]}
 
     def _find_file(self, item: Any) -> Any:
         """Return a path that a file names, sought beside that file, too; anything else as it is."""

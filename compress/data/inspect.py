@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from compress.data.chat import ChatEncoder
 from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles
 from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
@@ -50,13 +51,14 @@ def inspect_data(
     class_names: Sequence[str] = (),
     images: bool = False,
     slices: Sequence[str] = (),
+    chats: ChatEncoder | None = None,
 ) -> DataFacts:
     """Return the facts of a data set without loading it. Arguments as for `load_samples`.
 
     Checked are that the file is there and readable, that its columns fit the task and that it has the samples asked
     for; of the values only the first row's. Raises SourceError naming file, column, rule and way out.
     """
-    parts = [_inspect_part(part, root, task, input_names, class_names, images, slices) for part in spec.parts]
+    parts = [_inspect_part(part, root, task, input_names, class_names, images, slices, chats) for part in spec.parts]
     same_roles([(part.source, part.columns) for part in parts])
     return parts[0] if len(parts) == 1 else _merge_facts(parts)
 
@@ -81,6 +83,7 @@ def _inspect_part(
     class_names: Sequence[str],
     images: bool,
     slices: Sequence[str],
+    chats: ChatEncoder | None,
 ) -> DataFacts:
     table = open_source(spec, root, task)
     roles = resolve_roles(spec, table, task, input_names, images, slices)
@@ -93,6 +96,8 @@ def _inspect_part(
         class_names=tuple(class_names),
         images=images,
         masks=spec.masks,
+        messages=spec.messages,
+        chats=chats,
     )
     first = reader.read_all(roles)
     for name, column in resolve_slices(spec, table, slices).items():

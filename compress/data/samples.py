@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.data.boxes import arrange_objects, open_coco, open_voc
+from compress.data.chat import ChatEncoder
 from compress.data.columns import LABEL, ColumnReader, resolve_roles, resolve_slices, same_roles
 from compress.data.table import Table, check_path, open_table
 from compress.errors import SourceError
@@ -27,8 +28,8 @@ from runtime.tasks import find_task
 class Samples:
     """`columns` by role, all of length `n`.
 
-    "image": uint8 [N, H, W(, C)], or a list of such images where sizes differ; "text", "text_pair": list[str]; model
-    inputs: [N, ...]; "label": int64 [N] classes or float64 [N] scores. `digest`: sha256 over all columns in order, as
+    "image": uint8 [N, H, W(, C)], or a list of such images where sizes differ; "text", "text_pair": list[str];
+    conversations as "input_ids" and "loss_mask", a list of arrays [t] each; model inputs: [N, ...]; "label": int64 [N] classes or float64 [N] scores. `digest`: sha256 over all columns in order, as
     the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only. `slices`: column -> a
     text for each sample, by which samples are told apart and which no model reads; "set": its evaluation set's name.
     """
@@ -51,11 +52,12 @@ def load_samples(
     images: bool = False,
     slices: Sequence[str] = (),
     set_names: Sequence[str] = (),
+    chats: ChatEncoder | None = None,
 ) -> Samples:
     """Load and check the samples of `spec`. Labels that are names are mapped through `class_names`.
 
     `images`: the model's preprocessing makes its input of images, whatever the task. `slices`: columns to read beside.
-    `set_names`: of each of the spec's parts, the evaluation set that it is of.
+    `set_names`: of each of the spec's parts, the evaluation set that it is of. `chats`: encodes conversations.
 
     With `shuffle`, rows come in the order drawn by the spec's seed (or else `seed`); two specs on one file with one
     seed and `skip` ranges that do not meet share no row. A whole set keeps the file's order.
@@ -67,7 +69,8 @@ def load_samples(
         table = open_source(part, root, task)
         roles = resolve_roles(part, table, task, input_names, images, slices)
         rows = draw_rows(part, table, n_rows(table, roles), seed)
-        reader = ColumnReader(table, rows, find_torch_task(task), n_classes, tuple(class_names), images, part.masks)
+        about = n_classes, tuple(class_names), images, part.masks, part.messages, chats
+        reader = ColumnReader(table, rows, find_torch_task(task), *about)
         parts.append(reader.read_all(roles))
         for name, column in resolve_slices(part, table, slices).items():
             sliced[name] += reader.read_slice(name, column)

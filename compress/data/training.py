@@ -11,6 +11,8 @@ import numpy as np
 from compress.data.samples import Samples
 from compress.errors import SourceError
 from compress.tasks import find_torch_task
+from runtime.decode.scoring import language_encoder
+from runtime.encode.language import LOSS_MASK
 from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -48,6 +50,17 @@ class EncodedSet:
             return self.preprocessor.encode(_gather_rows(parts, rows, self.size))
         except UsageError as error:
             raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
+
+
+    def loss_masks(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return which of the rows' tokens are learned, int64 [len(rows), longest], filled up with 0; None: all."""
+        if LOSS_MASK not in self.views[0]:
+            return None
+        masks = language_encoder(self.preprocessor).loss_masks(self.views[0], rows) or []
+        padded = np.zeros((len(rows), max(map(len, masks))), np.int64)
+        for row, mask in enumerate(masks):
+            padded[row, : len(mask)] = mask
+        return padded
 
 
 def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:

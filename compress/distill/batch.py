@@ -25,7 +25,8 @@ class Batch:
 
     `rows`: int64 [b], their numbers in the training set. `feeds`: [b, ...] by parameter of forward. `weights`: float32
     [b], what each sample counts in a mean. `labels`: int64 [b] classes or float32 [b] scores. `augmented`: the feeds
-    are not those of the rows as they are.
+    are not those of the rows as they are. `loss_mask`: int64 [b, T], 1 for each token whose prediction is learned;
+    None: all are.
     """
 
     rows: np.ndarray
@@ -34,6 +35,7 @@ class Batch:
     labels: Tensor | None = None
     mixed: Mixed | None = None
     augmented: bool = False
+    loss_mask: Tensor | None = None
 
     @property
     def mask(self) -> Tensor | None:
@@ -59,6 +61,7 @@ def part(batch: Batch, rank: int, size: int) -> Batch:
         weights=batch.weights[mine],
         labels=_slice_optional(batch.labels, mine),
         mixed=mixed,
+        loss_mask=_slice_optional(batch.loss_mask, mine),
     )
 
 
@@ -71,7 +74,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     mixed = batch.mixed and replace(batch.mixed, labels=_move_optional(batch.mixed.labels, device))
     feeds = {name: _place_tensor(tensor, device) for name, tensor in batch.feeds.items()}
     weights, labels = batch.weights.to(device), _move_optional(batch.labels, device)
-    return replace(batch, feeds=feeds, weights=weights, labels=labels, mixed=mixed)
+    counted = _move_optional(batch.loss_mask, device)
+    return replace(batch, feeds=feeds, weights=weights, labels=labels, mixed=mixed, loss_mask=counted)
 
 
 def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -48,7 +48,10 @@ def batch_maker(train: TrainSet, parameters: Mapping[str, str], augment: Augment
             feeds, mixed = _augment_images(feeds, labels, augment, random)
         tensors = {parameters[name]: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
         augmented = random is not None and augment.any
-        return Batch(rows, tensors, _weigh_samples(tensors, labels, len(rows), tokens), labels, mixed, augmented)
+        marked = train.loss_masks(rows) if tokens else None
+        counted = None if marked is None else torch.from_numpy(marked)
+        weights = _weigh_samples(tensors, labels, len(rows), tokens, counted)
+        return Batch(rows, tensors, weights, labels, mixed, augmented, counted)
 
     return make
 
@@ -73,9 +76,13 @@ def _select_labels(labels: np.ndarray | None, rows: Rows) -> Tensor | None:
     return chosen.long() if labels.dtype.kind in "iu" else chosen.float()
 
 
-def _weigh_samples(feeds: Mapping[str, Tensor], labels: Tensor | None, n: int, tokens: bool) -> Tensor:
+def _weigh_samples(
+    feeds: Mapping[str, Tensor], labels: Tensor | None, n: int, tokens: bool, counted: Tensor | None
+) -> Tensor:
     if not tokens:
         return torch.ones(n)
+    if counted is not None:
+        return counted[:, 1:].sum(1).float()
     if labels is not None:  # the tokens that a decoder writes; the mask is of what its encoder reads
         return (labels >= 0).sum(1).float()
     return (feeds[MASK].sum(1) - 1).clamp_min(0).float()

@@ -290,9 +290,10 @@ def _measure_distance(distance: Distance, student: Tensor, teacher: Tensor, batc
 
 
 def _mask_predicted(batch: Batch) -> Tensor:
-    """Return bool [b, T - 1]: where a token follows."""
+    """Return bool [b, T - 1]: where a token follows, and its prediction is learned."""
     ids = batch.feeds["input_ids"]
-    return (torch.ones_like(ids) if batch.mask is None else batch.mask)[:, 1:] != 0
+    follows = (torch.ones_like(ids) if batch.mask is None else batch.mask)[:, 1:] != 0
+    return follows if batch.loss_mask is None else follows & (batch.loss_mask[:, 1:] != 0)
 
 
 def _mean_by_row(values: Tensor, chosen: Tensor) -> Tensor:

@@ -44,6 +44,9 @@ class Written:
         width = int(lengths.max())
         return {IDS: self.ids[rows, :width], MASK: (np.arange(width) < lengths[:, None]).astype(np.int64)}
 
+    def loss_masks(self, rows: np.ndarray) -> None:
+        """Return None: all tokens are learned."""
+
 
 @dataclass(frozen=True)
 class Writing:

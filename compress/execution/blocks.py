@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -93,13 +93,21 @@ def _find_shared(cache: ResultCache, key: str) -> CachedResult | None:
 
 
 def score_in_torch(
-    cache: ResultCache, key: str, before: StreamedModel, after: StreamedModel, context: PassContext
+    cache: ResultCache,
+    key: str,
+    before: StreamedModel,
+    after: StreamedModel,
+    context: PassContext,
+    masks: Sequence[np.ndarray] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return (baseline, candidate) outputs of a language model over the evaluation texts, from torch."""
+    """Return (baseline, candidate) outputs of a language model over the evaluation texts, from torch.
+
+    `masks`: which of each text's tokens count; None: all.
+    """
 
     def write(folder: Path) -> dict[str, Any]:
         with alone():
-            scores = score_streamed(before, after, context)
+            scores = score_streamed(before, after, context, masks)
         for name, outputs in zip((BASELINE, CANDIDATE), scores, strict=True):
             write_npz(folder / name, outputs)
         return {}

@@ -117,11 +117,17 @@ def shortfall_finder(
     return find
 
 
-def score_streamed(before: StreamedModel, after: StreamedModel, context: PassContext) -> tuple[Columns, Columns]:
+def score_streamed(
+    before: StreamedModel,
+    after: StreamedModel,
+    context: PassContext,
+    masks: Sequence[np.ndarray] | None = None,
+) -> tuple[Columns, Columns]:
     """Return (baseline, candidate): sums over each text's predicted tokens, as `runtime.decode.scoring.score` has them.
 
     `context.batches`: the evaluation texts, one in each. Both models pass through block by block, side by side only at
-    their heads. The candidate computes as the engine `context.target` does.
+    their heads. The candidate computes as the engine `context.target` does. `masks`: which of each text's tokens count,
+    bool [t] each; None: all.
 
     What a language model that no ONNX file is written of loses: scored by torch, block by block, at the build.
     """
@@ -131,7 +137,7 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
             held.enter_context(_open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
         ]
         _share(*heads)
-        rows = list(_score_rows(heads, context.batches))
+        rows = list(_score_rows(heads, context.batches, masks))
     names = ("nll", "n_tokens", "kl", "agree", "reference_nll")
     columns = {name: np.array([row[name] for row in rows]) for name in names}
     baseline = {"nll": columns["reference_nll"], "n_tokens": columns["n_tokens"].astype(np.int64)}
@@ -161,13 +167,16 @@ def _share(one: BlockWork, other: BlockWork) -> None:
                 twin._parameters[own] = module._parameters[key]
 
 
-def _score_rows(heads: Sequence[BlockWork], batches: Sequence[Feeds]) -> Iterator[dict[str, float]]:
+def _score_rows(
+    heads: Sequence[BlockWork], batches: Sequence[Feeds], masks: Sequence[np.ndarray] | None
+) -> Iterator[dict[str, float]]:
     """Yield each text's sums, in order."""
-    texts = iter(batches)
+    texts = enumerate(batches)
     for i in range(len(heads[0].calls)):
         with torch.no_grad():
             logits = [head.forward(i).numpy() for head in heads]  # [b, t, vocab] each
         for row in range(len(logits[0])):
-            ids = next(texts)["input_ids"][0]
-            sums = reduce_sample([one[row, : len(ids) - 1] for one in logits], ids[1:])
-            yield {**sums, "n_tokens": len(ids) - 1}
+            text, feeds = next(texts)
+            ids, counted = feeds["input_ids"][0], None if masks is None else masks[text][1:]
+            sums = reduce_sample([one[row, : len(ids) - 1] for one in logits], ids[1:], counted)
+            yield {**sums, "n_tokens": len(ids) - 1 if counted is None else int(counted.sum())}

@@ -31,7 +31,15 @@ from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.source import locate
-from compress.planning.inputs import TEXTS, Batches, generation_of, leave_out_long, load_set, student_spec
+from compress.planning.inputs import (
+    TEXTS,
+    Batches,
+    describe_counted,
+    generation_of,
+    leave_out_unlearnable,
+    load_set,
+    student_spec,
+)
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
@@ -46,6 +54,7 @@ from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
+from runtime.decode.scoring import language_encoder
 from runtime.errors import UsageError
 from runtime.judge.slices import find_groups
 from runtime.judge.validate import validate
@@ -255,14 +264,16 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
     assert passed.source is not None and passed.streamed is not None
     changed = any(config.stage_on(plan.before) == "model" for config in plan.recipe.passes)
     before = open_streamed(plan.inputs, None) if changed else passed.source
+    batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
     context = PassContext(
-        batches=Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs),
+        batches=batches,
         target=TARGETS[plan.recipe.target],
         seed=plan.recipe.seed,
         log=run.journal.log,
         progress=run.journal.progress,
     )
-    return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context)
+    masks = language_encoder(batches.preprocessor).loss_masks(run.sets["evaluation"].columns)
+    return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context, masks)
 
 
 def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[Note]]:
@@ -285,10 +296,12 @@ def _load_sets(plan: Plan, journal: Journal) -> tuple[dict[str, Samples], tuple[
     if shared:
         of = f"{shared} of {sets['evaluation'].n} evaluation samples"
         journal.log(f"data: {of} are also calibration samples; the verdict is optimistic")
-    if "train" not in sets:
-        return sets, ()
-    sets["train"], note = leave_out_long(sets["train"], plan.inputs)
-    return sets, () if note is None else (note,)
+    notes = []
+    if "train" in sets:
+        sets["train"], note = leave_out_unlearnable(sets["train"], plan.inputs)
+        notes.append(note)
+    notes += [describe_counted(sets[name], name, plan.inputs) for name in ("train", "evaluation") if name in sets]
+    return sets, tuple(note for note in notes if note is not None)
 
 
 def _check_slices(plan: Plan, evaluation: Samples) -> None:

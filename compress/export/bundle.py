@@ -57,6 +57,7 @@ FOLDER_FILES = (
     "preprocessor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
     "special_tokens_map.json",
     "vocab.txt",
     "vocab.json",

@@ -71,6 +71,15 @@ def _hash_files(folder: Path) -> str:
     return sha.hexdigest()
 
 
+def has_chat_template(folder: Path | None) -> bool:
+    """Return whether a model's folder has a chat template, as one of its files or in its tokenizer's. SourceError."""
+    if folder is None:
+        return False
+    if (folder / "chat_template.jinja").is_file() or any(folder.glob("additional_chat_templates/*.jinja")):
+        return True
+    return bool(_read_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
 def read_generation(folder: Path, vocab_size: int) -> Generation:
     """Read generation_config.json over config.json (its text_config, where it has one). SourceError: not JSON."""
     config = _read_json(folder / "config.json")

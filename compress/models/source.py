@@ -22,7 +22,7 @@ from runtime.errors import BundleError
 if TYPE_CHECKING:
     import onnx
 
-CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "1_Pooling/*")
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "1_Pooling/*")
 """Files of a hub repository that hold no weights and may be needed."""
 PICKLES = (".pt", ".pth", ".bin")
 SHAPES = "shapes.json"

@@ -98,6 +98,11 @@ class Pass(Record):
         """Estimate the bytes that the work holds beside the blocks that are streamed to it."""
         return 0
 
+    @property
+    def rewrites_texts(self) -> bool:
+        """Return whether it learns from texts that are made of the training set's, of which no loss mask is known."""
+        return False
+
     def train_problems(self, task: str, n_samples: int, has_labels: bool) -> list[str]:
         """Return what is wrong with the training set, for a pass that needs one."""
         return []

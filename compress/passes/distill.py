@@ -40,6 +40,10 @@ class Distill(LearningPass):
     def uses_blocks(self) -> bool:  # type: ignore[override]
         return self.student is not None and not self.student.separate
 
+    @property
+    def rewrites_texts(self) -> bool:
+        return self.sequences is not None
+
     def find_student(self) -> Student | None:
         return self.student
 

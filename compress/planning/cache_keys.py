@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from compress.data.chat import MESSAGES
 from compress.passes import Pass
 from compress.planning.inputs import Inputs
 from compress.planning.own_metrics import digest_own_metrics
@@ -127,7 +128,8 @@ def _describe_preprocess(inputs: Inputs) -> list[Any]:
 def _describe_set(inputs: Inputs, name: str) -> list[Any]:
     spec = inputs.recipe.data.declared[name]
     chosen = [part.model_dump(mode="json", exclude={"source", "also"}) for part in spec.parts]
-    return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.class_names)]
+    rendered = [inputs.chats.digest] if inputs.chats is not None and MESSAGES in inputs.data[name].columns else []
+    return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.class_names), *rendered]
 
 
 def list_plugins(recipe: Recipe) -> dict[str, dict[str, str]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from compress.blocks.experts import unstack_experts
+from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.errors import PlanError, SourceError
@@ -36,11 +37,12 @@ from compress.store.cache import default_root
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
-from runtime.bundle.columns import count, take
+from runtime.bundle.columns import Columns, count, take
 from runtime.bundle.manifest import Generation, Judgement, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
-from runtime.encode.language import LanguagePreprocess, make_language_encoder
+from runtime.decode.scoring import count_targets, language_encoder
+from runtime.encode.language import LOSS_MASK, LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.preprocess import (
     AudioPreprocess,
     PreprocessSpec,
@@ -85,6 +87,8 @@ class Inputs:
     students: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     """Of the classes: the recipe's, or the folder's where the task says nothing without."""
+    chats: ChatEncoder | None = None
+    """Encodes conversations, of a model that reads them."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -96,11 +100,11 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
     names = model_inputs(spec, root)
     class_names = find_class_names(spec, root)
-    data, problems = {}, []
+    data, problems, chats = {}, [], _make_chat_encoder(recipe)
     for name, declared in recipe.data.declared.items():
         try:
             slices, images = recipe.validate_.slices if name == "evaluation" else (), preprocess.kind == "image"
-            data[name] = inspect_data(declared, root, spec.task, names, class_names, images, slices)
+            data[name] = inspect_data(declared, root, spec.task, names, class_names, images, slices, chats)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     if not data and not problems:
@@ -139,7 +143,16 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(problems),
         students.digests,
         class_names,
+        chats,
     )
+
+
+def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
+    """Return what encodes conversations for the recipe's model; None where it reads none."""
+    spec = recipe.model
+    if not find_torch_task(spec.task).chats:
+        return None
+    return ChatEncoder(recipe.chat, locate(spec, recipe.root).folder, recipe.root, spec.trust_remote_code)
 
 
 def _find_rate_problems(preprocess: PreprocessSpec, data: Mapping[str, DataFacts]) -> list[str]:
@@ -174,9 +187,8 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
     slices, sets = (recipe.validate_.slices, recipe.data.evaluation_names) if name == "evaluation" else ((), ())
     with blame(recipe.root, SourceError):
         images = inputs.preprocess.kind == "image"
-        samples = load_samples(
-            spec, recipe.root, task, inputs.names, recipe.seed, n_classes, class_names, images, slices, sets
-        )
+        about = recipe.seed, n_classes, class_names, images, slices, sets, inputs.chats
+        samples = load_samples(spec, recipe.root, task, inputs.names, *about)
     return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
 
 
@@ -215,7 +227,7 @@ def text_fill(inputs: Inputs, name: str) -> float:
 def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     """Return texts as they are, or packed where the recipe says so.
 
-    Raises SourceError for tokens that the model does not know.
+    Raises SourceError for tokens that the model does not know, and where none counts.
     """
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
@@ -234,13 +246,37 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     assert isinstance(inputs.preprocess, LanguagePreprocess)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
     try:
-        columns = dict(encoder.samples(samples.columns))
-        sequences = encoder.sequences(columns)
+        columns = _pack_samples(encoder, samples.columns, name, inputs)
+        sequences, masks = encoder.sequences(columns), encoder.loss_masks(columns)
         if max(map(len, sequences)) < 2:
             raise UsageError("no text has two tokens: there is nothing to predict")
+        if name != "calibration" and not count_targets(sequences, masks).any():
+            raise UsageError(
+                f"the assistant says nothing in the first {inputs.preprocess.max_length} tokens of any conversation: "
+                "give others, a larger preprocess.max_length, or chat.loss_on: all"
+            )
     except UsageError as error:
         raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
-    return samples if columns.keys() == samples.columns.keys() else samples_of(columns)
+    return samples if columns is samples.columns else samples_of(dict(columns))
+
+
+def _pack_samples(encoder: LanguageEncoder, columns: Columns, name: str, inputs: Inputs) -> Columns:
+    """Return windows of all samples joined (`preprocess.pack`), rows of several (the set's `packing`), or the samples.
+
+    Conversations are token ids already, which both join as they join texts; what counts of them stays what it was.
+    """
+    windows, packing = encoder.spec.pack, inputs.recipe.data.declared[name].packing
+    if windows is None and not packing:
+        return columns
+    if MESSAGES not in inputs.data[name].columns and windows is not None:
+        return encoder.samples(columns)
+    sequences = encoder.sequences(columns)
+    masks = encoder.loss_masks(columns) or [np.ones(len(ids), bool) for ids in sequences]
+    if windows is not None:
+        return cut_windows(sequences, masks, windows)
+    generation = generation_of(inputs)
+    ends = generation.eos_token_ids if generation is not None and MESSAGES not in inputs.data[name].columns else ()
+    return pack_rows(sequences, masks, encoder.spec.max_length, ends[0] if ends else None)
 
 
 def _refuse_token_metrics(judgement: Judgement) -> None:
@@ -254,12 +290,14 @@ def _refuse_token_metrics(judgement: Judgement) -> None:
         )
 
 
-def leave_out_long(samples: Samples, inputs: Inputs) -> tuple[Samples, Note | None]:
+def leave_out_unlearnable(samples: Samples, inputs: Inputs) -> tuple[Samples, Note | None]:
     """Return the samples of the training set that can be learned from, and a note of those that are left out.
 
     An encoder-decoder learns a reference along what it belongs to: a sample that is read in several parts has none for
-    each. SourceError where all are such.
+    each. Of a conversation the assistant's part is learned, which may be none. SourceError where all are such.
     """
+    if LOSS_MASK in samples.columns:
+        return _leave_out_silent(samples, inputs)
     if not inputs.recipe.model.encodes:
         return samples, None
     encoder = make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer)
@@ -274,6 +312,34 @@ def leave_out_long(samples: Samples, inputs: Inputs) -> tuple[Samples, Note | No
         raise SourceError(f"{text}; cut them, with their references")
     columns = {name: take(samples.columns, name, kept) for name in samples.columns}
     return samples_of(columns), Note("warning", text)
+
+
+def _leave_out_silent(samples: Samples, inputs: Inputs) -> tuple[Samples, Note | None]:
+    """Return the conversations in whose first `max_length` tokens the assistant speaks, and a note of the others."""
+    encoder = language_encoder(make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer))
+    counted = count_targets(encoder.sequences(samples.columns), encoder.loss_masks(samples.columns))
+    kept = np.flatnonzero(counted)
+    if len(kept) == samples.n:
+        return samples, None
+    text = (
+        f"data.train: in {samples.n - len(kept)} of {samples.n} conversations the assistant says nothing within "
+        "max_length, and they are not learned from"
+    )
+    return samples_of({name: take(samples.columns, name, kept) for name in samples.columns}), Note("warning", text)
+
+
+def describe_counted(samples: Samples, name: str, inputs: Inputs) -> Note | None:
+    """Return a note of how many of a set's tokens are the assistant's, and count; None where all tokens do."""
+    if LOSS_MASK not in samples.columns:
+        return None
+    encoder = language_encoder(make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer))
+    sequences = encoder.sequences(samples.columns)
+    counted = count_targets(sequences, encoder.loss_masks(samples.columns))
+    text = (
+        f"data.{name}: {counted.sum()} of {count_targets(sequences, None).sum()} predicted tokens are the assistant's, "
+        "and these alone count"
+    )
+    return Note("info", text)
 
 
 class Batches(Sequence[Feeds]):

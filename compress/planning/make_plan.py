@@ -19,6 +19,7 @@ from compress.formats.targets import TARGETS
 from compress.graph.cleanup import describe_clean_up
 from compress.models.facts import short_feeds, zeros
 from compress.models.feeds import parameters
+from compress.models.language import has_chat_template
 from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
@@ -39,6 +40,7 @@ from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import ResultCache, default_root
 from compress.store.durable import blame
+from compress.tasks import find_torch_task
 from compress.work import WORK, find_work
 from runtime.bundle.manifest import fixed_batch
 from runtime.measure.benchmark import choose_backend
@@ -190,6 +192,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     if elsewhere is not None:
         how = _IN_ONNXRUNTIME if recipe.has_onnx else _BY_TORCH
         texts.append(f"{recipe.target} does not run here: {how}")
+    texts += _warn_plain_texts(inputs)
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be pass whatever is measured")
     notes = [Note("warning", text) for text in texts]
@@ -199,6 +202,18 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
+
+
+def _warn_plain_texts(inputs: Inputs) -> list[str]:
+    """Warn of sets of plain text that a model with a chat template is calibrated or trained on."""
+    if not find_torch_task(inputs.recipe.model.task).chats or not has_chat_template(inputs.folder):
+        return []
+    return [
+        f"data.{name}: plain text, and the model has a chat template: if it was trained to chat, it reads no such text "
+        "in use; give conversations, a column `messages` of {role, content} (or name it: `columns: {messages: ...}`)"
+        for name in ("calibration", "train")
+        if name in inputs.data and "text" in inputs.data[name].columns
+    ]
 
 
 def _batch_notes(inputs: Inputs) -> list[Note]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from compress.data.chat import MESSAGES
 from compress.engine.compile import list_capabilities, why_not_here
 from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
 from compress.facts import LOWEST_OPSET, ModelFacts, Note
@@ -83,12 +84,29 @@ def data_problems(inputs: Inputs) -> list[str]:
         elif pass_.needs_train and train is not None:
             found = pass_.train_problems(recipe.model.task, train.n_samples, train.has_labels)
             problems += [f"passes.{index}: {problem}" for problem in found]
+            if pass_.rewrites_texts and MESSAGES in train.columns and recipe.chat.loss_on == "assistant":
+                problems.append(
+                    f"passes.{index}: {pass_.kind} learns from texts that the teacher goes on with, of which nobody "
+                    "knows what is the assistant's; leave sequences out, or set chat.loss_on: all"
+                )
+    problems += packing_problems(inputs)
     fixed, calibration = fixed_batch(inputs.facts.inputs), inputs.data.get("calibration")
     if fixed is not None and calibration is not None and calibration.n_samples < fixed:
         problems.append(
             f"data.calibration: {calibration.n_samples} samples do not fill one batch of {fixed}, which the model is "
             "bound to; give more, or export the model with a free batch"
         )
+    return problems
+
+
+def packing_problems(inputs: Inputs) -> list[str]:
+    """Report sets that are packed where nothing can be, or twice."""
+    recipe, problems = inputs.recipe, []
+    for name, spec in recipe.data.declared.items():
+        if spec.packing and not find_torch_task(recipe.model.task).chats:
+            problems.append(f"data.{name}: packing joins texts that go on; a {recipe.model.task} model reads each alone")
+        elif spec.packing and getattr(inputs.preprocess, "pack", None):
+            problems.append(f"data.{name}: packing: preprocess.pack joins all texts already; give one of them")
     return problems
 
 

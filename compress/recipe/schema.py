@@ -10,12 +10,12 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from compress.formats.targets import TargetName
 from compress.passes import KINDS, Pass
 from compress.recipe.exports import CHECKPOINT_TARGET, AnyTarget, CheckpointExport, Export, GraphExport, OnnxExport
-from compress.specs import DataSpec, ModelSpec, Preprocess, Record
+from compress.specs import ChatSpec, DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Judgement, Postprocess
 from runtime.metrics import is_own
 
@@ -76,6 +76,12 @@ class DataSpecs(Record):
     evaluation: EvaluationSets | None = None
     """What the verdict is measured on; the bundle holds a copy. One set, or several by name: {day: ..., night: ...}."""
 
+    @model_validator(mode="after")
+    def _refuse_packed_evaluation(self) -> DataSpecs:
+        if any(spec.packing for spec in self._evaluation_sets.values()):
+            raise ValueError("evaluation: packing: each sample is judged alone; leave it out")
+        return self
+
     @property
     def declared(self) -> dict[str, DataSpec]:
         """Return the sets that the recipe has, by name; several evaluation sets as one, each behind the one before."""
@@ -129,6 +135,8 @@ class Recipe(Record):
     """Default: what the model's own files say (tokenizer, image processor); tensors as they are otherwise."""
     data: DataSpecs = DataSpecs()
     """The sets of samples."""
+    chat: ChatSpec = ChatSpec()
+    """Of language models whose data are conversations: how these are rendered, and whose tokens count."""
     target: AnyTarget = "onnxruntime-cpu"
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()

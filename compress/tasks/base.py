@@ -173,6 +173,8 @@ class TorchTask:
     """Finds the first sample whose columns do not go together: its number among them, and why."""
     make_targets: Callable[[Columns, Preprocessor], np.ndarray | None] = lambda columns, _: columns.get("label")
     """Makes of a training set's columns the labels that outputs are compared with, [n, ...]."""
+    chats: bool = False
+    """Whether a sample may be a conversation, which the model's chat template renders."""
     tables: tuple[str, ...] = ()
     """Names of transformers' tables of models for this task and, of those here, none other."""
     class_arguments: Callable[[Any], dict[str, Any]] = lambda config: {}

@@ -17,5 +17,6 @@ TEXT_GENERATION = TorchTask(
         "tpot",
     ),
     loss="next tokens",
+    chats=True,
     outputs={"logits": ("batch", "sequence", "width")},
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from runtime.backends import Session
 from runtime.bundle.columns import Array, Columns, count
-from runtime.encode.language import LanguageEncoder
+from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.errors import BundleError, UsageError
 
@@ -35,26 +35,37 @@ def score(
 
     {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N]} and, with a reference, {"kl": float64 [N]
     KL(reference || model) in nats, "agree": int64 [N] tokens for which both find the same one most likely,
-    "reference_nll": float64 [N]}. Samples are what `LanguageEncoder.samples` makes of the columns. The result does not
-    depend on the samples' order. UsageError for samples that do not fit, a sample of one token, and models whose
-    vocabularies differ; BundleError for a graph without logits [batch, sequence, vocab].
+    "reference_nll": float64 [N]}. Samples are what `LanguageEncoder.samples` makes of the columns; where these have a
+    "loss_mask", only the tokens that it marks are summed and counted. The result does not depend on the samples' order.
+    UsageError for samples that do not fit, a sample of one token, and models whose vocabularies differ; BundleError for
+    a graph without logits [batch, sequence, vocab].
     """
     language = language_encoder(encoder)
     samples = language.samples(columns)
-    count({name: column for name, column in samples.items() if name in ("text", "input_ids")})
-    sequences = language.sequences(samples)
+    count({name: column for name, column in samples.items() if name in ("text", IDS, LOSS_MASK)})
+    sequences, masks = language.sequences(samples), language.loss_masks(samples)
     short = next((row for row, ids in enumerate(sequences) if len(ids) < 2), None)
     if short is not None:
         raise UsageError(f"sample {short} has one token, and none to predict: leave it out, or join texts with pack")
+    targets = count_targets(sequences, masks)
+    if not targets.any():
+        raise UsageError(f"column '{LOSS_MASK}' marks no token that is predicted: there is nothing to score")
     sessions = [session] if reference_session is None else [session, reference_session]
     names = ("nll", "kl", "reference_nll")[: 1 if reference_session is None else 3]
     sums: dict[str, Array] = {name: np.zeros(len(sequences)) for name in names}
-    sums |= {"n_tokens": np.array([len(ids) - 1 for ids in sequences], np.int64)}
+    sums |= {"n_tokens": targets}
     sums |= {"agree": np.zeros(len(sequences), np.int64)} if reference_session is not None else {}
     for row, logits in logit_rows(sessions, language, sequences, batch_size):
-        for name, value in reduce_sample(logits, sequences[row][1:]).items():
+        for name, value in reduce_sample(logits, sequences[row][1:], masks and masks[row][1:]).items():
             sums[name][row] = value
     return sums
+
+
+def count_targets(sequences: Sequence[Array], masks: Sequence[Array] | None) -> Array:
+    """Count the predicted tokens of each sample, int64 [N]: all but the first, or those of them that its mask marks."""
+    if masks is None:
+        return np.array([len(ids) - 1 for ids in sequences], np.int64)
+    return np.array([np.count_nonzero(mask[1:]) for mask in masks], np.int64)
 
 
 def language_encoder(encoder: Preprocessor) -> LanguageEncoder:
@@ -88,14 +99,17 @@ def logit_rows(
             yield row, [logits[place, : len(sequences[row]) - 1] for logits in all_logits]
 
 
-def reduce_sample(logits: Sequence[Array], targets: Array) -> dict[str, Any]:
+def reduce_sample(logits: Sequence[Array], targets: Array, counted: Array | None = None) -> dict[str, Any]:
     """Return `score`'s sums of one sample.
 
-    `logits`: [t, vocab] of the model (and the reference); `targets`: the tokens that came, [t].
+    `logits`: [t, vocab] of the model (and the reference); `targets`: the tokens that came, [t]; `counted`: which of
+    them are summed, bool [t]; None: all.
     """
+    if counted is not None and not counted.all():
+        logits, targets = [model_logits[counted] for model_logits in logits], targets[counted]
     totals: dict[str, Any] = {}
     step = max(1, REDUCED_AT_ONCE // logits[0].shape[-1])
-    for start in range(0, len(targets), step):
+    for start in range(0, max(len(targets), 1), step):  # once for no tokens: sums of nothing are 0
         part = slice(start, start + step)
         for name, value in _reduce_part([model_logits[part] for model_logits in logits], targets[part]).items():
             totals[name] = totals.get(name, 0) + value

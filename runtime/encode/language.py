@@ -4,6 +4,9 @@ A text is encoded without the special tokens that a tokenizer would add, prefixe
 if there is one, and cut at `max_length`. Each sample is then scored alone: every token but the first is predicted from
 those before it. With `pack` the texts are first joined into one and cut into windows, as perplexity on running text
 (WikiText) is measured; the windows are then samples like any other.
+
+Samples that are token ids already (chats, rendered where the bundle was built) may say which of their tokens count, in
+the column "loss_mask": those of the assistant.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from runtime.bundle.tensors import TensorSpec
 
 FEEDS = ("input_ids", "attention_mask", "position_ids")
+IDS, LOSS_MASK = "input_ids", "loss_mask"
+"""Columns of samples that are tokens already: their ids, and 1 for each token whose prediction counts, else 0."""
 TEXT_SEPARATOR = "\n\n"
 """Between texts that are packed."""
 
@@ -122,6 +127,19 @@ class LanguageEncoder:
         cut = [ids[: self.spec.max_length].astype(np.int64, copy=False) for ids in token_ids]
         self._check_ids(cut, f"column '{name}'")
         return cut
+
+    def loss_masks(self, columns: Columns, rows: Rows = None) -> list[Array] | None:
+        """Return which of the rows' tokens count as predicted, bool [t] each, cut as `sequences` cuts them.
+
+        None where all do. UsageError for a mask that is no 0 or 1 for each token of its sample.
+        """
+        if LOSS_MASK not in columns:
+            return None
+        masks = [np.asarray(mask) for mask in take(columns, LOSS_MASK, rows)]
+        for row, (mask, ids) in enumerate(zip(masks, take(columns, IDS, rows), strict=True)):
+            if mask.shape != np.shape(ids) or mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
+                raise UsageError(f"column '{LOSS_MASK}', sample {row}: give 0 or 1 for each of {len(ids)} tokens")
+        return [mask[: self.spec.max_length].astype(bool) for mask in masks]
 
     def tokens(self, text: str) -> list[int]:
         """Return one text's ids, nothing added and nothing cut."""

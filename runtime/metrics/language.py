@@ -2,7 +2,7 @@
 
 Outputs are what `runtime.decode.scoring.score` gives: sums over each sample's predicted tokens. Metrics are per token,
 sums over sums, so that a long text counts for more than a short one; whole samples are what intervals take as drawn.
-A sample of no tokens, as a recording that is read in several parts has them, does not count.
+A sample of no tokens (a recording that is read in several parts, a chat whose assistant says nothing) does not count.
 """
 
 from __future__ import annotations
