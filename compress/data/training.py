@@ -51,7 +51,6 @@ class EncodedSet:
         except UsageError as error:
             raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
 
-
     def loss_masks(self, rows: np.ndarray) -> np.ndarray | None:
         """Return which of the rows' tokens are learned, int64 [len(rows), longest], filled up with 0; None: all."""
         if LOSS_MASK not in self.views[0]:

@@ -104,7 +104,9 @@ def packing_problems(inputs: Inputs) -> list[str]:
     recipe, problems = inputs.recipe, []
     for name, spec in recipe.data.declared.items():
         if spec.packing and not find_torch_task(recipe.model.task).chats:
-            problems.append(f"data.{name}: packing joins texts that go on; a {recipe.model.task} model reads each alone")
+            problems.append(
+                f"data.{name}: packing joins texts that go on; a {recipe.model.task} model reads each alone"
+            )
         elif spec.packing and getattr(inputs.preprocess, "pack", None):
             problems.append(f"data.{name}: packing: preprocess.pack joins all texts already; give one of them")
     return problems
