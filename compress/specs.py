@@ -202,8 +202,8 @@ class DataSpec(Record):
     seed: int | None = None
     """Default: the recipe's seed."""
     columns: dict[str, str | int] = {}
-    """Role (image, audio, text, text_pair, messages, tools, label, an input, a slice) -> its column in the file: a name,
-    or an index."""
+    """Role (image, audio, text, text_pair, messages, tools, label, an input, a slice) -> its column in the file: a
+    name, or an index."""
     names: tuple[str, ...] | None = None
     """Column names of a csv or tsv that has no header line."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None

@@ -1,9 +1,9 @@
 """Conversations to the token ids that an instruct model reads, and which of them are the assistant's.
 
 A conversation is rendered with the model's own chat template, by transformers, in jinja2's sandbox. What the assistant
-says is found by the template's `{% generation %}` marks. Without them it is found by prefixes: the conversation up to an
-assistant's turn, rendered with the generation prompt, must begin the whole rendering, and what the turn adds to it is
-the assistant's. Whatever cannot be found so is an error, and never guessed.
+says is found by the template's `{% generation %}` marks. Without them it is found by prefixes: the conversation up to
+an assistant's turn, rendered with the generation prompt, must begin the whole rendering, and what the turn adds to it
+is the assistant's. Whatever cannot be found so is an error, and never guessed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Around what the assistant says, in a template."""
 Turns = list[dict[str, Any]]
 """{"role": "user", "content": "..."}, the oldest first, and whatever else the template reads of a turn."""
-NO_MASK = "which tokens are the assistant's cannot be told"
+NO_MASK = "the assistant's tokens cannot be told from the others"
 WAYS = (
     "give chat.template a .jinja file with {% generation %} around what the assistant says, or chat.loss_on: all to "
     "count every token"
@@ -58,8 +58,7 @@ def read_turns(value: Any, keys: MessageKeys) -> Turns:
 def _read_turn(turn: Any, i: int, keys: MessageKeys) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise UsageError(f"message {i} is {type(turn).__name__}, not an object of {keys.role} and {keys.content}")
-    missing = [key for key in (keys.role,) if not isinstance(turn.get(key), str)]
-    if missing:
+    if not isinstance(turn.get(keys.role), str):
         raise UsageError(
             f"message {i} has no text '{keys.role}'; it has: {', '.join(turn) or 'nothing'}; name the keys, such as "
             "`messages: {role: from, content: value}` in the set"
@@ -118,7 +117,7 @@ class ChatEncoder:
                 tokenizer = AutoTokenizer.from_pretrained(
                     self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code, use_fast=True
                 )
-        except Exception as error:  # noqa: BLE001  (the tokenizers library raises Exception itself)
+        except Exception as error:  # the tokenizers library raises Exception itself
             raise SourceError(f"{self.folder}: transformers cannot build its tokenizer: {error}") from error
         if not tokenizer.is_fast:
             raise SourceError(f"{self.folder}: its tokenizer does not say where tokens stand; a tokenizer.json does")
@@ -158,7 +157,7 @@ class ChatEncoder:
         return tuple({*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
 
     def encode(self, turns: Turns, tools: list[dict[str, Any]] | None = None) -> tuple[Array, Array]:
-        """Return a conversation's token ids, int64 [t], nothing added to what is rendered, and its loss mask, uint8 [t].
+        """Return a conversation's token ids, int64 [t], nothing added to its rendering, and their loss mask, uint8 [t].
 
         UsageError where the template fails on it, and where the assistant's part cannot be told.
         """
@@ -197,7 +196,7 @@ class ChatEncoder:
             return self.tokenizer.apply_chat_template(
                 turns, tools=tools, chat_template=template, **{**self.chat.arguments, **how}
             )
-        except Exception as error:  # noqa: BLE001  (whatever the template does, it is the template that failed)
+        except Exception as error:  # whatever the template does, it is the template that failed
             said = f"{type(error).__name__}: {str(error)[:300]}"
             raise UsageError(
                 f"the chat template fails on this conversation ({said}): change or leave out the conversation, or give "
@@ -219,13 +218,13 @@ class ChatEncoder:
     def _find_start(self, before: Turns, tools: Any, text: str, k: int) -> int:
         if not before:
             raise UsageError(
-                f"the assistant speaks first, and {NO_MASK} where nothing is before: put a user's or a system's "
+                f"the assistant speaks first, and where nothing is before {NO_MASK}: put a user's or a system's "
                 f"message there, or {WAYS}"
             )
         prompt = self._render(before, tools, prompt=True)
         if not text.startswith(prompt):
             raise UsageError(
-                f"message {k}: the chat template writes what is before it in another way once more follows, so that "
+                f"message {k}: the chat template writes what is before it in another way once more follows, so "
                 f"{NO_MASK}: {WAYS}"
             )
         return len(prompt)
@@ -246,7 +245,7 @@ class ChatEncoder:
         end = next((token for token in sorted(self.ends, key=len, reverse=True) if behind.startswith(token)), "")
         if not words or not text.startswith(words, start) or not end:
             raise UsageError(
-                f"message {k}: the chat template writes the assistant's turn in another way once more follows, so that "
+                f"message {k}: the chat template writes the assistant's turn in another way once more follows, so "
                 f"{NO_MASK}: {WAYS}"
             )
         return start + len(words) + len(end)
@@ -255,11 +254,11 @@ class ChatEncoder:
 def pack_rows(
     sequences: Sequence[Array], masks: Sequence[Array], longest: int, separator: int | None
 ) -> dict[str, list[Array]]:
-    """Return several short samples in one row: {"input_ids": int64 [t] each, "loss_mask": uint8 [t] each}, t <= longest.
+    """Return several short samples in one row: {"input_ids": int64 [t] each, "loss_mask": uint8 [t] each}.
 
-    The longest samples first, each into the fullest row that has room (best fit). `separator`: a token that is put
-    between two samples. Neither it nor a sample's first token counts, as no token is then learned, or scored, that was
-    not before.
+    No row is longer than `longest`; the longest samples come first, each into the fullest row that has room (best fit).
+    `separator`: a token that is put between two samples. Neither it nor a sample's first token counts, so that no token
+    is learned, or scored, that was not before.
     """
     gap = 0 if separator is None else 1
     rows: list[list[int]] = []

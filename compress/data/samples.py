@@ -29,9 +29,10 @@ class Samples:
     """`columns` by role, all of length `n`.
 
     "image": uint8 [N, H, W(, C)], or a list of such images where sizes differ; "text", "text_pair": list[str];
-    conversations as "input_ids" and "loss_mask", a list of arrays [t] each; model inputs: [N, ...]; "label": int64 [N] classes or float64 [N] scores. `digest`: sha256 over all columns in order, as
-    the bundle's evaluation set has it. `row_digests`: one for each sample, over its inputs only. `slices`: column -> a
-    text for each sample, by which samples are told apart and which no model reads; "set": its evaluation set's name.
+    conversations: "input_ids" and "loss_mask", a list of arrays [t] each; model inputs: [N, ...]; "label": int64 [N]
+    classes or float64 [N] scores. `digest`: sha256 over all columns in order, as the bundle's evaluation set has it.
+    `row_digests`: one for each sample, over its inputs only. `slices`: column -> a text for each sample, by which
+    samples are told apart and which no model reads; "set": its evaluation set's name.
     """
 
     columns: dict[str, Any]

@@ -18,7 +18,9 @@ from compress.specs import ChatSpec, DataSpec, MessageKeys
 from runtime.errors import UsageError
 
 KEYS = MessageKeys()
-LAST_AS_IT_IS = REASONING.replace("m.content +", "(m.content if loop.last else m.content | upper) +")
+LAST_AS_IT_IS = REASONING.replace(
+    "m.content", "(m.content | upper if m.role != 'user' and not loop.last else m.content)"
+)
 
 
 def encoder(folder: Path, written: Any, **chat: Any) -> ChatEncoder:
@@ -166,8 +168,8 @@ def test_errors_name_file_and_row_and_the_first_row_is_read_by_the_plan(tmp_path
     path.write_text(json.dumps(system) + "\n")
     with pytest.raises(SourceError, match=r"column 'messages', line 1: .* System role not supported"):
         inspect_data(DataSpec(source="jsonl:d.jsonl"), tmp_path, "text-generation", (), chats=chats)
+    plain = encoder(tmp_path, None)
     with pytest.raises(SourceError, match="the model has no chat template, which a column of messages needs"):
-        plain = encoder(tmp_path, None)
         inspect_data(DataSpec(source="jsonl:d.jsonl"), tmp_path, "text-generation", (), chats=plain)
     both = DataSpec(source="jsonl:d.jsonl", columns={"messages": "messages", "text": "messages"})
     with pytest.raises(SourceError, match="text and messages are both given; give one of them"):
