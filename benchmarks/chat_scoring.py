@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ 'Teller:\n' }}{% endif %}"
 )
 PLAIN = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-BAR = 1e-4
+BAR, INPUTS = 1e-4, 5e-3
 IN_TORCH = ONLY_WHAT_IS_SCORED["text-generation"]
 BITS = "passes.0.scheme=W3A16"
 """Where 4 bits lose too little to tell one calibration from another."""
@@ -59,6 +59,8 @@ def measure(call: Call) -> Measured:
         at_most(f"{name}: nats from those by hand", abs(reported(bundle, side) - expected), BAR)
         for name, (bundle, side, expected) in pairs.items()
     ]
+    apart = abs(reported(graph, "candidate") - reported(alone, "candidate"))
+    claims.append(at_most("4 bits: nats between ONNX, which rounds inputs to int8, and torch", apart, INPUTS))
     claims.append(at_most("dialogues whose mask is not transformers' own", float(count_other(folder, evaluated)), 0))
     if not call.quick:
         for name, sets in (

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from compress.errors import SourceError
-from compress.models.huggingface import quiet
 from compress.specs import TEMPLATE_FILE, ChatSpec, MessageKeys
 from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
@@ -109,6 +108,8 @@ class ChatEncoder:
     def tokenizer(self) -> Any:
         """Return the tokenizer that transformers makes of the folder. SourceError."""
         from transformers import AutoTokenizer
+
+        from compress.models.huggingface import quiet
 
         if self.folder is None:
             raise SourceError("a column of messages needs a chat template, and this model has no folder with one")

@@ -159,6 +159,7 @@ def _match_usual_names(
             columns[role] = names[0]
     if MESSAGES in columns:  # a text beside them is mostly one that somebody has rendered of them
         columns.pop("text", None)
+        columns.pop(LABEL, None)  # a score of the conversation, which no model reads
     else:
         columns.pop(TOOLS, None)
     if not task_roles:

@@ -8,7 +8,8 @@ TEXT_GENERATION = TorchTask(
     name="text-generation",
     starter=Starter(
         "dir:model",
-        """  # each text alone, or with `preprocess: {kind: language, pack: 512}` windows of the texts joined
+        """  # texts, or conversations: a column `messages` of {role, content}, rendered with the model's chat template
+  # each text alone, or with `preprocess: {kind: language, pack: 512}` windows of the texts joined
   calibration: {source: "jsonl:train.jsonl", samples: 256}
   evaluation: {source: "jsonl:test.jsonl", samples: 200}
 """,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chats import GEMMA, LLAMA, chat_folder, write_chats
@@ -16,6 +17,8 @@ from tiny_lm import QUICK_DECODING, write_texts
 from typer.testing import CliRunner
 
 from compress.cli import app
+from compress.planning.inputs import load_set, read_inputs
+from compress.recipe.load import load_recipe
 from runtime.bundle.format import read_manifest, read_samples
 
 RTN: dict[str, Any] = {"kind": "rtn", "scheme": "W4A16", "group_size": 32}
@@ -110,7 +113,7 @@ def plan(folder: Path, asked: dict[str, Any]) -> str:
     return " ".join(done.output.split())
 
 
-def test_the_plan_warns_of_plain_text_and_refuses_what_cannot_be_rendered(tmp_path: Path) -> None:
+def test_the_plan_warns_of_plain_text_packs_and_refuses_what_cannot_be_rendered(tmp_path: Path) -> None:
     chat_folder(tmp_path / "lm", GEMMA)
     write_texts(tmp_path / "calibration.jsonl", 8)
     write_chats(tmp_path / "evaluation.jsonl", 4)
@@ -123,6 +126,13 @@ def test_the_plan_warns_of_plain_text_and_refuses_what_cannot_be_rendered(tmp_pa
     assert "packing: each sample is judged alone" in plan(
         tmp_path, {**asked, "data": {"evaluation": {"source": "jsonl:evaluation.jsonl", "packing": True}}}
     )
+    packed = {**recipe([]), "data": {"evaluation": {"source": "jsonl:evaluation.jsonl"}}}
+    packed["data"]["calibration"] = {"source": "jsonl:texts.jsonl", "packing": True}
+    write_texts(tmp_path / "texts.jsonl", 8)
+    inputs = read_inputs(load_recipe(write_recipe(tmp_path / "packed.yaml", packed)), tmp_path / "cache")
+    rows = load_set(inputs, "calibration", None).columns["input_ids"]
+    assert 1 < len(rows) < 8
+    assert [np.count_nonzero(ids == 2) for ids in rows] == [np.count_nonzero(ids == 1) - 1 for ids in rows]
     sequences = {"kind": "distill", "sequences": {}, "steps": 1}
     write_chats(tmp_path / "train.jsonl", 4)
     write_chats(tmp_path / "calibration.jsonl", 4)
