@@ -47,6 +47,11 @@ def read_turns(value: Any, keys: MessageKeys) -> Turns:
     UsageError for one without turns, and for a turn without a known role or without anything said.
     """
     value = _parse_json(value, "the conversation")
+    if isinstance(value, Mapping) and isinstance(value.get(keys.role), list):  # a list for each key, as hubs have some
+        lists = {key: said for key, said in value.items() if isinstance(said, list)}
+        if len({len(said) for said in lists.values()}) > 1:
+            raise UsageError(f"the lists of {', '.join(lists)} differ in length: give one entry a message in each")
+        value = [dict(zip(lists, turn, strict=True)) for turn in zip(*lists.values(), strict=True)]
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise UsageError(f"a conversation is a list of {{role, content}}, and this is {type(value).__name__}")
     if not len(value):

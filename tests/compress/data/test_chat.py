@@ -117,6 +117,7 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path, template: str, turns: An
         ([], "the conversation is empty: leave it out"),
         ("[not", "the conversation: a text that is not JSON"),
         ({"role": "user"}, "a conversation is a list of {role, content}, and this is dict"),
+        ({"role": ["user"], "content": []}, "the lists of role, content differ in length"),
         (["hello"], "message 0 is str, not an object of role and content"),
         ([{"from": "human", "value": "x"}], "message 0 has no text 'role'; it has: from, value; name the keys"),
         ([{"role": "human", "content": "x"}], "message 0 has role 'human', not one of system, developer, user"),
@@ -137,6 +138,13 @@ def test_other_spellings_are_read_where_the_set_says_so(tmp_path: Path) -> None:
     samples = load_samples(spec, tmp_path, "text-generation", (), 0, chats=chats)
     ids, mask = samples.columns["input_ids"][0], samples.columns["loss_mask"][0]
     assert chats.tokenizer.decode(ids[mask.astype(bool)]) == "yes<|eot_id|>"
+
+
+def test_a_list_for_each_key_is_read_as_messages() -> None:
+    assert read_turns({"role": ["user", "assistant"], "content": ["a", "b"]}, KEYS) == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
 
 
 def test_every_file_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -135,6 +135,38 @@ def test_tokens_score_as_their_text_does(tiny: Any, tmp_path: Path, session: Ses
     assert found["n_tokens"].tolist() == [2]
 
 
+def test_masked_tokens_are_neither_summed_nor_counted(tiny: Any, tmp_path: Path, session: Session) -> None:
+    """A mask and what it leaves out make up the whole, also where a sample is cut; one that leaves out all gives 0."""
+    own = encoder(tiny, tmp_path, session)
+    ids = [*own.sequences({"text": ["abcd", "efg"]}), np.arange(20) + 60]  # the last one is cut at 16
+    rng = np.random.default_rng(0)
+    masks = [rng.integers(0, 2, len(row)).astype(np.uint8) for row in ids]
+    masks[1][:] = 0
+    found, rest, whole = (
+        score(session, own, {"input_ids": ids, **more}, 4, session)
+        for more in ({"loss_mask": masks}, {"loss_mask": [1 - mask for mask in masks]}, {})
+    )
+    for name in ("nll", "n_tokens", "agree", "reference_nll"):
+        np.testing.assert_allclose(found[name] + rest[name], whole[name], rtol=1e-12)
+    assert found["n_tokens"].tolist() == [np.count_nonzero(mask[1:16]) for mask in masks]
+    assert found["nll"][1] == 0 and METRICS["nll"].compute(found, None) == pytest.approx(
+        found["nll"].sum() / found["n_tokens"].sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ([1, 1], "column 'loss_mask', sample 0: give 0 or 1 for each of 3 tokens"),
+        ([0, 2, 1], "column 'loss_mask', sample 0: give 0 or 1 for each of 3 tokens"),
+        ([1, 0, 0], "marks no token that is predicted: there is nothing to score"),
+    ],
+)
+def test_a_mask_that_is_none(tiny: Any, tmp_path: Path, session: Session, mask: list[int], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        score(session, encoder(tiny, tmp_path, session), {"input_ids": [[BOS, 3, 4]], "loss_mask": [mask]})
+
+
 # encoding
 
 
