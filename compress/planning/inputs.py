@@ -42,7 +42,7 @@ from runtime.bundle.manifest import Generation, Judgement, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
 from runtime.decode.scoring import count_targets, language_encoder
-from runtime.encode.language import LOSS_MASK, LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.preprocess import (
     AudioPreprocess,
     PreprocessSpec,
@@ -265,18 +265,21 @@ def _pack_samples(encoder: LanguageEncoder, columns: Columns, name: str, inputs:
 
     Conversations are token ids already, which both join as they join texts; what counts of them stays what it was.
     """
-    windows, packing = encoder.spec.pack, inputs.recipe.data.declared[name].packing
-    if windows is None and not packing:
-        return columns
-    if MESSAGES not in inputs.data[name].columns and windows is not None:
+    chats = MESSAGES in inputs.data[name].columns
+    if encoder.spec.pack is not None and chats:
+        whole = columns[IDS]
+        return cut_windows(whole, columns.get(LOSS_MASK) or _mark_all(whole), encoder.spec.pack)
+    if encoder.spec.pack is not None or not inputs.recipe.data.declared[name].packing:
         return encoder.samples(columns)
     sequences = encoder.sequences(columns)
-    masks = encoder.loss_masks(columns) or [np.ones(len(ids), bool) for ids in sequences]
-    if windows is not None:
-        return cut_windows(sequences, masks, windows)
-    generation = generation_of(inputs)
-    ends = generation.eos_token_ids if generation is not None and MESSAGES not in inputs.data[name].columns else ()
+    generation = None if chats else generation_of(inputs)  # a template ends what it writes itself
+    ends = generation.eos_token_ids if generation is not None else ()
+    masks = encoder.loss_masks(columns) or _mark_all(sequences)
     return pack_rows(sequences, masks, encoder.spec.max_length, ends[0] if ends else None)
+
+
+def _mark_all(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.ones(len(ids), np.uint8) for ids in sequences]
 
 
 def _refuse_token_metrics(judgement: Judgement) -> None:
@@ -330,7 +333,7 @@ def _leave_out_silent(samples: Samples, inputs: Inputs) -> tuple[Samples, Note |
 
 def describe_counted(samples: Samples, name: str, inputs: Inputs) -> Note | None:
     """Return a note of how many of a set's tokens are the assistant's, and count; None where all tokens do."""
-    if LOSS_MASK not in samples.columns:
+    if MESSAGES not in inputs.data[name].columns or inputs.recipe.chat.loss_on == "all":
         return None
     encoder = language_encoder(make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer))
     sequences = encoder.sequences(samples.columns)

@@ -56,7 +56,8 @@ def score(
     sums |= {"n_tokens": targets}
     sums |= {"agree": np.zeros(len(sequences), np.int64)} if reference_session is not None else {}
     for row, logits in logit_rows(sessions, language, sequences, batch_size):
-        for name, value in reduce_sample(logits, sequences[row][1:], masks and masks[row][1:]).items():
+        counted = None if masks is None else masks[row][1:]
+        for name, value in reduce_sample(logits, sequences[row][1:], counted).items():
             sums[name][row] = value
     return sums
 
