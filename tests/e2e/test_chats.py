@@ -133,6 +133,15 @@ def test_the_plan_warns_of_plain_text_packs_and_refuses_what_cannot_be_rendered(
     rows = load_set(inputs, "calibration", None).columns["input_ids"]
     assert 1 < len(rows) < 8
     assert [np.count_nonzero(ids == 2) for ids in rows] == [np.count_nonzero(ids == 1) - 1 for ids in rows]
+    windows = {**recipe([]), "data": {"evaluation": {"source": "jsonl:evaluation.jsonl"}}}
+    windows["preprocess"] = {"kind": "language", "max_length": 16, "pack": 16}
+    inputs = read_inputs(load_recipe(write_recipe(tmp_path / "windows.yaml", windows)), tmp_path / "cache")
+    assert inputs.chats is not None
+    cut = load_set(inputs, "evaluation", None).columns
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    whole = [np.concatenate(parts) for parts in zip(*map(inputs.chats.encode, rows), strict=True)]
+    for name, values in zip(("input_ids", "loss_mask"), whole, strict=True):
+        np.testing.assert_array_equal(cut[name].ravel(), values[: len(values) // 16 * 16])
     sequences = {"kind": "distill", "sequences": {}, "steps": 1}
     write_chats(tmp_path / "train.jsonl", 4)
     write_chats(tmp_path / "calibration.jsonl", 4)
