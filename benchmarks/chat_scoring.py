@@ -6,8 +6,9 @@ The nats that the ONNX judge reports of the float model, and those that torch re
 those by hand within 1e-4; so are the 4-bit checkpoint's, loaded by transformers. The masks are transformers' own
 (`return_assistant_tokens_mask`) of the same template with marks, dialogue by dialogue.
 
-Beside it: the 4-bit model's nats on the assistant's tokens where it was calibrated on dialogues, on dialogues packed
-into rows, and on the plain stories.
+Beside it: the 3-bit model's nats on the assistant's tokens where it was calibrated on dialogues, on dialogues packed
+into rows, and on the plain stories, which are more text. The model never learned to chat: of those that did, these say
+nothing.
 """
 
 from __future__ import annotations
