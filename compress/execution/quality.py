@@ -166,7 +166,7 @@ def _score_rows(heads: Sequence[BlockWork], batches: Sequence[Feeds]) -> Iterato
     texts = iter(batches)
     for i in range(len(heads[0].calls)):
         with torch.no_grad():
-            logits = [head.forward(i).numpy() for head in heads]  # [b, t, vocab] each
+            logits = [head.forward(i).cpu().numpy() for head in heads]  # [b, t, vocab] each
         for row in range(len(logits[0])):
             ids = next(texts)["input_ids"][0]
             sums = reduce_sample([one[row, : len(ids) - 1] for one in logits], ids[1:])

@@ -75,7 +75,7 @@ class FloatTeacher:
             return self.kept[number]
         with torch.no_grad():
             out = _select_rows(first_output(self.module(**feeds)), rows).float()
-            target = soften_logits(out) if self.kind == "kl" else (out, torch.zeros(0))
+            target = soften_logits(out) if self.kind == "kl" else (out, out.new_zeros(0))
         if (n_bytes := target[0].numel() * target[0].element_size()) <= self.left:
             self.left -= n_bytes
             self.kept[number] = target
@@ -95,9 +95,11 @@ class OutputLesson:
 
     def loss(self) -> Tensor:
         """Return the KL divergence from the teacher, nats for a row, or the relative squared error."""
-        rows = _get_mask(self.feeds)
-        target, entropies = self.teacher.target(self.number, self.feeds, rows)
-        out = _select_rows(first_output(self.module(**self.feeds)), rows)
+        device = next(self.module.parameters()).device
+        feeds = {name: tensor.to(device) for name, tensor in self.feeds.items()}
+        rows = _get_mask(feeds)
+        target, entropies = self.teacher.target(self.number, feeds, rows)
+        out = _select_rows(first_output(self.module(**feeds)), rows)
         return divergence(out, target, entropies) if self.teacher.kind == "kl" else relative_error(out, target)
 
 
