@@ -41,6 +41,11 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", int(number) if number else int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def describe_device(device: torch.device) -> str:
+    """Return a device as people say it: cpu, or cuda:0 (NVIDIA H100 80GB HBM3)."""
+    return "cpu" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+
+
 def explain_no_device(wanted: str) -> str:
     """Return why passes cannot run on what a recipe asks for, and the way out; "" where they can."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -49,9 +54,10 @@ def explain_no_device(wanted: str) -> str:
     if kind == "cpu" or (kind == "auto" and not there):
         return ""
     if not there:
-        built = f"was built for CUDA {torch.version.cuda}, but sees no GPU" if torch.version.cuda else "has no CUDA"
-        way = "see `nvidia-smi`" if torch.version.cuda else "install a build of torch for CUDA (pytorch.org, Get Started)"
-        return f"{wanted} was asked for, and the installed torch {version('torch')} {built}; {way}, or use device: auto"
+        cuda = torch.version.cuda
+        why = f"was built for CUDA {cuda}, but sees no GPU" if cuda else "was built without CUDA"
+        way = "see `nvidia-smi`" if cuda else "install a build of torch for CUDA (pytorch.org, Get Started)"
+        return f"{wanted} was asked for, and the installed torch {version('torch')} {why}; {way}, or use device: auto"
     if number and local > 1:
         return f"{wanted} is one GPU, and each of the {local} processes needs its own; use device: cuda"
     if (int(number) if number else local - 1) >= there:
@@ -64,10 +70,16 @@ def room_for_activations(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(HELD_PART * torch.cuda.mem_get_info(device)[0])
 
 
-def run_with_fewer_rows(run: Callable[[int | None], T], usual: int, log: Callable[[str], None]) -> T:
+def run_with_fewer_rows(
+    run: Callable[[int | None], T],
+    usual: int,
+    log: Callable[[str], None],
+    least: int = LEAST_ROWS,
+    what: str = "tokens",
+) -> T:
     """Return `run(None)`; where a device has no memory for it, `run` of half of `usual` rows at once, and so on.
 
-    PassError where not even LEAST_ROWS fit.
+    `what`: the rows are. PassError where not even `least` fit.
     """
     rows: int | None = None
     while True:
@@ -79,9 +91,9 @@ def run_with_fewer_rows(run: Callable[[int | None], T], usual: int, log: Callabl
         # Only beyond the handler is free what the failed frames held.
         clear_device_cache(garbage_collection=True)
         rows = (rows or usual) // 2
-        if rows < LEAST_ROWS:
+        if rows < least:
             raise PassError(
-                f"the device has no memory for the work on one block, not even with {2 * rows} tokens at once; use "
-                "device: cpu, or a GPU with more memory"
+                f"the device has no memory for the work, not even with {2 * rows} {what} at once; use device: cpu, or "
+                "a GPU with more memory"
             )
-        log(f"the device's memory is full; going on with {rows} tokens at once")
+        log(f"the device's memory is full; going on with {rows} {what} at once")

@@ -18,8 +18,8 @@ import torch
 
 from compress.blocks.activations import Holder, MicroBatch, micro_batches
 from compress.blocks.block import BlockWork
-from compress.blocks.device import room_for_activations
 from compress.blocks.blockfiles import Said, block_file, read_block, read_finished_blocks, write_block
+from compress.blocks.device import room_for_activations
 from compress.blocks.sharing import from_main, share, wait
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult

@@ -75,7 +75,11 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
         raise ValueError("NaN or Inf among its inputs on the calibration data")
     diagonal = gram.diagonal()
     dead = diagonal == 0
-    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(gram), device=gram.device)
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if act_order
+        else torch.arange(len(gram), device=gram.device)
+    )
     unit = power_of_two(diagonal.amax()).to(gram.dtype)  # what an input that was never seen weighs: about the largest
     damp = damp_percent
     while damp <= MOST_DAMPING:

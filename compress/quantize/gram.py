@@ -72,9 +72,7 @@ def _mirror(upper: Tensor) -> None:
         upper[stop:, start:stop] = upper[start:stop, stop:].T
 
 
-def gram_matrix(
-    model: ir.Model, tensor: str, batches: Iterable[Feeds], device: torch.device | None = None
-) -> Tensor:
+def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds], device: torch.device | None = None) -> Tensor:
     """Return X^T X / n over the rows of a tensor [..., in], all batches together; float32 [in, in], on `device`.
 
     Raises ValueError when there is no batch or a value is not finite.

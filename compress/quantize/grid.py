@@ -111,7 +111,9 @@ def power_of_two(peak: Tensor) -> Tensor:
 def multiply_scales(scales: Tensor, factors: Tensor) -> Tensor:
     """Return scales times powers of two, of each sign at least SMALLEST_SCALE: a smaller one would divide to Inf."""
     product = scales * factors
-    return torch.where(product.abs() < SMALLEST_SCALE, torch.copysign(product.new_full((), SMALLEST_SCALE), product), product)
+    return torch.where(
+        product.abs() < SMALLEST_SCALE, torch.copysign(product.new_full((), SMALLEST_SCALE), product), product
+    )
 
 
 def finite(tensor: Tensor) -> bool:

@@ -168,6 +168,7 @@ def _learn_whole(
         reduce=sum_over_processes,
         rank=share().rank,
         size=share().size,
+        rows=context.rows,
         saved=open_saved_run(context, "whole", f"tune: {END}"),
     )
     learned.weights |= weights

@@ -143,7 +143,7 @@ def _list_indices(func: Any, args: Any) -> Any:
 
 
 def _describe(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what decides whether devices mix: operator, and each tensor's device, type and whether it is one number."""
+    """Return what decides whether devices mix: the operator; each tensor's device, type, whether it is one number."""
     tensors = [(x.device, x.dtype, x.dim() == 0) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return func, tuple(tensors), str(kwargs.get("device"))
 
