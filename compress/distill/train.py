@@ -80,9 +80,9 @@ class Around:
     """What training may use beside its lessons. `name`: what bar, log and errors call it.
 
     `device`: "cpu" or "cuda:n". `work`: a folder that outlives a killed run; None: nothing is saved. `rates`: parameter
-    -> a factor on the learning rate. `before_step`, `after_step`: called with each step's number, the first also with the part of the run that is
-    done, in [0, 1); what they do must follow from these and the module alone, for a resumed run calls them from its
-    first step on.
+    -> a factor on the learning rate. `before_step`, `after_step`: called with each step's number, the first also with
+    the part of the run that is done, in [0, 1); what they do must follow from these and the module alone, for a resumed
+    run calls them from its first step on.
     """
 
     name: str

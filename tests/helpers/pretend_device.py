@@ -178,7 +178,9 @@ def pretend_gpu(patch: pytest.MonkeyPatch, free_bytes: int = 0) -> Iterator[Pret
     patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, free_bytes))
     patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
     patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    patch.setattr(torch.amp.autocast_mode, "is_bf16_supported", lambda: True, raising=False)
+    patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
+    patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
+    patch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
     make = torch.tensor  # in C++ it goes by the build's devices, not by the mode
     patch.setattr(torch, "tensor", lambda data, device=HOST, **how: make(data, **how).to(device))
     with PretendDevice() as mode:
