@@ -74,6 +74,8 @@ class Stream:
         if done:
             self.context.log(f"{done} of {len(self._plan)} blocks are done already; going on after them")
         if done < len(self._plan):
+            if self.device.type != "cpu":
+                torch.cuda.reset_peak_memory_stats(self.device)
             with self._open_holder() as holder:
                 how = (self.float_too, self.compute, self.device, self.context.rows is None)
                 work = Work(self.model, self._load_batches(), holder, *how)
@@ -83,6 +85,9 @@ class Stream:
                     else:
                         yield from self._run_block(work, entry)
         self._said = read_finished_blocks(self._folder, len(self._plan))
+        if self.device.type != "cpu" and done < len(self._plan):
+            taken = torch.cuda.max_memory_allocated(self.device) / 2**20
+            self.context.log(f"at most {taken:.0f} MiB of {self.device} were taken")
 
     def result(self) -> PassResult[StreamedModel]:
         """Return the model as the blocks left it, and their records. RuntimeError before the last one is done."""

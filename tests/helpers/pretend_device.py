@@ -177,6 +177,7 @@ def pretend_gpu(patch: pytest.MonkeyPatch, free_bytes: int = 0) -> Iterator[Pret
     patch.setattr(torch.cuda, "device_count", lambda: 1)
     patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, free_bytes))
     patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
+    patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
     patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
     patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)

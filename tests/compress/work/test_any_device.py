@@ -90,6 +90,16 @@ def run(passes: list[dict[str, Any]], net: nn.Module, device: str, **more: Any) 
     return model
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_gives_it_on_a_real_gpu(name: str) -> None:
+    """Of wider layers than on the pretended one, so that products are a GPU's own."""
+    net = llama(layers=2, hidden_size=256, intermediate_size=512)
+    found = run(PASSES[name], net, str(choose_device("cuda")))
+    assert difference(run(PASSES[name], net, "cpu"), found) < 2 * ROUGH.get(name, 0.02)
+
+
 def check_moves(moves: Mapping[tuple[str, str, str], int]) -> None:
     for source, _, where in moves:
         known = TO_DEVICE if source == "cpu" else TO_HOST
