@@ -1,5 +1,7 @@
 """Claims about the time of `gptq` on a GPU, beside this machine's processor, and its seconds per billion weights.
 
+The recipe is its own, like recipes/claims/tinystories-w4-gptq.yaml.
+
 A random Llama of the widths of one of 8 billion parameters (hidden 4,096, feed-forward 14,336, 32 heads over 8), two
 blocks, 4 bits in groups of 128, products in bfloat16, 64 samples of 512 tokens: the pass of `compress apply` on the GPU
 takes at most half of its time on all cores. Rows have the seconds per billion weights that are rounded, and the most of
@@ -30,10 +32,8 @@ def measure(call: Call) -> Measured:
         raise CallError(why)
     folder = call.out / "work"
     folder.mkdir()
-    shape = (QUICK if call.quick else WIDE) | {
-        "num_hidden_layers": LAYERS,
-        "vocab_size": 512 if call.quick else VOCABULARY,
-    }
+    vocabulary = 512 if call.quick else VOCABULARY
+    shape = (QUICK if call.quick else WIDE) | {"num_hidden_layers": LAYERS, "vocab_size": vocabulary}
     model = write_random_llama(folder / "float", shape)
     tokens = random_tokens(SAMPLES + 1, 32 if call.quick else TOKENS, vocabulary)
     recipe = write_recipe(folder, model, tokens[:SAMPLES], tokens[SAMPLES:], GROUP)
