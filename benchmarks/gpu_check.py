@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in one run and one report: `make gpu-check`.
 
-Runs the tests that are marked `gpu`, then `engine_speed.py` where the bench folder is given, and writes report.md and
-report.json into --out: the machine, each test with its outcome, each claim with its value. Exit codes: 0 all passed and
-held, 1 something did not, 2 there is no GPU.
+Runs the tests that are marked `gpu`, `device_speed.py`, and `engine_speed.py` where the bench folder is given, and
+writes report.md and report.json into --out: the machine, each test with its outcome, each claim with its value, each
+row. Exit codes: 0 all passed and held, 1 something did not, 2 there is no GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 
 from common import BENCH, HERE, ROOT, say
 
+from compress.blocks.device import explain_no_device
 from compress.commands.doctor import examine
 from runtime.nvidia.gpu import gpu_here
 
@@ -65,9 +66,14 @@ def main() -> int:
     call.out.mkdir(parents=True, exist_ok=True)
     check = Check(asdict(gpu), [one for one in examine()["findings"] if one["part"] in ("backend", "compiler")])
     check.tests = run_tests(call.out / "tests.xml")
+    why = explain_no_device("cuda")
+    if why:
+        check.left_out.append(f"device_speed.py: {why}")
+    else:
+        measure(check, "device_speed.py")
     bench = call.bench or os.environ.get(BENCH)
     if bench:
-        measure(check, bench)
+        measure(check, "engine_speed.py", "--bench", bench)
     else:
         check.left_out.append(f"engine_speed.py: no models to measure on; give --bench DIR or set {BENCH}")
     (call.out / "report.json").write_text(json.dumps(asdict(check), indent=2) + "\n", encoding="utf-8")
@@ -94,15 +100,16 @@ def _outcome(case: ElementTree.Element) -> Outcome:
     return Outcome(name, "passed")
 
 
-def measure(check: Check, bench: str) -> None:
-    """The claims of the GPU benchmark; a run that gave none is one that does not hold."""
-    command = [sys.executable, str(HERE / "engine_speed.py"), "--bench", bench]
+def measure(check: Check, script: str, *arguments: str) -> None:
+    """Add the claims of a benchmark of GPUs; a run that gave none is one that does not hold."""
+    command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout.strip():
-        check.claims.append({"name": f"engine_speed.py ran (exit code {done.returncode})", "value": 0, "holds": False})
+        check.claims.append({"name": f"{script} ran (exit code {done.returncode})", "value": 0, "holds": False})
         return
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    check.claims, check.rows = found["claims"], found["rows"]
+    check.claims += found["claims"]
+    check.rows += found["rows"]
 
 
 def markdown(check: Check) -> Iterator[str]:
@@ -121,6 +128,11 @@ def markdown(check: Check) -> Iterator[str]:
             f"| {one['name']} | {one['value']} | {one.get('bar', '')} | {'yes' if one['holds'] else 'NO'} |"
             for one in check.claims
         )
+    speeds = [one for one in check.rows if "seconds_per_billion" in one]
+    if speeds:
+        yield from ("", "| gptq on | seconds | per billion weights | MiB of the GPU |", "|---|---|---|---|")
+        columns = ("model", "seconds", "seconds_per_billion", "device_mib")
+        yield from ("| " + " | ".join(str(one[column]) for column in columns) + " |" for one in speeds)
     yield from (f"\nNot run: {text}" for text in check.left_out)
 
 

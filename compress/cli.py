@@ -40,6 +40,9 @@ Cache = Annotated[
     Path | None,
     typer.Option("--cache", metavar="DIR", help="Where finished work is kept; default: $COMPRESS_CACHE."),
 ]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="In the recipe's place: auto, cpu, cuda or cuda:1.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -71,11 +74,12 @@ def apply(
     overrides: Overrides = [],  # noqa: B006  (typer copies it)
     as_json: AsJson = False,
     cache: Cache = None,
+    device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
 ) -> None:
     """Do what a recipe says, write the bundle and judge it."""
     with ending(as_json):
-        loaded = _load(recipe, overrides)
+        loaded = _load(recipe, overrides, device)
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
@@ -91,10 +95,11 @@ def plan(
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,
     cache: Cache = None,
+    device: Device = None,
 ) -> None:
     """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
     with ending(as_json):
-        loaded = _load(recipe, overrides)
+        loaded = _load(recipe, overrides, device)
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.planning.make_plan import make_plan
@@ -307,10 +312,10 @@ def doctor(as_json: AsJson = False) -> None:
             diagnose(_console())
 
 
-def _load(recipe: Path, overrides: list[str]) -> Recipe:
+def _load(recipe: Path, overrides: list[str], device: str | None = None) -> Recipe:
     from compress.recipe.load import load_recipe
 
-    return load_recipe(recipe, overrides)
+    return load_recipe(recipe, overrides if device is None else [*overrides, f"device={device}"])
 
 
 def _tell_code(recipe: Recipe) -> None:

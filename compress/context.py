@@ -47,7 +47,9 @@ class PassContext:
     `batches`: the calibration data, encoded, in a fixed order (empty when the recipe has none); may be iterated again.
     `log`: one line for the log. `progress`: wraps an iterable in a progress bar. `work`: a folder that outlives a
     killed run, for what a pass over blocks or one that trains has finished; None: a temporary one. `memory_mib`: what
-    the process may hold between two blocks; None: anything.
+    the process may hold between two blocks; None: anything. `device`: "cpu" or "cuda:n", where a pass over blocks
+    computes (see `compress.blocks.device`). `rows`: tokens that go through a block at once, after a device's memory was
+    full; None: as many as usual.
     """
 
     batches: Sequence[Feeds]
@@ -57,6 +59,8 @@ class PassContext:
     progress: Progress
     work: Path | None = None
     memory_mib: float | None = None
+    device: str = "cpu"
+    rows: int | None = None
 
 
 @dataclass(frozen=True)

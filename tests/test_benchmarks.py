@@ -24,6 +24,7 @@ ON_BENCH = (
 SCRIPTS = (
     *ON_BENCH,
     "gptq_speed",
+    "device_speed",
     "compression_memory",
     "decode",
     "kill_resume",

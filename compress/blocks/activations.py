@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ class MicroBatch:
     feeds: dict[str, Tensor]
     rows: Tensor | None
     n_rows: int
+
+    def on(self, device: torch.device) -> MicroBatch:
+        """Return the same samples on a device."""
+        feeds = {name: values.to(device) for name, values in self.feeds.items()}
+        return replace(self, feeds=feeds, rows=None if self.rows is None else self.rows.to(device))
 
     @property
     def first(self) -> dict[str, Tensor]:
@@ -89,35 +94,44 @@ def _concat_feeds(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatc
 
 
 class HeldTensor:
-    """A tensor in memory, or in a file that goes with it."""
+    """A tensor on its device, in main memory, or in a file that goes with it; `get()` gives it on its device."""
 
-    def __init__(self, tensor: Tensor, path: Path | None = None) -> None:
-        self._tensor = tensor if path is None else None
-        self._path = path
+    def __init__(self, tensor: Tensor, holder: Holder, path: Path | None, stays: bool) -> None:
+        self._holder, self._path, self._device = holder, path, tensor.device
+        self._room = tensor.nbytes if stays and tensor.device.type != "cpu" else 0
+        self._tensor = None if path is not None else tensor if stays else tensor.cpu()
         if path is not None:
-            torch.save(tensor.contiguous(), path)
+            torch.save(tensor.cpu().contiguous(), path)
 
     def get(self) -> Tensor:
         if self._path is None:
             assert self._tensor is not None
-            return self._tensor
-        return torch.load(self._path, weights_only=True)
+            return self._tensor.to(self._device)
+        return torch.load(self._path, weights_only=True).to(self._device)
 
     def __del__(self) -> None:
+        self._holder.room += self._room
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 class Holder:
-    """Makes tensors that are held. `folder`: where their files go; None: they stay in memory."""
+    """Makes tensors that are held. `folder`: where their files go; None: they stay in memory.
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    `room`: bytes of a GPU's memory in which they stay; what is beyond goes to main memory.
+    """
+
+    def __init__(self, folder: Path | None, room: int = 0) -> None:
+        self._folder, self.room = folder, room
         self._count = 0
 
     def hold(self, tensor: Tensor) -> HeldTensor:
         self._count += 1
-        return HeldTensor(tensor, None if self._folder is None else self._folder / f"activation-{self._count}.pt")
+        path = None if self._folder is None else self._folder / f"activation-{self._count}.pt"
+        stays = path is None and (tensor.device.type == "cpu" or tensor.nbytes <= self.room)
+        if stays and tensor.device.type != "cpu":
+            self.room -= tensor.nbytes
+        return HeldTensor(tensor, self, path, stays)
 
 
 class Interned:
@@ -129,7 +143,7 @@ class Interned:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._seen:
-            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
             key = (tensor.shape, tensor.stride(), tensor.dtype, hashlib.sha256(data.data).digest())
             self._seen[id(tensor)] = (tensor, self._kept.setdefault(key, tensor.detach()))
         return self._seen[id(tensor)][1]

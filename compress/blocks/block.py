@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compress.blocks import heap
 from compress.blocks.blockfiles import Changes
+from compress.blocks.device import CPU
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.skeleton import StopForward
 from compress.blocks.store import WeightStore
@@ -46,7 +47,8 @@ class Part:
     """What a `BlockWork` is made of. `run`: the forward of one micro-batch, giving the hidden state.
 
     `names`: parameter's plain name -> the modules and names under which it is held, for all that may be changed.
-    `runs_on`: something reads the outputs.
+    `runs_on`: something reads the outputs. `device`: where the weights lie, and what the forward reads and gives.
+    `together`: all micro-batches may be on their way at once.
     """
 
     index: int
@@ -61,6 +63,8 @@ class Part:
     float_outputs: Callable[[int], Tensor] | None = None
     runs_on: bool = True
     compute: torch.dtype = torch.float32
+    device: torch.device = CPU
+    together: bool = True
 
 
 @dataclass
@@ -131,7 +135,8 @@ class BlockWork:
         """Return a copy of a layer's weight like `matrix`, or, of a quantized layer, of the values before rounding."""
         name = f"{layer}.weight"
         replaced = self.changes.replaced.get(name)
-        return self._copy_as_matrix(layer, self.part.store.read_float(name) if replaced is None else replaced)
+        weight = self.part.store.read_float(name) if replaced is None else replaced
+        return self._copy_as_matrix(layer, weight.to(self.part.device))
 
     def collect(self, visit: Visit, readings: Sequence[Reading] | None = None) -> None:
         """Run all micro-batches as the block is now; `visit` gets a reading and rows [n, in] of it, padding left out.
@@ -148,8 +153,14 @@ class BlockWork:
         """Run one forward of all micro-batches, stopping before each reading: `visit` for each micro-batch, then `act`.
 
         `act` may `put` the reading's layers: the forward goes on through what it left. Once for each reading, in their
-        order, also when no row reaches it. The outputs are kept, so that the block costs no second forward.
+        order, also when no row reaches it. The outputs are kept, so that the block costs no second forward. Where not
+        all micro-batches fit into a device's memory together, each reading costs a forward of its own.
         """
+        if not self.part.together:
+            for reading in self.readings:
+                self.collect(visit, [reading])
+                act(reading)
+            return
 
         def visit_rows(reading: Reading, x: Tensor, i: int) -> None:
             visit(reading, self._drop_padding(x, i))
@@ -180,7 +191,7 @@ class BlockWork:
         A tied weight gets values of its own. ValueError if the shape differs.
         """
         module = self.layers[layer]
-        values = torch.from_numpy(weight.dequantize())
+        values = torch.from_numpy(weight.dequantize()).to(self.part.device)
         if is_hf_conv1d(module):
             values = values.t().contiguous()
             self.changes.transposed.add(layer)
@@ -201,14 +212,14 @@ class BlockWork:
         """
         if name not in self.part.holders:
             raise KeyError(f"block {self.name!r} has no parameter {name!r}")
-        values = tensor.detach().to(torch.float32, copy=True).contiguous()
+        values = tensor.detach().to(self.part.device, torch.float32, copy=True).contiguous()
         for module, key in self.part.holders[name]:
             old = module._parameters[key]
             assert old is not None
             if old.shape != values.shape:
                 raise ValueError(f"{name}: is {list(old.shape)}, its replacement is {list(values.shape)}")
             module._parameters[key] = nn.Parameter(values, requires_grad=False)
-        self.changes.replaced[name] = values
+        self.changes.replaced[name] = values.cpu()
         layer = name.removesuffix(".weight")
         for decided in (self.changes.quantized, self.changes.schemes, self.changes.activation_scales):
             decided.pop(layer, None)
@@ -248,7 +259,7 @@ class BlockWork:
         last = len(taps) - 1
 
         def visit_input(number: int, x: Tensor) -> None:
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(self.part.device.type, enabled=False):
                 visit(taps[number][0], self._drop_padding(x, i))
             if number == last:
                 raise StopForward
@@ -272,7 +283,7 @@ class BlockWork:
     def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self.part.compute == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast("cpu", self.part.compute, cache_enabled=False)
+        return torch.autocast(self.part.device.type, self.part.compute, cache_enabled=False)
 
     def _read_weight(self, layer: str) -> Tensor:
         weight: Any = self.layers[layer].weight

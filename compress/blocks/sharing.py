@@ -39,7 +39,9 @@ def share() -> Share:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        # Tensors on a GPU travel by NCCL, those in main memory and what is pickled by gloo, whichever a pass has.
+        nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo")
     if _Group.ours is None:
         _Group.ours = dist.new_group()
         atexit.register(_leave_group)

@@ -19,6 +19,7 @@ import torch
 from compress.blocks.activations import Holder, MicroBatch, micro_batches
 from compress.blocks.block import BlockWork
 from compress.blocks.blockfiles import Said, block_file, read_block, read_finished_blocks, write_block
+from compress.blocks.device import room_for_activations
 from compress.blocks.sharing import from_main, share, wait
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult
@@ -56,10 +57,11 @@ class Stream:
     ) -> None:
         self.model, self.context = model, context
         self.float_too, self.data = float_too and data, data
-        self.compute = getattr(torch, compute)
+        self.compute, self.device = getattr(torch, compute), torch.device(context.device)
         self.timings: list[dict[str, Any]] = []
         self._folder, self._owner = _open_work_folder(context.work)
-        self._offload, self._rows = offload, rows
+        self._offload = offload
+        self._rows = min((n for n in (rows, context.rows) if n is not None), default=None)
         self._plan = plan_blocks(model, data, readings_outside)
         self._said: list[Said] = []
 
@@ -72,14 +74,20 @@ class Stream:
         if done:
             self.context.log(f"{done} of {len(self._plan)} blocks are done already; going on after them")
         if done < len(self._plan):
+            if self.device.type != "cpu":
+                torch.cuda.reset_peak_memory_stats(self.device)
             with self._open_holder() as holder:
-                work = Work(self.model, self._load_batches(), holder, self.float_too, self.compute)
+                how = (self.float_too, self.compute, self.device, self.context.rows is None)
+                work = Work(self.model, self._load_batches(), holder, *how)
                 for entry in self.context.progress(self._plan, "blocks"):
                     if entry.index < done:
                         work.replay(entry, self._said[entry.index].path)
                     else:
                         yield from self._run_block(work, entry)
         self._said = read_finished_blocks(self._folder, len(self._plan))
+        if self.device.type != "cpu" and done < len(self._plan):
+            taken = torch.cuda.max_memory_allocated(self.device) / 2**20
+            self.context.log(f"at most {taken:.0f} MiB of {self.device} were taken")
 
     def result(self) -> PassResult[StreamedModel]:
         """Return the model as the blocks left it, and their records. RuntimeError before the last one is done."""
@@ -115,7 +123,7 @@ class Stream:
         folder = self._folder / f"activations-{share().rank}"
         shutil.rmtree(folder, ignore_errors=True)  # a killed run's
         if not self._offload:
-            yield Holder(None)
+            yield Holder(None, room_for_activations(self.device) if self.context.rows is None else 0)
             return
         folder.mkdir()
         try:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks import heap
-from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch
+from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch, map_tensors
 from compress.blocks.block import BlockCall, BlockWork, Part
+from compress.blocks.device import CPU
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
 from compress.blocks.skeleton import (
     Form,
@@ -63,20 +64,20 @@ class Work:
         holder: Holder,
         float_too: bool,
         compute: torch.dtype,
+        device: torch.device = CPU,
+        together: bool = True,
     ) -> None:
         self.store, self.compute, self.float_too = model.store, compute, float_too
+        self.device, self.together = device, together
         self.build = model.build
-        self.module = model.build()
-        without_cache(self.module)
+        self.module = self._build_module()
         parts = {plain(path): part for path, part in self.module.named_modules()}
         self.names = [block.name for block in model.structure.blocks]
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
-        for _, part in self._iter_outside(self.module):
-            if _is_table(part):
-                part.register_forward_hook(as_float)
+        self._place_lookups(self.module)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
-        self.flow = None if batches is None else BatchFlow(batches, holder)
+        self.flow = None if batches is None else BatchFlow(batches, holder, device)
         self._floats: list[HeldTensor] | None = None
 
     def open(self, entry: Planned) -> BlockWork:
@@ -105,6 +106,21 @@ class Work:
             self.advance(self._open_block(entry, entry.block, float_store))
         self.drop(path)
 
+    def _build_module(self) -> nn.Module:
+        """Return a new module, its parameters on meta, its buffers on the device."""
+        module = self.build()
+        without_cache(module)
+        for part in module.modules():
+            part._buffers |= {key: held.to(self.device) for key, held in part._buffers.items() if held is not None}
+        return module
+
+    def _place_lookups(self, module: nn.Module) -> None:
+        """Let tables outside the blocks look rows up where they lie, in float32 and on the device afterwards."""
+        for _, part in self._iter_outside(module):
+            if _is_table(part):
+                part.register_forward_pre_hook(_move_indices, with_kwargs=True)
+                part.register_forward_hook(lambda module, args, out: out.to(self.device, torch.float32))
+
     def _open_block(self, entry: Planned, number: int, float_store: WeightStore | None = None) -> BlockWork:
         block, flow = self.blocks[number], self.flow
         if flow is None:
@@ -131,14 +147,15 @@ class Work:
         batches = self.flow.batches
 
         def run(i: int) -> Tensor:
-            return first_output(self.module(**batches[i].feeds))
+            return first_output(self.module(**batches[i].on(self.device).feeds))
 
         if self.float_too:
             self._fill_module(self.module, "", self.store.read_float)
             with torch.no_grad():
                 self._floats = [self.flow.holder.hold(run(i)) for i in range(len(batches))]
         self._fill_module(self.module, "", self.store.read)
-        return BlockWork(self._make_part(entry, self.module, layers_of(self.module), _feeds_calls(batches), run))
+        calls = self.flow.feeds_calls()
+        return BlockWork(self._make_part(entry, self.module, layers_of(self.module), calls, run))
 
     def _open_outside(self, entry: Planned) -> BlockWork:
         """Return a part outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
@@ -151,7 +168,7 @@ class Work:
         if after:
             self._enter_blocks()
         run = self._make_after_run(self.module, self.flow.hidden) if after else self._make_before_run()
-        part = self._make_part(entry, self.module, layers, _feeds_calls(self.flow.batches), run)
+        part = self._make_part(entry, self.module, layers, self.flow.feeds_calls(), run)
         return BlockWork(
             replace(part, float_outputs=self._make_float_after_run()) if after and self.float_too else part
         )
@@ -166,7 +183,7 @@ class Work:
 
         def run(i: int) -> Tensor:
             with standing_in(self.blocks, call):
-                return until_reached(lambda: self.module(**batches[i].feeds))
+                return until_reached(lambda: self.module(**batches[i].on(self.device).feeds))
 
         return run
 
@@ -184,7 +201,7 @@ class Work:
                 return flow.forms[number].give_hidden(given)
 
             with standing_in(blocks, call):
-                return first_output(module(**flow.batches[i].feeds))
+                return first_output(module(**flow.batches[i].on(self.device).feeds))
 
         return run
 
@@ -196,8 +213,8 @@ class Work:
 
         def run(i: int) -> Tensor:
             if not made:
-                module = self.build()
-                without_cache(module)
+                module = self._build_module()
+                self._place_lookups(module)
                 self._fill_outside(module, late=True, views=False, floats=True)
                 made.append(self._make_after_run(module, flow.hidden if flow.floats is None else flow.floats))
             with torch.no_grad():
@@ -252,10 +269,16 @@ class Work:
             float_outputs=None if floats is None else lambda i: floats[i].get(),
             runs_on=entry.feeds_more,
             compute=self.compute,
+            device=self.device,
+            together=self.together,
         )
 
     def _fill_module(self, module: nn.Module, name: str, read: Read) -> None:
-        fill(module, read, self.store.tied, name)
+        fill(module, self._place(read), self.store.tied, name)
+
+    def _place(self, read: Read) -> Read:
+        """Return the function that reads to the device what `read` reads to main memory."""
+        return lambda name: read(name).to(self.device)
 
     def _iter_outside(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         """Yield the modules outside the blocks: (plain path, module)."""
@@ -279,7 +302,8 @@ class Work:
                 view = self.store.read(f"{path}.weight")
             part._parameters["weight"] = nn.Parameter(view, requires_grad=False)
         only = {id(part) for path, part in parts.items() if path not in tables}
-        fill(module, self.store.read_float if floats else self.store.read, self.store.tied, only=only)
+        read = self.store.read_float if floats else self.store.read
+        fill(module, self._place(read), self.store.tied, only=only)
 
     def _find_tables(self, parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """Return the embeddings among `parts` whose weight no other of them shares."""
@@ -298,9 +322,10 @@ class BatchFlow:
     `floats` is `hidden` itself as long as both paths are one.
     """
 
-    def __init__(self, batches: Sequence[MicroBatch], holder: Holder) -> None:
+    def __init__(self, batches: Sequence[MicroBatch], holder: Holder, device: torch.device = CPU) -> None:
         self.batches = batches
         self.holder = holder
+        self.device = device
         self.forms: tuple[Form, ...] = ()
         self.templates: list[tuple[Template, ...]] = []
         self.hidden: list[HeldTensor] = []
@@ -317,6 +342,7 @@ class BatchFlow:
         intern = Interned()
         with torch.no_grad():
             for batch in self.batches:
+                batch = batch.on(self.device)
                 self.forms = self.forms or forms_of(_bind_forward(module, batch.first), names, blocks, real)
                 entered = passage(_bind_forward(module, batch.feeds), names, blocks, self.forms, intern)
                 self.templates.append(entered.templates)
@@ -326,17 +352,25 @@ class BatchFlow:
         """Run everything up to the first block for the float path, where what is before the blocks is not float."""
         with torch.no_grad():
             passages = [
-                passage(_bind_forward(module, batch.feeds), names, blocks, self.forms, Interned())
+                passage(_bind_forward(module, batch.on(self.device).feeds), names, blocks, self.forms, Interned())
                 for batch in self.batches
             ]
         self.floats = [self.holder.hold(entered.hidden) for entered in passages]
 
     def calls(self, block: int) -> list[BlockCall]:
         """Return the calls of the k-th block on the compressed path, one for each micro-batch."""
-        return [
-            BlockCall(self._bind_arguments(i, self.templates[i][block]), batch.rows, batch.n_rows)
-            for i, batch in enumerate(self.batches)
-        ]
+        return [self._make_call(i, self._bind_arguments(i, self.templates[i][block])) for i in range(len(self.batches))]
+
+    def feeds_calls(self) -> list[BlockCall]:
+        """Return the calls of the whole model, one for each micro-batch."""
+        return [self._make_call(i, self._bind_feeds(batch)) for i, batch in enumerate(self.batches)]
+
+    def _make_call(self, i: int, arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]) -> BlockCall:
+        rows = self.batches[i].rows
+        return BlockCall(arguments, None if rows is None else rows.to(self.device), self.batches[i].n_rows)
+
+    def _bind_feeds(self, batch: MicroBatch) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+        return lambda: ((), batch.on(self.device).feeds)
 
     def _bind_arguments(self, i: int, template: Template) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return a function that gives the i-th micro-batch's arguments when called: a call holds no activations."""
@@ -356,15 +390,6 @@ class BatchFlow:
                 given[i] = self.holder.hold(self.forms[block].take_hidden(forward(*args, **kwargs)).float())
         self.floats = given
         return given
-
-
-def _feeds_calls(batches: Sequence[MicroBatch]) -> list[BlockCall]:
-    """Return the calls of the whole model, one for each micro-batch."""
-    return [BlockCall(_bind_feeds(batch.feeds), batch.rows, batch.n_rows) for batch in batches]
-
-
-def _bind_feeds(feeds: Mapping[str, Tensor]) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    return lambda: ((), dict(feeds))
 
 
 def _bind_forward(module: nn.Module, feeds: Mapping[str, Tensor]) -> Callable[[], Any]:
@@ -392,9 +417,10 @@ def _is_real(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and parameter.device.type != "meta"
 
 
-def as_float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """Return a module's output in float32; a forward hook."""
-    return out.float()
+def _move_indices(table: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Bring what a table is called with to where its rows lie: in a file, or on the device; a forward pre-hook."""
+    weight: Any = table.weight
+    return map_tensors((args, kwargs), lambda index: index.to(weight.device))
 
 
 def _no_data(i: int) -> Tensor:

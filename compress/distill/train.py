@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from compress.blocks.device import run_with_fewer_rows
 from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
@@ -50,6 +52,7 @@ from compress.store.training_state import (
     restore_optimizer,
 )
 
+T = TypeVar("T")
 TINY = 1e-12
 """In the place of a weight that is 0: a batch of which nothing counts."""
 FILE = "training.safetensors"
@@ -76,10 +79,10 @@ def _do_nothing(step: int, done: float = 0.0) -> None:
 class Around:
     """What training may use beside its lessons. `name`: what bar, log and errors call it.
 
-    `work`: a folder that outlives a killed run; None: nothing is saved. `rates`: parameter -> a factor on the learning
-    rate. `before_step`, `after_step`: called with each step's number, the first also with the part of the run that is
-    done, in [0, 1); what they do must follow from these and the module alone, for a resumed run calls them from its
-    first step on.
+    `device`: "cpu" or "cuda:n". `work`: a folder that outlives a killed run; None: nothing is saved. `rates`: parameter
+    -> a factor on the learning rate. `before_step`, `after_step`: called with each step's number, the first also with
+    the part of the run that is done, in [0, 1); what they do must follow from these and the module alone, for a resumed
+    run calls them from its first step on.
     """
 
     name: str
@@ -89,12 +92,17 @@ class Around:
     rates: Mapping[str, float] = field(default_factory=dict)
     before_step: Callable[[int, float], None] = _do_nothing
     after_step: Callable[[int], None] = _do_nothing
+    device: str = "cpu"
 
 
-def _make_accelerator() -> Accelerator:
+def _make_accelerator(device: torch.device) -> Accelerator:
     """Make the accelerator of this process of a launch; RuntimeError where accelerate knows of other processes."""
     size = share().size  # joins the group before accelerate would, which sees processes on CPUs only if it is told so
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if PartialState._shared_state and PartialState().device.type != device.type:
+        AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process, and keeps its first device
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    accelerator = Accelerator(cpu=device.type == "cpu")
     if accelerator.num_processes != size:
         raise RuntimeError(f"{size} processes work together, but accelerate was set up for {accelerator.num_processes}")
     return accelerator
@@ -109,7 +117,7 @@ def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -
     training = _Training(module, lessons, course, around)
     training.resume()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.random.fork_rng(devices=[training.device] if training.device.type == "cuda" else []))
         stack.enter_context(share_statistics(module, training.sum, training.size))
         training.run()
     restore_module(module, training.best)
@@ -123,8 +131,8 @@ class _Training:
     """One run. What changes is the module, the optimizer, `average`, `log` and `best`; these are what is saved."""
 
     def __init__(self, module: nn.Module, lessons: Lessons, course: Course, around: Around) -> None:
-        self.accelerator = _make_accelerator()
-        self.device = self.accelerator.device
+        self.device = torch.device(around.device)
+        self.accelerator = _make_accelerator(self.device)
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.module, self.lessons, self.course, self.around = module.to(self.device), lessons, course, around
         self.rows, self.held = split_rows(lessons.n, course.held_out, course.seed)
@@ -136,6 +144,8 @@ class _Training:
         file = None if around.work is None else around.work / FILE
         self.saved = SavedRun(file, self.rank == 0, course.save_seconds)
         self.begun = time.monotonic()
+        self.at_once = course.batch_size
+        """Samples; fewer once the device's memory was full."""
         self._check_same_start()
 
     def run(self) -> None:
@@ -172,22 +182,42 @@ class _Training:
         """Make one optimizer step; return its loss, or NaN if loss or gradient are not finite and nothing was done."""
         self.around.before_step(step, progress_made(self.course, step, self._agreed_seconds()))
         set_mode(self.module, self.course.dropout, self.course.freeze_batchnorm)
-        self.optimizer.zero_grad(set_to_none=True)
         drawn = enumerate(step_rows(self.rows, self.course, step))
         batches = [self.lessons.batch(rows, step_random(self.course, step, k)) for k, rows in drawn]
-        whole = sum(batch.weight for batch in batches)
-        total = torch.zeros((), device=self.device)
-        for k, batch in enumerate(batches):
-            torch.manual_seed(step_seed(self.course, step, k, self.rank))
-            mine = part(batch, self.rank, self.size)
-            loss = self._compute_loss(mine) * (mine.weight / max(whole, TINY))
-            self.accelerator.backward(loss)
-            total += loss.detach()
-        loss_sum = float(self.sum(total))
+        loss_sum = float(self.sum(self._where_it_fits(lambda: self._sum_gradients(step, batches))))
         if not math.isfinite(loss_sum) or not self._clip():
             return math.nan
         self._apply(step)
         return loss_sum
+
+    def _sum_gradients(self, step: int, batches: Sequence[Batch]) -> Tensor:
+        """Set the gradients of this process's part of a step; return its part of the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        whole = sum(batch.weight for batch in batches)
+        total = torch.zeros((), device=self.device)
+        for k, batch in enumerate(batches):
+            torch.manual_seed(step_seed(self.course, step, k, self.rank))
+            for mine in self._split(part(batch, self.rank, self.size)):
+                loss = self._compute_loss(mine) * (mine.weight / max(whole, TINY))
+                self.accelerator.backward(loss)
+                total += loss.detach()
+        return total
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        """Return a batch in parts of as many samples as fit at once: nearly always itself."""
+        n_parts = max(1, -(-len(batch.rows) // self.at_once))
+        return [part(batch, number, n_parts) for number in range(n_parts)]
+
+    def _where_it_fits(self, work: Callable[[], T]) -> T:
+        """Return what `work` gives, done with fewer samples at once where the device has no memory for it."""
+
+        def attempt(at_once: int | None) -> T:
+            self.at_once = at_once or self.at_once
+            return work()
+
+        if self.size > 1:  # the others would wait for the sums of what is begun again
+            return work()
+        return run_with_fewer_rows(attempt, self.at_once, self.around.log, least=1, what="samples")
 
     def _compute_loss(self, batch: Batch) -> Tensor:
         reduced = self.course.precision == "bfloat16"
@@ -241,20 +271,21 @@ class _Training:
         self.module.eval()
         size = self.course.batch_size
         pieces = [self.held[start : start + size] for start in range(0, len(self.held), size)]
-        sums = torch.zeros(2, dtype=torch.float64)
-        with torch.no_grad():
-            for rows in pieces[self.rank :: self.size]:
-                batch = self.lessons.batch(rows, None)
-                sums += torch.tensor(
-                    [float(self._compute_loss(batch)) * batch.weight, batch.weight], dtype=torch.float64
-                )
-        totals = self.sum(sums)
+        totals = self.sum(self._where_it_fits(lambda: self._sum_losses(pieces[self.rank :: self.size])))
         if not totals[1]:
             raise PassError(
                 f"{self.around.name}: the {len(self.held)} samples held out have nothing to be judged by (texts of one "
                 "token?); raise held_out, or leave them out of the training set"
             )
         return float(totals[0] / totals[1])
+
+    @torch.no_grad()
+    def _sum_losses(self, pieces: Sequence[Rows]) -> Tensor:
+        """Return the sum of the losses of samples, each counted by its weight, and of the weights; float64 [2]."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in (piece for rows in pieces for piece in self._split(self.lessons.batch(rows, None))):
+            sums += torch.tensor([float(self._compute_loss(batch)) * batch.weight, batch.weight], dtype=torch.float64)
+        return sums
 
     def _save(self) -> None:
         self.log.seconds = self._seconds()

@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from compress.blocks.activations import ROWS
 from compress.blocks.blockfiles import read_finished_blocks
+from compress.blocks.device import run_with_fewer_rows
 from compress.blocks.rounded import with_rounded
 from compress.blocks.sharing import alone, from_main, share, wait
 from compress.blocks.stream import result_of
+from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.execution.cached import result_from_record, result_to_record, time_pass
@@ -54,7 +57,7 @@ def run_block_pass(
     cached = _find_shared(cache, key)
     if cached is None:
         with hold_shared_work(cache, key, label) as work:
-            result = time_pass(partial(apply_pass, config, model, replace(context, work=work)))
+            result = time_pass(partial(_apply_where_it_fits, config, model, replace(context, work=work)))
             record = {**result_to_record(result), "kv_cache": result.model.kv_cache}
             if share().rank == 0:
                 cache.put(key, lambda folder: _store_blocks(work, folder, record))
@@ -63,6 +66,11 @@ def run_block_pass(
     with cached.reading() as folder:
         result = result_from_record(cached, result_of(model, read_finished_blocks(folder)).model)
     return replace(result, model=replace(result.model, kv_cache=cached.record["kv_cache"]))
+
+
+def _apply_where_it_fits(config: Pass, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+    """Do what a pass says; again from its last finished block, with fewer rows at once, where the device is full."""
+    return run_with_fewer_rows(lambda rows: apply_pass(config, model, replace(context, rows=rows)), ROWS, context.log)
 
 
 @contextmanager
@@ -107,7 +115,9 @@ def score_in_torch(
 
     def write(folder: Path) -> dict[str, Any]:
         with alone():
-            scores = score_streamed(before, after, context, masks)
+            scores = run_with_fewer_rows(
+                lambda rows: score_streamed(before, after, replace(context, rows=rows), masks), SCORED_ROWS, context.log
+            )
         for name, outputs in zip((BASELINE, CANDIDATE), scores, strict=True):
             write_npz(folder / name, outputs)
         return {}

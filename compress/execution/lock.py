@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
+from compress.blocks.device import choose_device, describe_device
 from compress.context import PassResult
 from compress.data.samples import Samples
 from compress.execution.cached import FloatModel
@@ -64,6 +65,7 @@ def describe_host(recipe: Recipe, portable: Portable) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": cpu_info()[0],
         "cores": os.cpu_count(),
+        "device": describe_device(choose_device(recipe.device)),
     }
 
 

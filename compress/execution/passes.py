@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from compress.blocks.device import choose_device
 from compress.blocks.sharing import from_main, share
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
@@ -196,6 +197,7 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, An
         "seed": plan.recipe.seed,
         "log": run.journal.log,
         "progress": run.journal.progress,
+        "device": str(choose_device(plan.recipe.device)),
         "memory_mib": None if limit is None else 1024 * limit,
     }
 

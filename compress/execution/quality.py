@@ -174,7 +174,7 @@ def _score_rows(
     texts = enumerate(batches)
     for i in range(len(heads[0].calls)):
         with torch.no_grad():
-            logits = [head.forward(i).numpy() for head in heads]  # [b, t, vocab] each
+            logits = [head.forward(i).cpu().numpy() for head in heads]  # [b, t, vocab] each
         for row in range(len(logits[0])):
             text, feeds = next(texts)
             ids, counted = feeds["input_ids"][0], None if masks is None else masks[text][1:]

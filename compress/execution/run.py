@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
 from compress.blocks.sharing import main_process
 from compress.context import PassContext, PassResult
@@ -271,6 +272,7 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
         seed=plan.recipe.seed,
         log=run.journal.log,
         progress=run.journal.progress,
+        device=str(choose_device(plan.recipe.device)),
     )
     masks = language_encoder(batches.preprocessor).loss_masks(run.sets["evaluation"].columns)
     return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context, masks)

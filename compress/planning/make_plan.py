@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from compress.blocks.device import choose_device, describe_device
 from compress.blocks.experts import unstack_experts
 from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.training import n_rows
@@ -94,7 +95,8 @@ def make_plan(
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
     notes = (*_collect_notes(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
     latency, told = forecast_latency(inputs, keys, store.root, twins, log)
-    return Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency)
+    device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
+    return Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
 
 
 @dataclass(frozen=True)

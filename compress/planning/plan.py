@@ -38,7 +38,10 @@ class PlannedWork:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `apply` will do. `before` and `after` are the model's facts; sizes are those of the weights."""
+    """What `apply` will do. `before` and `after` are the model's facts; sizes are those of the weights.
+
+    `device`: what passes compute on where torch does it; "" without passes.
+    """
 
     recipe: Recipe
     inputs: Inputs
@@ -49,6 +52,7 @@ class Plan:
     notes: tuple[Note, ...]
     forecast: Forecast
     latency: LatencyForecast | None = None
+    device: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values, for `compress plan --json`."""
@@ -72,6 +76,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "macs": plan.before.macs,
         },
         "target": plan.recipe.target,
+        "device": plan.device,
         "size_bytes": {"before": plan.before.n_bytes, "after": plan.after.n_bytes},
         "steps": [
             {
@@ -97,7 +102,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 def render_plan(plan: Plan, console: Console) -> None:
     """Print the work, layers, what the target will do, sizes and the forecast."""
-    console.print(f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}")
+    title = f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}"
+    console.print(f"{title}, torch on {plan.device}" if plan.device else title)
     table = Table("work", "done already", "weights before", "after", "layers")
     for work in plan.steps:
         table.add_row(

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from compress.blocks.device import explain_no_device
 from compress.data.chat import MESSAGES
 from compress.engine.compile import list_capabilities, why_not_here
 from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
@@ -55,7 +56,14 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *judging_problems(recipe),
         *engine_problems(inputs),
         *limit_problems(recipe, expected, root),
+        *device_problems(recipe),
     ]
+
+
+def device_problems(recipe: Recipe) -> list[str]:
+    """Report a GPU that is asked for and not there."""
+    why = explain_no_device(recipe.device)
+    return [f"device: {why}"] if why else []
 
 
 def class_problems(task: str, outputs: Sequence[TensorSpec]) -> list[str]:

@@ -36,7 +36,7 @@ def sparsegpt(
     size = max(block // group, 1) * group if group else block
     for start in range(0, n, size):
         stop = min(start + size, n)
-        errors = torch.zeros(len(left), stop - start, left.shape[2])
+        errors = left.new_zeros(len(left), stop - start, left.shape[2])
         for first in range(start, stop, group or size):
             last = min(first + (group or size), stop)
             done = first - start
@@ -67,5 +67,5 @@ def _choose_zeros(scores: Tensor, first: int, sparsity: Sparsity, scope: Scope) 
 def _find_divisors(hessian: Hessian) -> Tensor:
     """Return for each input [in] what a weight is divided by for its score: the factor's diagonal."""
     live = hessian.added[~hessian.dead]
-    unknown = live.amin().rsqrt() if len(live) else torch.ones(())
+    unknown = live.amin().rsqrt() if len(live) else hessian.added.new_ones(())
     return torch.where(hessian.dead, unknown.float(), hessian.factor.diagonal())

@@ -44,7 +44,7 @@ def round_inputs(x: Tensor, scheme: ActivationScheme, scale: float | None = None
     if not scheme.dynamic:
         if scale is None:
             raise ValueError("inputs with a stored scale were given none")
-        return _round(x, torch.tensor([scale]), None, arguments)
+        return _round(x, torch.tensor([scale], device=x.device), None, arguments)
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
     rows = x.reshape(1, -1, x.shape[-1])  # the library takes [tokens, in], as experts read it, for one tensor's scale
@@ -54,7 +54,7 @@ def round_inputs(x: Tensor, scheme: ActivationScheme, scale: float | None = None
 
 def round_cached(x: Tensor, scheme: KvScheme, scale: float) -> Tensor:
     """Return keys or values as a cache in 8 bits gives them back."""
-    return _round(x, torch.tensor([scale]), None, cache_arguments(scheme))
+    return _round(x, torch.tensor([scale], device=x.device), None, cache_arguments(scheme))
 
 
 def _round(x: Tensor, scales: Tensor, zero_points: Tensor | None, arguments: Any) -> Tensor:

@@ -43,7 +43,7 @@ class FakeWeight(nn.Module):
             raise ValueError(
                 f"{start.values.dtype} weights are not on an integer grid, so their rounding is not learned"
             )
-        self.start = start
+        self.start, self.device = start, None if weight is None else weight.device
         self._register_fixed("scales", torch.from_numpy(np.ascontiguousarray(start.scales, dtype=np.float32)))
         zeros = start.zero_points
         self._register_fixed("zeros", None if zeros is None else torch.from_numpy(zeros.astype(np.float32)))
@@ -55,7 +55,7 @@ class FakeWeight(nn.Module):
 
     def _register_fixed(self, name: str, value: Tensor | None) -> None:
         """Register an attribute that moves with the module but is not in its saved state: the start decides it."""
-        self.register_buffer(name, value, persistent=False)
+        self.register_buffer(name, None if value is None else value.to(self.device), persistent=False)
 
     def rounding(self) -> list[nn.Parameter]:
         """Return the parameters that decide the integers."""
@@ -81,16 +81,16 @@ class FakeWeight(nn.Module):
     def freeze(self) -> QuantizedWeight:
         """Return what was learned as a record, whose `dequantize()` equals `forward()` exactly."""
         levels, grid = self.grid()
-        values = levels.reshape(self.start.values.shape).numpy().astype(self.start.values.dtype)
+        values = levels.reshape(self.start.values.shape).cpu().numpy().astype(self.start.values.dtype)
         points = self.start.zero_points
         if points is not None and grid.zeros is not None:
-            points = grid.zeros.numpy().astype(points.dtype)
-        return QuantizedWeight(values, grid.scales.numpy().copy(), points, self.start.bits, self.start.group_size)
+            points = grid.zeros.cpu().numpy().astype(points.dtype)
+        return QuantizedWeight(values, grid.scales.cpu().numpy().copy(), points, self.start.bits, self.start.group_size)
 
     def on_grid(self, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Grid]:
         """Return `levels` and their grid; where a weight is to stay zero the level is zero's, and gets no gradient."""
         if self.gone is not None:
-            levels = torch.where(self.gone, torch.zeros(()) if zeros is None else zeros[:, :, None], levels)
+            levels = torch.where(self.gone, levels.new_zeros(()) if zeros is None else zeros[:, :, None], levels)
         return levels, Grid(scales, zeros, self.low, self.high)
 
     def places(self, weight: Tensor | None) -> Tensor:

@@ -75,7 +75,11 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
         raise ValueError("NaN or Inf among its inputs on the calibration data")
     diagonal = gram.diagonal()
     dead = diagonal == 0
-    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(gram))
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if act_order
+        else torch.arange(len(gram), device=gram.device)
+    )
     unit = power_of_two(diagonal.amax()).to(gram.dtype)  # what an input that was never seen weighs: about the largest
     damp = damp_percent
     while damp <= MOST_DAMPING:
@@ -201,7 +205,7 @@ def round_columns(
     rough = getattr(torch, rules.compute)
     for start in range(0, n, rules.block):
         stop = min(start + rules.block, n)
-        errors = torch.empty(stop - start, left.shape[1])  # [block, out]
+        errors = left.new_empty(stop - start, left.shape[1])  # [block, out]
         near = start
         for column in range(start, stop):
             k, g = column - start, group[column]
@@ -247,7 +251,7 @@ def _invert_triangular(upper: Tensor) -> Tensor:
     """Invert an upper triangular matrix [n, n] by halves, so that nearly all of the work is products."""
     n = len(upper)
     if n <= BLOCK:
-        return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype), upper=True)
+        return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype, device=upper.device), upper=True)
     half = n // 2
     inverse = torch.zeros_like(upper)
     inverse[:half, :half], inverse[half:, half:] = (

@@ -25,12 +25,13 @@ class Gram:
     """The sum of x x^T over rows x [in], of which `mean` gives the mean in float32.
 
     Products of float32 are summed in float64, so that no order of the sums is seen in the result; those of bfloat16,
-    which have 8 bits, in float32.
+    which have 8 bits, in float32. Rows lie on `device`.
     """
 
-    def __init__(self, width: int, compute: Compute = "float32") -> None:
+    def __init__(self, width: int, compute: Compute = "float32", device: torch.device | None = None) -> None:
         self.dtype = getattr(torch, compute)
-        self.total = torch.zeros(width, width, dtype=torch.float64 if compute == "float32" else torch.float32)
+        summed = torch.float64 if compute == "float32" else torch.float32
+        self.total = torch.zeros(width, width, dtype=summed, device=device)
         self.n_rows = 0
 
     def add(self, rows: Tensor) -> None:
@@ -71,17 +72,17 @@ def _mirror(upper: Tensor) -> None:
         upper[stop:, start:stop] = upper[start:stop, stop:].T
 
 
-def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds]) -> Tensor:
-    """Return X^T X / n over the rows of a tensor [..., in], all batches together; float32 [in, in].
+def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds], device: torch.device | None = None) -> Tensor:
+    """Return X^T X / n over the rows of a tensor [..., in], all batches together; float32 [in, in], on `device`.
 
     Raises ValueError when there is no batch or a value is not finite.
     """
     session = open_session(tap(model, [tensor]))
     gram: Gram | None = None
     for outputs in run_batches(session, batches):
-        values = torch.from_numpy(next(iter(outputs.values())))
+        values = torch.from_numpy(next(iter(outputs.values()))).to(device)
         rows = values.reshape(-1, values.shape[-1])
-        gram = gram or Gram(rows.shape[1])
+        gram = gram or Gram(rows.shape[1], device=device)
         gram.add(rows)
     if gram is None:
         raise ValueError("there is no calibration data")

@@ -51,8 +51,9 @@ class Grid:
     def pack(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of levels [out, in] on this grid."""
         stored = torch.int8 if self.zeros is None else torch.uint8
-        zeros = None if self.zeros is None else self.zeros.to(torch.uint8).numpy()
-        return QuantizedWeight(levels.to(stored).numpy(), self.scales.numpy(), zeros, scheme.bits, scheme.group_size)
+        zeros = None if self.zeros is None else self.zeros.to(torch.uint8).cpu().numpy()
+        values, scales = levels.to(stored).cpu().numpy(), self.scales.cpu().numpy()
+        return QuantizedWeight(values, scales, zeros, scheme.bits, scheme.group_size)
 
 
 def nearest_levels(x: Tensor, scales: Tensor, zeros: Tensor | None, low: int, high: int) -> Tensor:
@@ -110,7 +111,9 @@ def power_of_two(peak: Tensor) -> Tensor:
 def multiply_scales(scales: Tensor, factors: Tensor) -> Tensor:
     """Return scales times powers of two, of each sign at least SMALLEST_SCALE: a smaller one would divide to Inf."""
     product = scales * factors
-    return torch.where(product.abs() < SMALLEST_SCALE, torch.copysign(torch.tensor(SMALLEST_SCALE), product), product)
+    return torch.where(
+        product.abs() < SMALLEST_SCALE, torch.copysign(product.new_full((), SMALLEST_SCALE), product), product
+    )
 
 
 def finite(tensor: Tensor) -> bool:
@@ -140,9 +143,9 @@ class _BestGrid:
 
     def __init__(self, grouped: Tensor, weighting: Tensor | None, low: int, high: int) -> None:
         self.grouped, self.weighting, self.low, self.high = grouped, weighting, low, high
-        self.error = torch.full(grouped.shape[:2], torch.inf)
-        self.scales = torch.ones(grouped.shape[:2])
-        self.zeros = torch.zeros(grouped.shape[:2])
+        self.error = grouped.new_full(grouped.shape[:2], torch.inf)
+        self.scales = grouped.new_ones(grouped.shape[:2])
+        self.zeros = grouped.new_zeros(grouped.shape[:2])
 
     def levels(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
         nearest = (self.grouped * (1 / scales)[:, :, None]).round_()
@@ -191,7 +194,8 @@ def _fit_symmetric(
 def _list_signs(grouped: Tensor, bits: int) -> list[Tensor]:
     """Return signs [out, groups] to try: with few bits both, else the one that gives the larger side a level more."""
     if bits < 4:
-        return [torch.ones(grouped.shape[:2]), -torch.ones(grouped.shape[:2])]
+        ones = grouped.new_ones(grouped.shape[:2])
+        return [ones, -ones]
     return [torch.where(grouped.amax(2) > -grouped.amin(2), -1.0, 1.0)]
 
 

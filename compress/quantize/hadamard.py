@@ -35,9 +35,10 @@ class Orthogonal:
     def turn(self, x: Tensor) -> Tensor:
         """Return x Q along the last dimension, [..., n] -> [..., n], computed in float64 and given in x's type."""
         shape = x.shape
-        y = (x.to(torch.float64) * self.signs).reshape(-1, len(self.core), 1 << self.power)
+        signs, core = self.signs.to(x.device), self.core.to(x.device)
+        y = (x.to(torch.float64) * signs).reshape(-1, len(self.core), 1 << self.power)
         if len(self.core) > 1:
-            y = torch.einsum("bmp,mk->bkp", y, self.core)
+            y = torch.einsum("bmp,mk->bkp", y, core)
         return (_multiply_sylvester(y) / self.size**0.5).reshape(shape).to(x.dtype)
 
     def matrix(self) -> Tensor:

@@ -102,6 +102,8 @@ class LearnedParts:
         places: Mapping[str, Sequence[tuple[nn.Module, str]]] | None = None,
     ) -> None:
         self.layers, self.weights, self.places = layers, weights, places or {}
+        for name, fake in weights.items():
+            fake.to(_find_device(layers[name]))
         self.floats = {name: _copy_parameter(held[0]) for name, held in self.places.items()}
         self.sizes = {name: max(float(value.detach().abs().mean()), 1e-3) for name, value in self.floats.items()}
 
@@ -280,8 +282,8 @@ def _make_optimizer(student: LearnedParts, course: RoundingCourse) -> _Adam | _S
 
 def _collect_state(student: LearnedParts, best: _Best, optimizer: _Adam | _Sign) -> Tensors:
     """Return all that changes in a run, but for the log: tensors that are held anyway, not copies."""
-    now = {str(i): p.detach().contiguous() for i, p in enumerate(student.parameters())}
-    kept = {str(i): tensor.contiguous() for i, tensor in enumerate(best.kept)}
+    now = {str(i): p.detach().cpu().contiguous() for i, p in enumerate(student.parameters())}
+    kept = {str(i): tensor.cpu().contiguous() for i, tensor in enumerate(best.kept)}
     return add_prefix("now", now) | add_prefix("best", kept) | add_prefix("optimizer", optimizer.state())
 
 
@@ -347,6 +349,12 @@ def _share_gradients(student: LearnedParts, reduce: Reduce) -> None:
 def _make_empty_loss(student: LearnedParts) -> Tensor:
     """Return the loss of a process that has no lesson, while others have: 0, with gradients of 0."""
     return torch.stack([parameter.sum() for parameter in student.parameters() if parameter.requires_grad]).sum() * 0
+
+
+def _find_device(layer: nn.Module) -> torch.device:
+    """Return where a layer's weight lies."""
+    weight: Any = layer.weight
+    return weight.device
 
 
 def _copy_parameter(place: tuple[nn.Module, str]) -> nn.Parameter:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compress.quantize.grid import power_of_two
 from compress.quantize.outputs import first_output
@@ -15,6 +16,8 @@ from compress.quantize.outputs import first_output
 MASK = "attention_mask"
 Feeds = Mapping[str, Tensor]
 Loss = Literal["kl", "hidden"]
+Number = int | tuple[int, int]
+"""Of a batch, or of a batch and a part of it."""
 CACHE_BYTES = 1 << 30
 """Bytes of a teacher's outputs that are kept; those beyond are computed again each time."""
 
@@ -34,27 +37,39 @@ class BlockLesson:
 
 @dataclass(frozen=True)
 class Together:
-    """Micro-batches that one step is taken on: the mean of their losses, each counted by its rows."""
+    """Micro-batches that one step is taken on: the mean of their losses, each counted by its rows.
 
-    lessons: Sequence[BlockLesson]
+    `frugal`: what the gradients of one need is computed again when its turn comes, so that no two are held at once.
+    """
+
+    lessons: Sequence[BlockLesson | OutputLesson]
     part: float = 1.0
+    frugal: bool = False
 
     @property
     def n_rows(self) -> int:
         return sum(lesson.n_rows for lesson in self.lessons)
 
     def loss(self) -> Tensor:
-        return torch.stack([lesson.loss() * lesson.n_rows for lesson in self.lessons]).sum() / self.n_rows
+        losses = [
+            checkpoint(lesson.loss, use_reentrant=False) if self.frugal else lesson.loss() for lesson in self.lessons
+        ]
+        weighted = [loss * lesson.n_rows for loss, lesson in zip(losses, self.lessons, strict=True)]
+        return torch.stack(weighted).sum() / self.n_rows
 
 
-def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0) -> list[Together]:
+def _call(function: Callable[[], Tensor]) -> Tensor:
+    return function()
+
+
+def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0, frugal: bool = False) -> list[Together]:
     """Bundle lessons in their order, as many as have no more than `rows` rows, but one at least."""
     bundles: list[list[BlockLesson]] = []
     for lesson in lessons:
         if not bundles or sum(bundled.n_rows for bundled in bundles[-1]) + lesson.n_rows > rows:
             bundles.append([])
         bundles[-1].append(lesson)
-    return [Together(bundle, part) for bundle in bundles]
+    return [Together(bundle, part, frugal) for bundle in bundles]
 
 
 @dataclass
@@ -67,15 +82,15 @@ class FloatTeacher:
     module: nn.Module
     kind: Loss
     left: int = CACHE_BYTES
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[Number, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def target(self, number: int, feeds: Feeds, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def target(self, number: Number, feeds: Feeds, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the target of a batch: (states [n, width], nothing), or (probabilities, each row's entropy [n])."""
         if number in self.kept:
             return self.kept[number]
         with torch.no_grad():
             out = _select_rows(first_output(self.module(**feeds)), rows).float()
-            target = soften_logits(out) if self.kind == "kl" else (out, torch.zeros(0))
+            target = soften_logits(out) if self.kind == "kl" else (out, out.new_zeros(0))
         if (n_bytes := target[0].numel() * target[0].element_size()) <= self.left:
             self.left -= n_bytes
             self.kept[number] = target
@@ -89,26 +104,47 @@ class OutputLesson:
     module: nn.Module
     teacher: FloatTeacher
     feeds: Feeds
-    number: int
+    number: Number
     n_rows: int
     part: float = 1.0
 
     def loss(self) -> Tensor:
         """Return the KL divergence from the teacher, nats for a row, or the relative squared error."""
-        rows = _get_mask(self.feeds)
-        target, entropies = self.teacher.target(self.number, self.feeds, rows)
-        out = _select_rows(first_output(self.module(**self.feeds)), rows)
+        device = next(self.module.parameters()).device
+        feeds = {name: tensor.to(device) for name, tensor in self.feeds.items()}
+        rows = _get_mask(feeds)
+        target, entropies = self.teacher.target(self.number, feeds, rows)
+        out = _select_rows(first_output(self.module(**feeds)), rows)
         return divergence(out, target, entropies) if self.teacher.kind == "kl" else relative_error(out, target)
 
 
 def output_lessons(
-    module: nn.Module, teacher: FloatTeacher, batches: Sequence[Feeds], first: int = 0, rank: int = 0, size: int = 1
-) -> list[OutputLesson]:
+    module: nn.Module,
+    teacher: FloatTeacher,
+    batches: Sequence[Feeds],
+    first: int = 0,
+    rank: int = 0,
+    size: int = 1,
+    rows: int | None = None,
+) -> Sequence[OutputLesson | Together]:
     """Return one lesson for each batch, numbered from `first` on (the teacher knows them by number).
 
-    Of `size` processes that of number `rank` gets every `size`-th sample of each batch.
+    Of `size` processes that of number `rank` gets every `size`-th sample of each batch. `rows`: tokens that go through
+    the modules at once, at most, unless one sample has more; None: the batch.
     """
-    return [_make_lesson(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
+    lessons = [_make_lesson(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
+    return lessons if rows is None else [_split_lesson(lesson, first + i, rows) for i, lesson in enumerate(lessons)]
+
+
+def _split_lesson(lesson: OutputLesson, number: int, rows: int) -> Together:
+    """Return the lesson as several of fewer samples, which are learned from together."""
+    n = len(next(iter(lesson.feeds.values())))
+    at_once = max(1, rows * n // max(lesson.n_rows, 1))
+    parts = []
+    for k, start in enumerate(range(0, n, at_once)):
+        feeds = {name: tensor[start : start + at_once] for name, tensor in lesson.feeds.items()}
+        parts.append(replace(lesson, feeds=feeds, number=(number, k), n_rows=_count_rows(feeds)))
+    return Together(parts, lesson.part, frugal=True)
 
 
 def _make_lesson(

@@ -38,6 +38,7 @@ def tune_module(
     rank: int = 0,
     size: int = 1,
     saved: SavedRun | None = None,
+    rows: int | None = None,
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor], TuneLog]:
     """Learn the weights of `layers` from `start` on, and vectors of `module`, so that it gives what `teacher` gives.
 
@@ -46,13 +47,14 @@ def tune_module(
     weight before it was rounded, for where in its cell each weight starts. `places`: the float parameters to learn and
     the modules that hold them (default: all vectors, that is norms and biases); without `learn_rounding` the integers
     stay. With several processes, this is number `rank` of `size` and `reduce` sums over them: each takes its part of
-    every batch, and all end with the same. `saved` as in `learn`. Neither module is changed. Returns integers by layer,
-    float parameters by name, and what happened.
+    every batch, and all end with the same. `saved` as in `learn`, `rows` as in `output_lessons`. Neither module is
+    changed; both lie on the device that computes. Returns integers by layer, float parameters by name, and what
+    happened.
     """
     student = student_of(module, layers, start, floats or {}, places, learn_rounding)
     teaching = FloatTeacher(teacher, kind)
-    lessons = output_lessons(module, teaching, batches, 0, rank, size)
-    judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size)
+    lessons = output_lessons(module, teaching, batches, 0, rank, size, rows)
+    judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size, rows)
     log = learn(student, lessons, judged, course, progress, reduce, saved)
     return *student.freeze(), log
 

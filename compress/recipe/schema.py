@@ -26,6 +26,9 @@ else:
 AnyExport = Annotated[Export, Field(discriminator="kind")]
 
 
+DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
+
+
 @dataclass(frozen=True)
 class Variable:
     """A variable of a recipe: its text as the file writes it, and what it stands for here."""
@@ -137,6 +140,11 @@ class Recipe(Record):
     """The sets of samples."""
     chat: ChatSpec = ChatSpec()
     """Of language models whose data are conversations: how these are rendered, and whose tokens count."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])] = (
+        "auto"
+    )
+    """What passes over a torch model compute on: a GPU (`cuda`, `cuda:1`), the processor, or a GPU where there is one.
+    Results are the same but for the rounding of sums, so that finished work is taken up again on another device."""
     target: AnyTarget = "onnxruntime-cpu"
     """The runtime that the bundle is made for."""
     passes: tuple[AnyPass, ...] = ()

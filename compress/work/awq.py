@@ -34,8 +34,9 @@ def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassRes
 class _Seen:
     """Of what one reading reads: the Gram matrix and the sum of magnitudes."""
 
-    def __init__(self, width: int, compute: Compute) -> None:
-        self.gram, self.magnitude = Gram(width, compute), torch.zeros(width, dtype=torch.float64)
+    def __init__(self, width: int, compute: Compute, device: torch.device) -> None:
+        self.gram = Gram(width, compute, device)
+        self.magnitude = torch.zeros(width, dtype=torch.float64, device=device)
 
     def add(self, rows: Tensor) -> None:
         self.gram.add(rows)
@@ -62,12 +63,14 @@ class _BlockScaling:
         self._report()
 
     def _visit(self, reading: Reading, rows: Tensor) -> None:
-        self.seen.setdefault(reading, _Seen(rows.shape[1], self.knobs.compute)).add(rows)
+        if reading not in self.seen:
+            self.seen[reading] = _Seen(rows.shape[1], self.knobs.compute, rows.device)
+        self.seen[reading].add(rows)
 
     def _scale(self, reading: Reading) -> None:
         names = self.layers.of(reading.layers)
         width = self.layers.facts[names[0]].shape[1]
-        seen = self.seen.pop(reading, None) or _Seen(width, self.knobs.compute)
+        seen = self.seen.pop(reading, None) or _Seen(width, self.knobs.compute, self.block.part.device)
         gram, n_rows = seen.gram.mean(sum_over_processes)
         magnitude = sum_over_processes(seen.magnitude).float() / max(n_rows, 1)
         if not torch.isfinite(gram).all():

@@ -149,7 +149,7 @@ class InputRanges:
         wanted = [layer for layer in layers if layer in self.schemes]
         if wanted and rows.numel():
             first = self.seen.setdefault(wanted[0], Observer())
-            first.update(rows.float().numpy())
+            first.update(rows.float().cpu().numpy())
             self.seen |= dict.fromkeys(wanted, first)
 
     def scale(self, layer: str) -> float | None:

@@ -48,7 +48,7 @@ def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> 
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
         fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
         after = zero_keeper(student) if knobs.keep_zeros and not fresh else no_keeper
-        around = Around(NAME, context.log, context.progress, context.work, after_step=after)
+        around = Around(NAME, context.log, context.progress, context.work, after_step=after, device=context.device)
         lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
         log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
     student.requires_grad_(False)

@@ -54,7 +54,7 @@ def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassRe
     for tensor in context.progress(list(groups), "gptq: rounding"):
         source = working if knobs.sequential else state.model
         try:
-            gram = gram_matrix(source, tensor, context.batches)
+            gram = gram_matrix(source, tensor, context.batches, torch.device(context.device))
             hessian = invert_hessian(gram, knobs.damp_percent, knobs.actorder)
         except ValueError as error:
             raise PassError(f"gptq: {groups[tensor][0].name}: {error}") from error
@@ -71,7 +71,7 @@ def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassRe
 
 def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, context: PassContext) -> RoundedWeight:
     scheme = knobs.setting(facts, context.target)
-    weight = torch.from_numpy(layer.matrix().copy())
+    weight = torch.from_numpy(layer.matrix().copy()).to(context.device)
     try:
         return gptq_round(weight, hessian, scheme.weights, _gptq_rules(knobs, scheme, context.target))
     except ValueError as problem:
@@ -136,8 +136,9 @@ class _BlockRounding:
     def visit(self, reading: Reading, rows: Tensor) -> None:
         names = self.layers.of(reading.layers)
         if names:
-            gram = self.grams.setdefault(reading, Gram(rows.shape[1], self.knobs.compute))
-            gram.add(rows)
+            if reading not in self.grams:
+                self.grams[reading] = Gram(rows.shape[1], self.knobs.compute, rows.device)
+            self.grams[reading].add(rows)
             with _name_errors(names):
                 self.inputs.see(names, rows)
 
@@ -147,7 +148,8 @@ class _BlockRounding:
         if not names:
             return
         width = self.layers.facts[names[0]].shape[1]
-        gram, n_rows = self.grams.pop(reading, Gram(width)).mean(sum_over_processes)
+        seen = self.grams.pop(reading, None) or Gram(width, self.knobs.compute, self.block.part.device)
+        gram, n_rows = seen.mean(sum_over_processes)
         if not n_rows:
             return  # `finish` rounds them to the nearest
         with _name_errors(names):

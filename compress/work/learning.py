@@ -31,8 +31,8 @@ def block_lessons(block: BlockWork, held_out: float) -> tuple[list[Together], li
         BlockLesson(_bind_index(block.forward, i), _bind_index(block.float_outputs, i), call.rows, call.n_rows)
         for i, call in enumerate(block.calls)
     ]
-    n, part = len(lessons) - round(held_out * len(lessons)), 1 / share().size
-    return together(lessons[:n], ROWS, part), together(lessons[n:], ROWS, part)
+    n, how = len(lessons) - round(held_out * len(lessons)), (ROWS, 1 / share().size, not block.part.together)
+    return together(lessons[:n], *how), together(lessons[n:], *how)
 
 
 def open_saved_run(context: PassContext, name: str, what: str) -> SavedRun:

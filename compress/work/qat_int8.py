@@ -156,7 +156,8 @@ def _make_callbacks(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, con
         simulated.after_step(sum_over_processes)
         keep(step)
 
-    return Around(NAME, context.log, context.progress, context.work, _compute_rates(pupil, simulated), before, after)
+    rates = _compute_rates(pupil, simulated)
+    return Around(NAME, context.log, context.progress, context.work, rates, before, after, context.device)
 
 
 def _compute_rates(pupil: nn.Module, simulated: SimulatedGraph) -> dict[str, float]:

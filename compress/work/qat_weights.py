@@ -161,7 +161,7 @@ def _make_callbacks(knobs: Qat, student: nn.Module, trained: Trained, context: M
         for weight in trained.weights.values():
             weight.confine()
 
-    return Around(NAME, context.log, context.progress, context.work, rates, after_step=after)
+    return Around(NAME, context.log, context.progress, context.work, rates, after_step=after, device=context.device)
 
 
 @torch.no_grad()

@@ -37,16 +37,19 @@ def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> P
         why = "; ".join(model.structure.notes)
         raise PassError(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
     modules = modules_of(model.build())
-    edits, notes = edits_of(
-        model.structure, modules, model.store.read, knobs.residual, knobs.heads, knobs.randomize, context.seed
-    )
+    device = torch.device(context.device)
+
+    def read(name: str) -> Tensor:
+        return model.store.read(name).to(device)
+
+    edits, notes = edits_of(model.structure, modules, read, knobs.residual, knobs.heads, knobs.randomize, context.seed)
     places = _group_by_block(edits, [block.name for block in model.structure.blocks])
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
         names = places.pop(block.name if block.name in places else OUTSIDE, [])
         filled = []
         for name in sorted(names, key=lambda name: name in model.tied):  # a tied one gets values of its own afterwards
-            old = model.store.read(name)
+            old = read(name)
             filled += [name] if old.dim() > 1 and zeros_to_keep(old) is not None else []
             block.replace(name, edit_parameter(name, old, edits[name], modules))
         touched = dict.fromkeys(name.rpartition(".")[0] for name in names)

@@ -30,7 +30,7 @@ def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassRes
     weights, target = {}, context.target
     for facts in context.progress(taken, "rtn: rounding"):
         try:
-            values = torch.from_numpy(layers[facts.name].matrix().copy())
+            values = torch.from_numpy(layers[facts.name].matrix().copy()).to(context.device)
             weights[facts.name] = nearest(values, knobs.setting(facts, target), target)
         except ValueError as error:
             raise PassError(f"rtn: {facts.name}: {error}") from error

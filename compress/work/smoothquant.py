@@ -107,8 +107,8 @@ class _Sample:
 
     def add(self, rows: Tensor, n: int) -> None:
         if len(rows):
-            self.rows.append(rows[:: -(-len(rows) // n)].clone())
-            peak = rows.abs().amax(0)
+            self.rows.append(rows[:: -(-len(rows) // n)].to("cpu", copy=True))
+            peak = rows.abs().amax(0).cpu()
             self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
 
 
@@ -174,7 +174,7 @@ class _BlockSmoothing:
             )
         knobs = self.knobs
         alphas, gain = (ALPHAS, FREE) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
-        weights = [self.block.matrix(name).numpy() for name in reading.layers]
+        weights = [self.block.matrix(name).cpu().numpy() for name in reading.layers]
         return search_smoothing(rows, peak, weights, alphas, gain, partial(_tie, reading), by_row=True)
 
     def _report(self, layers: list[LayerFacts], action: str, how: str) -> None:

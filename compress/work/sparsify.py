@@ -83,8 +83,9 @@ class _BlockSparsifying:
     def visit(self, reading: Reading, rows: Tensor) -> None:
         """Add `rows` [groups, n, in] to the reading's Gram matrices."""
         if any(name in self.facts for name in reading.layers):
-            grams = self.grams.setdefault(reading, [Gram(rows.shape[2]) for _ in rows])
-            for gram, part in zip(grams, rows, strict=True):
+            if reading not in self.grams:
+                self.grams[reading] = [Gram(rows.shape[2], device=rows.device) for _ in rows]
+            for gram, part in zip(self.grams[reading], rows, strict=True):
                 gram.add(part)
 
     def act(self, reading: Reading) -> None:
@@ -92,7 +93,7 @@ class _BlockSparsifying:
         names = [name for name in reading.layers if name in self.facts]
         if not names:
             return
-        means = [gram.mean(sum_over_processes) for gram in self.grams.pop(reading, self._make_grams(names[0]))]
+        means = [gram.mean(sum_over_processes) for gram in self.grams.pop(reading, None) or self._make_grams(names[0])]
         if not means[0][1]:
             return  # `finish` takes them by magnitude
         grams = torch.stack([gram for gram, _ in means])  # [groups, in, in]
@@ -112,7 +113,7 @@ class _BlockSparsifying:
     def _make_grams(self, name: str) -> list[Gram]:
         """Return the Gram matrices of a layer that no row reached in this process."""
         width = math.prod(self.facts[name].shape[1:])
-        return [Gram(width) for _ in range(groups_of(self.block.layers[name]))]
+        return [Gram(width, device=self.block.part.device) for _ in range(groups_of(self.block.layers[name]))]
 
     def _invert_grams(self, names: Sequence[str], grams: Tensor) -> list[Hessian]:
         wanted = self.knobs.damp_percent

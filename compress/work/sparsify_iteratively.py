@@ -125,7 +125,8 @@ class _IterativePruning:
                 also(step)
 
         what = f"{NAME}, round {number} of {self.knobs.rounds}" if number else f"{NAME}, before the first round"
-        around = Around(what, self.context.log, self.context.progress, self._make_folder(number), after_step=after)
+        run, folder = self.context, self._make_folder(number)
+        around = Around(what, run.log, run.progress, folder, after_step=after, device=run.device)
         return train(self.pupil, self.lessons, self.course, around)
 
     def _make_folder(self, number: int) -> Path | None:

@@ -291,8 +291,9 @@ def zero_keeper(module: nn.Module) -> Callable[[int], None]:
 
     def put_back(step: int) -> None:
         with torch.no_grad():
-            for parameter, mask in masks:
-                parameter.mul_(mask.to(parameter.device))
+            for number, (parameter, mask) in enumerate(masks):
+                masks[number] = parameter, mask.to(parameter.device)  # moved once
+                parameter.mul_(masks[number][1])
 
     return put_back
 

@@ -147,7 +147,7 @@ def _learn_whole(
     The teacher is what `before` holds of the float model, since blocks that were learned have other norms.
     """
     student, teacher = model.materialise(), float_module(before)
-    for module in (student, teacher):
+    for module in (student.to(context.device), teacher.to(context.device)):
         without_cache(module)
         module.requires_grad_(False)
     layers = modules(student)
@@ -161,17 +161,18 @@ def _learn_whole(
         _make_course(knobs, knobs.steps, context.seed, _remaining_seconds(knobs, learned, how)),
         kept_aside=kept,
         kind=_choose_loss(knobs, student),
-        floats={layer: float_matrix(model, layer, layers[layer]) for layer in chosen},
+        floats={layer: float_matrix(model, layer, layers[layer]).to(context.device) for layer in chosen},
         places=vectors_of(student, model),
         learn_rounding=how == "whole",
         progress=context.progress,
         reduce=sum_over_processes,
         rank=share().rank,
         size=share().size,
+        rows=context.rows,
         saved=open_saved_run(context, "whole", f"tune: {END}"),
     )
     learned.weights |= weights
-    learned.floats |= floats
+    learned.floats |= {name: value.cpu() for name, value in floats.items()}
     learned.notes.append(_make_note(END, log))
     learned.measured[END] = _numbers(log)
 
