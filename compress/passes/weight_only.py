@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -121,7 +121,7 @@ class WeightPass(_Numbers, Pass):
     def setting(self, layer: LayerFacts, target: Target) -> Scheme:
         """Return the scheme that one layer gets: groups fitted to its inputs with `indivisible: fit`."""
         scheme = self.find_scheme(layer)
-        if self.indivisible == "refuse" or scheme.weights.group_size < 1:
+        if self.indivisible == "refuse" or scheme.weights.group_size < 1 or scheme.weights.kind == "float":
             return scheme
         size = fit_group_size(scheme.weights.group_size, layer.shape[1], target.kernels(scheme.weights.bits))
         return scheme.with_group(size)
@@ -256,9 +256,10 @@ class WeightPass(_Numbers, Pass):
 
 def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
     """Return the bits that each weight takes, its share of the scales included."""
-    size, inputs = scheme.weights.group_size, layer.shape[1]
+    weights, inputs = scheme.weights, layer.shape[1]
+    size = weights.group_size
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
-    return scheme.weights.bits + 32 * groups / inputs
+    return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
 
 
 def format_of(scheme: Scheme) -> Format:
@@ -270,14 +271,9 @@ def format_of(scheme: Scheme) -> Format:
 
 def describe_scheme(scheme: Scheme) -> str:
     """Format the scheme's name and its groups for the report."""
-    size = scheme.weights.group_size
-    return f"{scheme.name}, " + (f"group {size}" if size > 0 else "per channel" if size else "one scale")
-
-
-def float_problems(kind: str, schemes: Iterable[Scheme]) -> list[str]:
-    """Return why a pass that rounds to integers cannot take these schemes, a line for each that is FP8."""
-    odd = sorted({scheme.name for scheme in schemes if scheme.weights.kind == "float"})
-    return [f"{kind}: {name} is no integer grid, and this pass rounds to one; use rtn" for name in odd]
+    size, rows = scheme.weights.group_size, scheme.weights.rows
+    groups = f"blocks of {rows} x {size}" if rows > 1 else f"group {size}"
+    return f"{scheme.name}, " + (groups if size > 0 else "per channel" if size else "one scale")
 
 
 def fit_group_size(size: int, inputs: int, kernels: tuple[int, ...]) -> int:
@@ -292,6 +288,15 @@ def _group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target,
     """Return why this layer's group size cannot work, with the way out, or None."""
     weights, inputs = scheme.weights, layer.shape[1]
     size = weights.group_size
+    if weights.kind == "float" and scheme not in PRESETS.values():
+        given = PRESETS.get(scheme.name)
+        fixed = given and describe_scheme(given)
+        return f"{kind}: {layer.name}: floats have their own groups ({fixed}); leave group_size and bits out"
+    if weights.kind == "float" and size > 0:
+        if inputs % size == 0:
+            return None
+        text = f"{kind}: {layer.name} has {inputs} inputs, and {scheme.name} has groups of {size}, which do not divide them"
+        return f"{text}; ignore it, or give it another scheme under overrides"
     if weights.kind == "float" or (scheme.activations is not None and weights.bits == 8):
         least = 0 if weights.kind == "float" else -1
         if size > 0 or size == 0 != least:
