@@ -10,9 +10,10 @@ CHUNK = 1 << 24
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 FP4_CODES = np.zeros(256, np.uint8)
 """Byte of an FP8 (E4M3) number -> bits of the same number of FP4."""
-for _sign in (1, -1):
-    _bytes = np.copysign(np.array(FP4), _sign).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    FP4_CODES[_bytes] = np.arange(8) + (8 if _sign < 0 else 0)
+for _sign in (-1, 1):  # zero has one code, 0, as the library packs it
+    FP4_CODES[np.copysign(FP4, _sign).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)] = [
+        code + 8 * (_sign < 0) * (code > 0) for code in range(8)
+    ]
 
 
 def count_words(n: int, bits: int) -> int:
