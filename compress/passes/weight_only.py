@@ -288,19 +288,20 @@ def _group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target,
     """Return why this layer's group size cannot work, with the way out, or None."""
     weights, inputs = scheme.weights, layer.shape[1]
     size = weights.group_size
-    if weights.kind == "float" and scheme not in PRESETS.values():
-        given = PRESETS.get(scheme.name)
-        fixed = given and describe_scheme(given)
-        return f"{kind}: {layer.name}: floats have their own groups ({fixed}); leave group_size and bits out"
-    if weights.kind == "float" and size > 0:
-        if inputs % size == 0:
-            return None
-        text = f"{kind}: {layer.name} has {inputs} inputs, and {scheme.name} has groups of {size}, which do not divide them"
-        return f"{text}; ignore it, or give it another scheme under overrides"
-    if weights.kind == "float" or (scheme.activations is not None and weights.bits == 8):
+    one_scale = weights.scales == "float" and weights.rows == 1 and (weights.kind == "float" or weights.bits == 8)
+    if one_scale and (weights.kind == "float" or scheme.activations is not None):
         least = 0 if weights.kind == "float" else -1
         if size > 0 or size == 0 != least:
             return f"{kind}: {layer.name}: {scheme.name} has one scale for each output channel; leave group_size out"
+        return None
+    if weights.kind == "float":
+        format_ = next((preset for preset in PRESETS.values() if preset.name == scheme.name), None)
+        if format_ != scheme:
+            fixed = "no such format" if format_ is None else describe_scheme(format_)
+            return f"{kind}: {layer.name}: a format of floats has its own bits and groups ({fixed}); leave yours out"
+        if inputs % size:
+            text = f"{kind}: {layer.name} has {inputs} inputs, which the groups of {scheme.name}, {size}, do not divide"
+            return f"{text}; ignore it, or give it another scheme under overrides"
         return None
     kernels = target.kernels(weights.bits)
     if size == 0 or (size > 0 and inputs % size):
