@@ -36,7 +36,7 @@ GLOBAL_ROOM = 4.0
 GLOBALS = 8
 """Scales of a whole NVFP4 tensor that are tried, over one octave: others have the same E4M3 scales."""
 SAMPLED_ROWS = 64
-"""Rows of a weight, evenly spaced, on which what all of it shares is chosen."""
+"""Rows of a weight, evenly spaced, on which they are compared."""
 GLOBAL_REACH = 2.0**100
 """Largest scale of a whole NVFP4 tensor, and one over the smallest."""
 
@@ -181,12 +181,16 @@ class _BestGrid:
             return self.numbers.nearest_(nearest)
         return self.numbers.nearest_(nearest, zeros[:, :, None]).sub_(zeros[:, :, None])
 
-    def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
-        """Take `scales`, `zeros` [out, groups] for the groups in which they leave less error."""
+    def measure(self, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+        """Return the error of each group [out, groups] under scales and zeros of that shape."""
         error = torch.addcmul(self.grouped, self.levels(scales, zeros), scales[:, :, None], value=-1).square_()
         if self.weighting is not None:
             error *= self.weighting
-        total = error.sum(2)
+        return error.sum(2)
+
+    def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
+        """Take `scales`, `zeros` [out, groups] for the groups in which they leave less error."""
+        total = self.measure(scales, zeros)
         better = total < self.error
         self.error = torch.where(better, total, self.error)
         self.scales = torch.where(better, scales, self.scales)
@@ -252,27 +256,31 @@ def fit_shared(
 ) -> float | None:
     """Find what weights [out, in] that an engine computes as one must have in common; None where that is nothing.
 
-    Of NVFP4 the scale of the whole tensor (as files hold it: scales are divided by it), of FP8 with one scale that one.
-    Both make room for the largest weight, and are judged on some rows. `importance` [in], `every`: as of `fit_grid`.
+    Of NVFP4 the scale of the whole tensor (as files hold it: scales are divided by it), which is judged on some rows;
+    of FP8 with one scale that one. Both make room for the largest weight. `importance` [in], `every`: as of `fit_grid`.
     """
     rule = ScaleRule.of(scheme)
     if scheme.kind != "float" or (rule.kind != "e4m3" and rule.rows != 0):
         return None
     peak = torch.stack([weight.abs().amax() for weight in weights]).amax().float()
     power = power_of_two(peak)
-    rows = torch.cat([weight[:: -(-len(weight) // SAMPLED_ROWS)].float() for weight in weights]) / power
+    size = scheme.group_size if rule.kind == "e4m3" else weights[0].shape[1]
+    weighting = None if importance is None else importance.float().reshape(-1, size)
     if rule.kind == "e4m3":
-        size = scheme.group_size
-        weighting = None if importance is None else importance.float().reshape(-1, size)
+        rows = torch.cat([weight[:: -(-len(weight) // SAMPLED_ROWS)].float() for weight in weights]) / power
         grouped = rows.reshape(len(rows), -1, size)
         rules = _list_globals(rule, peak / power, power, GLOBALS if every == 1 else 1)
         fits = [_fit_float_scales(grouped, E2M1, weighting, tried, every) for tried in rules]
         best = int(torch.stack([fit.error.sum() for fit in fits]).argmin())
         return rules[best].divide(1 / float(power)).global_scale
-    weighting = None if importance is None else importance.float().repeat(len(rows)).reshape(1, -1)
-    range_ = peak.reshape(1, 1) / power
-    fit = _fit_float_scales(rows.reshape(1, 1, -1), FLOATS[scheme.bits], weighting, rule, every, range_)
-    return float(fit.scales * power)
+    range_ = torch.where(peak > 0, peak / power, SMALLEST_SCALE).reshape(1, 1)
+    numbers = FLOATS[scheme.bits]
+    tried_scales = list(_list_float_scales(range_ / numbers.high, numbers, rule, every))
+    errors = torch.zeros(len(tried_scales), dtype=torch.float64)
+    for part in (part for weight in weights for part in weight.split(max(1, CHUNK // size))):
+        grid = _BestGrid((part.float() / power)[:, None], weighting, numbers)
+        errors += torch.stack([grid.measure(scales).sum() for scales in tried_scales])
+    return float(tried_scales[int(errors.argmin())] * power)
 
 
 def _fit_floats(
@@ -311,13 +319,9 @@ def _fit_float_scales(
     weighting: Tensor | None,
     rule: ScaleRule,
     every: int,
-    peak: Tensor | None = None,
 ) -> _BestGrid:
-    """Return the best of the scales that a file can hold, each group's [out, groups, group] for itself.
-
-    `peak` [out, groups]: the range, where `grouped` is a part of the weights.
-    """
-    peak = grouped.abs().amax(2) if peak is None else peak
+    """Return the best of the scales that a file can hold, each group's [out, groups, group] for itself."""
+    peak = grouped.abs().amax(2)
     peak = torch.where(peak > 0, peak, peak.amax().clamp_min(SMALLEST_SCALE))
     best = _BestGrid(grouped, weighting, numbers)
     for scales in _list_float_scales(peak / numbers.high, numbers, rule, every):
