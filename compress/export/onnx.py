@@ -43,7 +43,7 @@ from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
 from compress.models.load import OnnxModel, TorchModel
-from compress.quantize.qdq import write_state
+from compress.quantize.qdq import is_float4, write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import failures
@@ -227,7 +227,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
     for name in model.quantized_layers():
         scheme, weight = model.schemes[name], model.store.quantized(name)
         assert weight is not None
-        if scheme.weights.kind == "float":
+        if scheme.weights.kind == "float" and not is_float4(weight):
             raise ExportError(f"{name}: {scheme.name} cannot be written as an ONNX graph; export a checkpoint")
         if name not in layers:
             lost.append(name)

@@ -30,10 +30,14 @@ compressed-tensors names them (w8a8: inputs dynamic for each token), and those o
 
 @dataclass(frozen=True)
 class FormatFact:
-    """How a target takes a format. `verdict`: fast, plain (as fast as float), slow (slower), refused."""
+    """How a target takes a format. `verdict`: fast, plain (as fast as float), slow (slower), refused.
+
+    `judged`: False where no runtime but its GPU's computes such a file, which then is written beside one that is judged.
+    """
 
     verdict: Literal["fast", "plain", "slow", "refused"]
     text: str
+    judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,13 @@ _TENSORRT_FORMATS = {
     **_CHECKPOINTS_ONLY,
     "fp8": _FP8_IN_GRAPH,
     "fp8-dynamic": _FP8_IN_GRAPH,
+    # Tried in the builder of TensorRT-RTX 1.7.1 for compute capability 12.0; ONNX Runtime 1.31 has no CPU kernel of FP4,
+    # and the builder takes no E8M0 scales (MX).
+    "nvfp4a16": FormatFact(
+        "fast",
+        "takes FP4 with E4M3 scales from the graph (DequantizeLinear of opset 23), compute capability 10.0 and later",
+        judged=False,
+    ),
     "fp8-static": FormatFact(
         "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"
     ),
