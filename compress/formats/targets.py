@@ -30,14 +30,10 @@ compressed-tensors names them (w8a8: inputs dynamic for each token), and those o
 
 @dataclass(frozen=True)
 class FormatFact:
-    """How a target takes a format. `verdict`: fast, plain (as fast as float), slow (slower), refused.
-
-    `judged`: False where no runtime but its GPU's computes such a file, which then is written beside one that is judged.
-    """
+    """How a target takes a format. `verdict`: fast, plain (as fast as float), slow (slower), refused."""
 
     verdict: Literal["fast", "plain", "slow", "refused"]
     text: str
-    judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,6 @@ _TENSORRT_FORMATS = {
     "nvfp4a16": FormatFact(
         "fast",
         "takes FP4 with E4M3 scales from the graph (DequantizeLinear of opset 23), compute capability 10.0 and later",
-        judged=False,
     ),
     "fp8-static": FormatFact(
         "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"

@@ -57,10 +57,6 @@ def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[No
     fact = target.fact(format_name)
     if text := refusal(target, format_name, kind):
         return [], [text]
-    if not fact.judged:
-        beside = f"{{kind: onnx, target: {target.name}}}"
-        way = f"use target: vllm or transformers, whose checkpoint is judged, and export {beside} with it"
-        return [], [f"{kind}: {target.name} {fact.text}, and nothing without it computes the file to judge it; {way}"]
     level: Literal["slow", "info"] = "slow" if fact.verdict == "slow" else "info"
     return [Note(level, f"{target.name}: {format_name}: {fact.text}")], []
 

@@ -211,6 +211,14 @@ class WeightPass(_Numbers, Pass):
         formats = dict.fromkeys(map(format_of, self.schemes()))
         return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
 
+    def explain_unjudged(self, target: str, why: str) -> str | None:
+        if not any(scheme.weights.scales == "e4m3" for scheme in self.schemes()):
+            return None
+        return (
+            f"{self.kind}: {target} does not work here ({why}), and ONNX Runtime computes no FP4 on CPUs, so that the "
+            "graph could not be judged; export a checkpoint alone (target: vllm), or apply it where that works"
+        )
+
     def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers of a graph to round, and give a decision for each of the others.
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
+from compress.export.onnx import save_graph
 from compress.formats.schemes import PRESETS
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
+from compress.passes import Rtn
 from compress.quantize.grid import round_to_grid
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState, restore_state
@@ -74,6 +76,17 @@ def test_a_state_with_float4_is_kept_and_has_a_float_twin_for_cpus() -> None:
         np.testing.assert_array_equal(kept.stored["scales"], weight.stored["scales"])
     twin = float_twin(replace(given))
     assert all(value.dtype != ir.DataType.FLOAT4E2M1 for value in twin.graph.initializers.values())
+
+
+def test_a_file_that_nothing_here_runs_is_checked_and_written(tmp_path: Path) -> None:
+    save_graph(write_state(state(), "s8s8"), tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").is_file()
+
+
+def test_the_plan_says_that_a_verdict_waits_for_the_engine() -> None:
+    text = Rtn(scheme="NVFP4A16").explain_unjudged("tensorrt-rtx", "no GPU")
+    assert text is not None and "tensorrt-rtx does not work here (no GPU)" in text and "target: vllm" in text
+    assert Rtn(scheme="W4A16").explain_unjudged("tensorrt-rtx", "no GPU") is None
 
 
 @pytest.mark.slow
