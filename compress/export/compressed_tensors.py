@@ -33,7 +33,7 @@ def entries(layer: str, shape: tuple[int, int], scheme: Scheme, dtype: torch.dty
     """Return what a quantized layer of `shape` [out, in] is stored as, without its bias.
 
     `dtype`: what the model computes in. Scales of packed layers are in `dtype`, as kernels take them; those of W8A8 and
-    FP8 stay float32, as few as they are, and FP4 and MX have types of their own. Everything symmetric has no zero points.
+    FP8 stay float32, as few as they are; FP4 and MX have types of their own. What is symmetric has no zero points.
     """
     rows, columns = shape
     weights, form = scheme.weights, layer_format(scheme)
@@ -117,7 +117,7 @@ def _to_byte_tensor(values: np.ndarray, bits: int) -> Tensor:
 def layer_format(scheme: Scheme) -> str:
     """Return "pack-quantized", "int-quantized", "nvfp4-pack-quantized", ..., as the library chooses.
 
-    But for integers with inputs in floats (W4AFP8): vLLM's kernel reads them packed, and the library's reader does, too.
+    But for integers with inputs in floats (W4AFP8): vLLM's kernel reads them packed, as the library can.
     """
     from compressed_tensors.compressors.format import infer_module_format
 

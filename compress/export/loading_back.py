@@ -202,7 +202,11 @@ def read_as_stored(
             return tensor.to(types.of(names.tensor(name))).float() if tensor.is_floating_point() else tensor
         if weight.stored:
             values = torch.from_numpy(weight.dequantize())
-            return values.bfloat16().float() if reader == "transformers" and layer_format(model.schemes[layer]) == NVFP4 else values
+            return (
+                values.bfloat16().float()
+                if reader == "transformers" and layer_format(model.schemes[layer]) == NVFP4
+                else values
+            )
         packed = export.format == "gptq" or layer_format(model.schemes[layer]) == PACKED
         dtype = gptq_format.SCALE_TYPE if export.format == "gptq" else types.usual if packed else torch.float32
         scales = torch.from_numpy(np.ascontiguousarray(weight.scales)).to(dtype).float().numpy()

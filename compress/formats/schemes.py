@@ -21,8 +21,8 @@ ScaleType = Literal["float", "e4m3", "e8m0", "six-bit"]
 class WeightScheme:
     """A weight's numbers.
 
-    `kind` "float" is FP4 E2M1 (bits 4) or FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale for each output
-    channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point for each scale.
+    `kind` "float" is FP4 E2M1 (bits 4) or FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale
+    for each output channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point each.
     `scales`: how those are stored: as floats; as E4M3 below one float for the tensor (NVFP4); as powers of two in eight
     bits (MX); as six-bit integers below a half float for some groups (llama.cpp's K formats). `rows`: outputs that
     share a group's scale.

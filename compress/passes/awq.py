@@ -52,7 +52,7 @@ class Awq(WeightPass):
             return None
         if inputs.has_stored_scale:
             then = f"{{kind: awq, round: false, scheme: {scheme.name}}}, then {{kind: gptq, scheme: {scheme.name}}}"
-            return f"awq: {scheme.name}: inputs have stored scales, which are measured after awq has scaled them; {then}"
+            return f"awq: {scheme.name}: inputs have stored scales, to be measured after awq has scaled them; {then}"
         if scheme.weights.bits == 8 and scheme.weights.scales == "float":
             return f"awq: {scheme.name}: what 8-bit weights lose is less than what their inputs lose; use smoothquant"
         return None

@@ -6,8 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import ModelFacts, PassPlan
-from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
 
 

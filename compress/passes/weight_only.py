@@ -42,8 +42,8 @@ class _Numbers(Record):
     """The keys that say how a weight is stored. `scheme` may not be contradicted by the others."""
 
     scheme: SchemeName | None = None
-    """Preset: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ... in capitals or not. It stands for `bits`, `symmetric`, what
-    becomes of inputs, and, where `group_size` is not given, the groups."""
+    """Preset: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ... in capitals or not. It stands for `bits`, `symmetric`,
+    what becomes of inputs, and, where `group_size` is not given, the groups."""
 
     @model_validator(mode="after")
     def _check_scheme(self) -> _Numbers:

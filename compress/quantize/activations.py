@@ -27,7 +27,9 @@ def input_arguments(scheme: ActivationScheme, symmetric: bool = True) -> Any:
     from compressed_tensors.quantization import QuantizationArgs
 
     two_levels = scheme.scales == "e4m3"
-    strategy = "tensor_group" if two_levels else "group" if scheme.group_size > 0 else "token" if scheme.dynamic else "tensor"
+    strategy = (
+        "tensor_group" if two_levels else "group" if scheme.group_size > 0 else "token" if scheme.dynamic else "tensor"
+    )
     more = {} if scheme.scales == "float" else dict.fromkeys(("scale_dtype", "zp_dtype"), SCALE_TYPES[scheme.scales])
     return QuantizationArgs(
         num_bits=scheme.bits,

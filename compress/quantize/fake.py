@@ -2,9 +2,10 @@
 
 Rounding passes gradients on as if it were not there (the straight-through estimator), so that what is learned with is
 at every moment what would be stored, exactly. Weights in floats of few bits are learned by their places among these
-(`Numbers.place`), which are whole numbers as integers are. One forward and one way back to integers for all (`FakeWeight`); what
-differs is what is learned: a position among the levels (`LearnedWeight`, for `tune`), the float weight itself
-(`ScaledWeight`, for `qat`) or an offset and the ends of the range (`ShiftedWeight`, for `autoround`). Torch.
+(`Numbers.place`), which are whole numbers as integers are. One forward and one way back to integers for all
+(`FakeWeight`); what differs is what is learned: a position among the levels (`LearnedWeight`, for `tune`), the float
+weight itself (`ScaledWeight`, for `qat`) or an offset and the ends of the range (`ShiftedWeight`, for `autoround`).
+Torch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 A symmetric grid of integers holds -2^(b-1) ... 2^(b-1) - 1: one level more on one side, and a negative scale gives it
 to the other. One of floats (FP4, FP8) holds those of its type, and its scales are searched among those that a file can
 hold: each E4M3 scale around the one of the range and with them the one float above them (NVFP4), the two powers of two
-around it (MX), or floats that one block or the whole tensor shares.
+around it (MX). FP8 below scales of float32 takes the range: its rounding is relative, so that the scale of least
+squared error leaves 1.5 % less of it for 128 x 128 weights, and a story teller lost more by it (3.3556 nats per token
+against 3.3540).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compress.formats.schemes import WeightScheme
-from compress.quantize.numbers import E2M1, E4M3, EXPONENT_BITS, FLOATS, Numbers, ScaleRule
+from compress.quantize.numbers import ANY_FLOAT, E2M1, E4M3, EXPONENT_BITS, FLOATS, Numbers, ScaleRule
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 
 CHUNK = 1 << 18
@@ -26,9 +28,6 @@ MOST_EXPONENT = 126
 """The largest exponent of a power of two that is a float32, and 1 over which is."""
 FITS = 2
 """Least-squares fits of a scale to its levels after the search."""
-FLOAT_RANGES = {E2M1: [0.5 + k / 12 for k in range(14)], E4M3: [2 ** (k / 8) for k in range(-1, 7)]}
-"""What is tried for a scale of float32, as parts of the range's. FP4's largest weight may better be
-the type's second largest number; in FP8 the part says which bits of the mantissa weights fall on."""
 E4M3_STEPS = range(-7, 8)
 """What is tried for an E4M3 scale: its code minus that of the range's; 8 double it. 4/6 of the range are 4 or 5 up."""
 GLOBAL_ROOM = 4.0
@@ -51,7 +50,7 @@ class Grid:
     scales: Tensor
     zeros: Tensor | None
     numbers: Numbers
-    rule: ScaleRule = ScaleRule()
+    rule: ScaleRule = ANY_FLOAT
 
     def sampled(self, stride: int) -> Grid:
         """Return the grid of each `stride`-th output."""
@@ -105,7 +104,9 @@ def fit_grid(
     Raises ValueError when the groups do not divide the inputs, or a weight is not finite.
     """
     rows, inputs = weight.shape
-    size = inputs if scheme.group_size == -1 or (scheme.kind == "float" and not scheme.group_size) else scheme.group_size
+    size = (
+        inputs if scheme.group_size == -1 or (scheme.kind == "float" and not scheme.group_size) else scheme.group_size
+    )
     if size < 1 or inputs % size:
         raise ValueError(f"group_size {size} does not divide {inputs} inputs")
     if not finite(weight):
@@ -181,16 +182,12 @@ class _BestGrid:
             return self.numbers.nearest_(nearest)
         return self.numbers.nearest_(nearest, zeros[:, :, None]).sub_(zeros[:, :, None])
 
-    def measure(self, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-        """Return the error of each group [out, groups] under scales and zeros of that shape."""
+    def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
+        """Take `scales`, `zeros` [out, groups] for the groups in which they leave less error."""
         error = torch.addcmul(self.grouped, self.levels(scales, zeros), scales[:, :, None], value=-1).square_()
         if self.weighting is not None:
             error *= self.weighting
-        return error.sum(2)
-
-    def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
-        """Take `scales`, `zeros` [out, groups] for the groups in which they leave less error."""
-        total = self.measure(scales, zeros)
+        total = error.sum(2)
         better = total < self.error
         self.error = torch.where(better, total, self.error)
         self.scales = torch.where(better, scales, self.scales)
@@ -263,24 +260,16 @@ def fit_shared(
     if scheme.kind != "float" or (rule.kind != "e4m3" and rule.rows != 0):
         return None
     peak = torch.stack([weight.abs().amax() for weight in weights]).amax().float()
-    power = power_of_two(peak)
-    size = scheme.group_size if rule.kind == "e4m3" else weights[0].shape[1]
-    weighting = None if importance is None else importance.float().reshape(-1, size)
     if rule.kind == "e4m3":
+        power, size = power_of_two(peak), scheme.group_size
+        weighting = None if importance is None else importance.float().reshape(-1, size)
         rows = torch.cat([weight[:: -(-len(weight) // SAMPLED_ROWS)].float() for weight in weights]) / power
         grouped = rows.reshape(len(rows), -1, size)
         rules = _list_globals(rule, peak / power, power, GLOBALS if every == 1 else 1)
         fits = [_fit_float_scales(grouped, E2M1, weighting, tried, every) for tried in rules]
         best = int(torch.stack([fit.error.sum() for fit in fits]).argmin())
         return rules[best].divide(1 / float(power)).global_scale
-    range_ = torch.where(peak > 0, peak / power, SMALLEST_SCALE).reshape(1, 1)
-    numbers = FLOATS[scheme.bits]
-    tried_scales = list(_list_float_scales(range_ / numbers.high, numbers, rule, every))
-    errors = torch.zeros(len(tried_scales), dtype=torch.float64)
-    for part in (part for weight in weights for part in weight.split(max(1, CHUNK // size))):
-        grid = _BestGrid((part.float() / power)[:, None], weighting, numbers)
-        errors += torch.stack([grid.measure(scales).sum() for scales in tried_scales])
-    return float(tried_scales[int(errors.argmin())] * power)
+    return float(torch.where(peak > 0, peak / FLOATS[scheme.bits].high, 1.0).clamp_min(SMALLEST_SCALE))
 
 
 def _fit_floats(
@@ -324,19 +313,15 @@ def _fit_float_scales(
     peak = grouped.abs().amax(2)
     peak = torch.where(peak > 0, peak, peak.amax().clamp_min(SMALLEST_SCALE))
     best = _BestGrid(grouped, weighting, numbers)
-    for scales in _list_float_scales(peak / numbers.high, numbers, rule, every):
+    for scales in _list_float_scales(peak / numbers.high, rule, every):
         best.offer(scales)
-    if rule.kind == "float" and every == 1:
-        for _ in range(FITS):
-            best.refit()
     return best
 
 
-def _list_float_scales(widest: Tensor, numbers: Numbers, rule: ScaleRule, every: int) -> Iterator[Tensor]:
+def _list_float_scales(widest: Tensor, rule: ScaleRule, every: int) -> Iterator[Tensor]:
     """Yield scales to try around those of the range [out, groups]."""
     if rule.kind == "float":
-        for part in FLOAT_RANGES[numbers][::every] if every else [1.0]:
-            yield (widest * part).clamp_min(SMALLEST_SCALE)
+        yield widest.clamp_min(SMALLEST_SCALE)
     elif rule.kind == "e4m3":
         unit = torch.tensor(rule.global_scale, dtype=torch.float32)
         code = E4M3.place((widest * unit).clamp_max(E4M3.high)).round_()

@@ -81,7 +81,9 @@ def _update_grid(state: _State, beta: float, symmetric: bool) -> None:
     sparse = error.sign() * (error.abs() - error.abs().clamp_min(1e-6) ** (POWER - 1) / beta).clamp_min(0)
     clean = state.weight - sparse * state.scales
     if not symmetric:
-        state.zeros = (levels - clean / state.scales).mean(2, keepdim=True).round_().clamp_(state.numbers.low, state.numbers.high)
+        state.zeros = (
+            (levels - clean / state.scales).mean(2, keepdim=True).round_().clamp_(state.numbers.low, state.numbers.high)
+        )
     centred = levels - state.zeros
     energy = centred.square().sum(2, keepdim=True)
     scales = (centred * clean).sum(2, keepdim=True) / energy.clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""The numbers that a weight's scale multiplies, whole or floats of few bits, and the scales that a file can hold. Torch.
+"""The numbers that a weight's scale multiplies, whole or floats of few bits, and scales that files can hold. Torch.
 
 E2M1 (FP4) and E4M3 (FP8) are those of the OCP Microscaling Formats specification 1.0 (2023), section 5.3; ties go to
 the even mantissa, as hardware and compressed-tensors round.
@@ -138,3 +138,6 @@ class ScaleRule:
         if self.kind == "e8m0":
             return {"exponents": (scales.view(torch.int32) >> MANTISSA_BITS).to(torch.uint8)}
         return {}
+
+
+ANY_FLOAT = ScaleRule()

@@ -26,7 +26,7 @@ from compress.quantize.state import FLOAT8, Flavour, GraphState
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
 FLOAT4_OPSET, FLOAT4_IR = 23, 11
-"""The first opset, and format of files, with FP4: a graph of opset 20 has no operator that means something else there."""
+"""The first opset, and format of files, with FP4: no operator of a graph of opset 20 means something else there."""
 FLOAT4 = ml_dtypes.float4_e2m1fn
 LARGEST_BIAS = 2.0**30
 """Of an int32 bias: as much is left for the sum of the products that it is added to."""

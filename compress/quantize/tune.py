@@ -47,9 +47,9 @@ def tune_module(
     of both modules' forward. `kind` "kl": outputs are logits; "hidden": hidden states. `floats`: layer -> [out, in] the
     weight before it was rounded, for where in its cell each weight starts. `places`: the float parameters to learn and
     the modules that hold them (default: all vectors, that is norms and biases); without `learn_rounding` the integers
-    stay. `schemes`: layer -> what it is stored as, which those in floats need. With several processes, this is number `rank` of `size` and `reduce` sums over them: each takes its part of
-    every batch, and all end with the same. `saved` as in `learn`. Neither module is changed. Returns integers by layer,
-    float parameters by name, and what happened.
+    stay. `schemes`: layer -> what it is stored as, which those in floats need. With several processes, this is number
+    `rank` of `size` and `reduce` sums over them: each takes its part of every batch, and all end with the same. `saved`
+    as in `learn`. Neither module is changed. Returns integers by layer, float parameters by name, and what happened.
     """
     student = student_of(module, layers, start, floats or {}, places, learn_rounding, schemes)
     teaching = FloatTeacher(teacher, kind)

@@ -70,9 +70,7 @@ def _learn(
     _record(knobs, block, start, weights, schemes, log)
 
 
-def _find_input_scales(
-    knobs: AutoRound, block: BlockWork, schemes: Mapping[str, Scheme]
-) -> dict[str, float | None]:
+def _find_input_scales(knobs: AutoRound, block: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float | None]:
     """Return the scales that layers' inputs are stored with, where the schemes have any and no earlier pass did."""
     inputs = InputRanges.of(dict(schemes))
     if knobs.start == "given" or not inputs.schemes:

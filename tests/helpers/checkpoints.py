@@ -93,9 +93,7 @@ def streamed(module: nn.Module, schemes: Mapping[str, Scheme], work: Path, **mor
         zeros, conv1d = weight.zero_points is not None, type(parts[layer]).__name__ == "Conv1D"
         file = work / "finished.safetensors"
         stored = tuple(weight.stored)
-        entries[f"{layer}.weight"] = Packed(
-            file, layer, weight.bits, weight.group_size, zeros, conv1d, stored=stored
-        )
+        entries[f"{layer}.weight"] = Packed(file, layer, weight.bits, weight.group_size, zeros, conv1d, stored=stored)
     work.mkdir(parents=True, exist_ok=True)
     save_file(tensors, work / "finished.safetensors")
     build = functools.partial(copy.deepcopy, copy_without_weights(module))

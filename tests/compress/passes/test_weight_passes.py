@@ -195,8 +195,10 @@ def test_floats_are_taken_in_their_own_groups(scheme: str) -> None:
 
 def test_groups_of_floats_must_divide_and_the_way_out_is_told() -> None:
     (first, *_) = Rtn(scheme="NVFP4", indivisible="fit").check(decoder(40), ANY).problems
-    assert first.endswith("has 40 inputs, which the groups of NVFP4, 16, do not divide; ignore it, or give it another "
-                          "scheme under overrides")
+    assert first.endswith(
+        "has 40 inputs, which the groups of NVFP4, 16, do not divide; ignore it, or give it another "
+        "scheme under overrides"
+    )
 
 
 def test_awq_cannot_know_the_inputs_that_it_will_leave() -> None:

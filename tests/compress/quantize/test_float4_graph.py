@@ -64,7 +64,9 @@ def test_the_graph_is_standard_and_computes_with_the_rounded_weights(tmp_path: P
         (found,) = ReferenceEvaluator(part).run(None, {})
         exact = given.weights[layer.name].dequantize()
         assert tensors[blocks.input[0]].size == exact.size
-        np.testing.assert_allclose(found, exact.T if found.shape != exact.shape or layer.axis == 1 else exact, rtol=3e-7)
+        np.testing.assert_allclose(
+            found, exact.T if found.shape != exact.shape or layer.axis == 1 else exact, rtol=3e-7
+        )
 
 
 def test_a_state_with_float4_is_kept_and_has_a_float_twin_for_cpus() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
-from compress.formats.schemes import PRESETS
 from compress.formats.targets import TARGETS
 from compress.passes.autoround import AutoRound
 from compress.passes.rtn import Rtn

@@ -94,7 +94,7 @@ def test_fp8_weights_are_those_of_ml_dtypes(group_size: int) -> None:
     peak = np.abs(weight.numpy()).max(1, keepdims=True) if group_size else np.abs(weight.numpy()).max()
     scales = np.where(peak > 0, peak / np.float32(LARGEST_FLOAT8), 1)
     ranged = (weight.numpy() / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
-    assert np.square(found.dequantize() - weight.numpy()).sum() <= np.square(ranged - weight.numpy()).sum()
+    assert np.square(found.dequantize() - weight.numpy()).sum() <= np.square(ranged - weight.numpy()).sum() * (1 + 1e-6)
 
 
 def test_fp8_has_groups_that_divide_and_no_infinity() -> None:
