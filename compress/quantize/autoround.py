@@ -35,8 +35,8 @@ def autoround_block(
     """Learn the integers and scales of a block's `layers` from `start` on; nothing given is changed.
 
     The forward of each lesson runs a block that holds these modules. `floats`: layer -> [out, in], the weight before it
-    was rounded: what V is added to (default: what the start's integers stand for). `schemes`: layer -> what it is stored as, which
-    those in floats need. `reduce` and `saved` as in `learn`.
+    was rounded: what V is added to (default: what the start's integers stand for). `schemes`: layer -> what it is
+    stored as, which those in floats need. `reduce` and `saved` as in `learn`.
     """
     values, known = floats or {}, schemes or {}
     weights = {name: ShiftedWeight(weight, values.get(name), known.get(name)) for name, weight in start.items()}
