@@ -1,4 +1,4 @@
-"""A streamed model that computes what an engine computes of its checkpoint: inputs, keys and values in 8 bits.
+"""A streamed model that computes what an engine computes of its checkpoint: inputs, keys and values in few bits.
 
 This is the one place that turns a layer's scheme into the rounding that happens while the model runs. What is rounded
 is decided by the schemes, and by what an engine is known not to round; there is no table of model families.
@@ -47,7 +47,7 @@ def compute_as_engine(model: StreamedModel, engine: str) -> StreamedModel:
 def _build_as_engine(model: StreamedModel, engine: str) -> nn.Module:
     module = model.build()
     for layer, part, scheme in _find_rounded_inputs(model, module, engine):
-        scale = None if scheme.dynamic else model.activation_scales[layer]
+        scale = model.activation_scales[layer] if scheme.has_stored_scale else None
         symmetric = not _takes_zero_point(model.schemes[layer], engine)
         part.register_forward_pre_hook(_make_rounding_hook(scheme, scale, symmetric), with_kwargs=True)
     for attention, part in _find_rounded_caches(model, module, engine):
@@ -84,7 +84,8 @@ def rounding_notes(model: StreamedModel, engine: str) -> list[Note]:
     inputs = [layer for layer, _, _ in _find_rounded_inputs(model, module, engine)]
     caches = [attention for attention, _ in _find_rounded_caches(model, module, engine)]
     asked = [layer for layer in model.quantized_layers() if model.schemes[layer].activations is not None]
-    done = [f"{len(inputs)} layers read inputs in 8 bits"] * bool(inputs)
+    bits = " or ".join(sorted({str(a.bits) for name in inputs if (a := model.schemes[name].activations)}))
+    done = [f"{len(inputs)} layers read inputs in {bits} bits"] * bool(inputs)
     done += [f"{len(caches)} attentions keep keys and values in {model.kv_cache}"] * bool(caches)
     notes = [Note("info", f"scored as {engine} computes: {', '.join(done)}")] if done else []
     for what, wanted, found in (("reads inputs", asked, inputs), ("keeps keys and values", model.kv_scales, caches)):
@@ -101,7 +102,8 @@ def _takes_zero_point(scheme: Scheme, engine: str) -> bool:
     vLLM's one of W4A8 (torch's _dyn_quant_matmul_4bit) does: of a Llama with outliers it adds 0.192 nats, a zero point
     here 0.191, none 0.307.
     """
-    return engine == "vllm" and scheme.weights.bits == 4
+    whole = scheme.weights.kind == "int" and scheme.activations is not None and scheme.activations.kind == "int"
+    return engine == "vllm" and whole and scheme.weights.bits == 4
 
 
 def _is_library_attention(attention: nn.Module) -> bool:

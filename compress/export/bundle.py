@@ -251,7 +251,7 @@ def _write_checkpoint(
 
 def precision(state: GraphState) -> str:
     """Return what the weights are stored in, in words: "int8", "float8", "int4 + float16", ..."""
-    types = {"float8" if w.values.dtype == FLOAT8 else f"int{w.bits}" for w in state.weights.values()}
+    types = {f"{'float' if w.values.dtype == FLOAT8 else 'int'}{w.bits}" for w in state.weights.values()}
     return " + ".join([*sorted(types), *([state.half] if state.half else [])]) or "float32"
 
 

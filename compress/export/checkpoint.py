@@ -29,6 +29,7 @@ from compress.models.pruned import config_lacks
 from compress.models.source import SHAPES
 from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.state import FLOAT8
 from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport
 
 WORST_SCALE_CHANGE = 0.01
@@ -111,7 +112,7 @@ def _find_problems(content: Content) -> Iterator[str]:
 
 
 def _has_static_inputs(scheme: Scheme) -> bool:
-    return scheme.activations is not None and not scheme.activations.dynamic
+    return scheme.activations is not None and scheme.activations.has_stored_scale
 
 
 def _make_units(content: Content) -> Iterator[Unit]:
@@ -170,7 +171,8 @@ def _make_quantized_unit(content: Content, layer: str) -> Unit:
 
     def make() -> dict[str, Tensor]:
         weight = _check_weight(layer, content.model.store.quantized(layer), scheme, (rows, columns))
-        content.scale_changes[layer] = _measure_scale_change(layer, weight.scales, scale.dtype)
+        if not weight.stored:
+            content.scale_changes[layer] = _measure_scale_change(layer, weight.scales, scale.dtype)
         if gptq:
             return gptq_format.tensors(written, weight, scheme)
         inputs = content.model.activation_scales[layer] if _has_static_inputs(scheme) else None
@@ -198,6 +200,10 @@ def _check_weight(
         problem = "has scales that are NaN or infinite"
     elif (weight.zero_points is None) != scheme.weights.symmetric or weight.bits != scheme.weights.bits:
         problem = f"has a quantized weight that is not {scheme.name}"
+    elif (scheme.weights.kind == "float") != (weight.values.dtype == FLOAT8):
+        problem = f"has numbers that are not those of {scheme.name}"
+    elif scheme.weights.scales != "float" and not weight.stored:
+        problem = f"lacks the scales that {scheme.name} is stored with"
     elif scheme.weights.kind == "int" and not low <= int(weight.values.min()) <= int(weight.values.max()) <= high:
         problem = f"has integers outside {low}..{high}, which {weight.bits} bits hold"
     else:

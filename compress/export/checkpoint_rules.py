@@ -16,6 +16,8 @@ from compress.recipe.exports import CheckpointExport
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 """Layers of one parent that vLLM runs as one, where they read the same tensor."""
 GROUPS = (-1, 32, 64, 128)
+W4AFP8_GROUP = 128
+"""Of vLLM's CUTLASS kernel, which compute capability 9.0 alone has."""
 GPTQ_BITS = (2, 3, 4, 8)
 DENSE_BITS = (3, 5, 6, 7)
 """Widths that compressed-tensors packs without gaps since 0.18, and other than that before it."""
@@ -64,6 +66,9 @@ def checkpoint_notes(
     if export.format == "gptq":
         notes.append(Note("info", "transformers loads GPTQ checkpoints where gptqmodel is installed"))
         return notes
+    if small := sorted({scheme.name for scheme in schemes.values() if scheme.weights.scales != "float"}):
+        text = f"{', '.join(small)}: transformers unpacks such weights into bfloat16; load it with dtype=torch.bfloat16"
+        notes.append(Note("warning" if export.dtype in ("float32", "float16") else "info", text))
     dense = sorted({scheme.weights.bits for scheme in schemes.values()} & set(DENSE_BITS))
     if dense:
         bits = ", ".join(map(str, dense))
@@ -162,7 +167,9 @@ def _find_transformers_problems(schemes: Mapping[str, Scheme]) -> Iterator[str]:
         listed = "; ".join(map(_format_scheme, experts))
         yield f"experts of {len(experts)} schemes ({listed}): transformers reads one; use one"
     for scheme, name in experts.items():
-        if not scheme.weights.symmetric or (scheme.activations is not None and scheme.weights.kind == "int"):
+        weights, inputs = scheme.weights, scheme.activations
+        grouped = weights.kind == "float" and weights.group_size > 0
+        if not weights.symmetric or grouped or (inputs is not None and weights.kind == "int"):
             yield f"{name} is {scheme.name}, which transformers cannot stack; use symmetric weights alone, or FP8"
 
 
@@ -193,7 +200,7 @@ def vllm_problems(
     for name, scheme in schemes.items():
         if problem := _find_kernel_problem(scheme, shapes[name], export.format):
             problems.append(f"{name}: vLLM {problem}")
-    problems += _find_fused_problems(tuple(shapes), structure, schemes)
+    problems += _find_fused_problems(shapes, structure, schemes)
     if kv_cache == "int8":
         problems.append("kv_cache: vLLM has an fp8 cache and no int8 one; use fp8")
     return problems
@@ -201,6 +208,13 @@ def vllm_problems(
 
 def _find_kernel_problem(scheme: Scheme, shape: tuple[int, ...], form: str) -> str:
     weights, inputs = scheme.weights, scheme.activations
+    if weights.kind == "float" and (weights.scales != "float" or weights.rows > 1):
+        return ""  # it pads what its kernels' tiles do not divide; fused layers of FP8_BLOCK have a rule of their own
+    if inputs is not None and (weights.kind, inputs.kind) == ("int", "float"):
+        if weights.group_size != W4AFP8_GROUP or any(size % W4AFP8_GROUP for size in shape):
+            where = f"group_size {weights.group_size} and sizes {list(shape)}"
+            return f"runs {scheme.name} in groups of {W4AFP8_GROUP} and sizes that these divide, not {where}; ignore it"
+        return ""
     if weights.kind == "float":
         return "takes FP8 weights with a scale for each row or one for the tensor" if weights.group_size > 0 else ""
     if inputs is not None and not weights.symmetric:
@@ -221,13 +235,13 @@ def _find_kernel_problem(scheme: Scheme, shape: tuple[int, ...], form: str) -> s
 
 
 def _find_fused_problems(
-    names: tuple[str, ...], structure: Structure | None, schemes: Mapping[str, Scheme]
+    shapes: Mapping[str, tuple[int, ...]], structure: Structure | None, schemes: Mapping[str, Scheme]
 ) -> Iterator[str]:
-    """Yield a sentence on each fused layer whose members differ in scheme: vLLM runs them as one."""
+    """Yield a sentence on each fused layer whose members differ in scheme, or share blocks: vLLM runs them as one."""
     readings = structure.readings if structure is not None else ()
     source = {name: i for i, reading in enumerate(readings) for name in reading.layers}
     fused: dict[tuple[str, tuple[str, ...], int], list[str]] = {}
-    for name in names:
+    for name in shapes:
         parent, _, leaf = name.rpartition(".")
         for together in FUSED:
             if leaf in together and ".experts." not in name:
@@ -235,6 +249,12 @@ def _find_fused_problems(
     for (parent, _, _), members in fused.items():
         if differences := _format_differences(parent, members, schemes):
             yield f"{parent}: vLLM runs these layers as one, with one scheme ({differences}); give them the same"
+            continue
+        rows = schemes[members[0]].weights.rows if members[0] in schemes else 1
+        for name in members[:-1]:  # the last one's blocks may end with it
+            if shapes[name][0] % rows:
+                text = f"{name} has {shapes[name][0]} outputs, which its blocks of {rows} do not divide"
+                yield f"{parent}: vLLM runs these layers as one, and {text}; use scheme: FP8_DYNAMIC, or ignore them"
 
 
 def _format_differences(parent: str, members: Iterable[str], schemes: Mapping[str, Scheme]) -> str:
@@ -249,8 +269,9 @@ def _format_differences(parent: str, members: Iterable[str], schemes: Mapping[st
 
 
 def _format_scheme(scheme: Scheme) -> str:
-    group = scheme.weights.group_size
-    return f"{scheme.name}, " + {0: "one scale", -1: "per row"}.get(group, f"group {group}")
+    group, rows = scheme.weights.group_size, scheme.weights.rows
+    groups = f"blocks of {rows} x {group}" if rows > 1 else f"group {group}"
+    return f"{scheme.name}, " + {0: "one scale", -1: "per row"}.get(group, groups)
 
 
 def format_names(names: list[str], most: int = 10) -> str:

@@ -16,42 +16,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits
+from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits, pack_floats
 from compress.export.shards import Entry
-from compress.formats.schemes import KvScheme, Scheme
-from compress.quantize.activations import cache_arguments, input_arguments
+from compress.formats.schemes import ActivationScheme, KvScheme, Scheme
+from compress.quantize.activations import SCALE_TYPES, cache_arguments, global_scale, input_arguments
 from compress.quantize.rounding import QuantizedWeight
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
 
 PACKED = "pack-quantized"
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 
 
 def entries(layer: str, shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> tuple[Entry, ...]:
     """Return what a quantized layer of `shape` [out, in] is stored as, without its bias.
 
     `dtype`: what the model computes in. Scales of packed layers are in `dtype`, as kernels take them; those of W8A8 and
-    FP8 stay float32, as few as they are. Everything symmetric has no zero points.
+    FP8 stay float32, as few as they are; FP4 and MX have types of their own. What is symmetric has no zero points.
     """
     rows, columns = shape
-    weights = scheme.weights
+    weights, form = scheme.weights, layer_format(scheme)
     groups = columns // weights.group_size if weights.group_size > 0 else 1
-    scales = (1,) if weights.group_size == 0 else (rows, groups)
-    packed = layer_format(scheme) == PACKED
+    scales = (1,) if weights.group_size == 0 else (-(-rows // weights.rows), groups)
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    if packed:
+    if form in (NVFP4, MXFP4):
+        layout["weight_packed"] = torch.uint8, (rows, columns // 2)
+    elif form == PACKED:
         layout["weight_packed"] = torch.int32, (rows, count_words(columns, weights.bits))
         layout["weight_shape"] = torch.int64, (2,)
     else:
         layout["weight"] = torch.float8_e4m3fn if weights.kind == "float" else torch.int8, shape
-    layout["weight_scale"] = dtype if packed else torch.float32, scales
+    scale_types = {PACKED: dtype, NVFP4: torch.float8_e4m3fn, MXFP4: torch.uint8, MXFP8: torch.uint8}
+    layout["weight_scale"] = scale_types.get(form, torch.float32), scales
+    if form == NVFP4:
+        layout["weight_global_scale"] = torch.float32, (1,)
     if not weights.symmetric:
         packed_zeros = torch.int32, (count_words(rows, weights.bits), groups)
-        layout["weight_zero_point"] = packed_zeros if packed else (torch.int8, scales)
-    if scheme.activations is not None and not scheme.activations.dynamic:
-        layout["input_scale"] = torch.float32, (1,)
+        layout["weight_zero_point"] = packed_zeros if form == PACKED else (torch.int8, scales)
+    if scheme.activations is not None and scheme.activations.has_stored_scale:
+        layout[_name_input_scale(scheme.activations)] = torch.float32, (1,)
     return tuple(Entry(f"{layer}.{name}", kind, size) for name, (kind, size) in layout.items())
+
+
+def _name_input_scale(inputs: ActivationScheme) -> str:
+    return "input_global_scale" if inputs.scales == "e4m3" else "input_scale"
 
 
 def tensors(
@@ -63,10 +72,21 @@ def tensors(
     weight.
     """
     bits = scheme.weights.bits
-    scales = torch.from_numpy(np.ascontiguousarray(weight.scales))
+    form, own = layer_format(scheme), {name: torch.from_numpy(array) for name, array in weight.stored.items()}
+    scales = torch.from_numpy(np.ascontiguousarray(weight.scales[:: scheme.weights.rows]))
     scales = scales.reshape(-1)[:1] if scheme.weights.group_size == 0 else scales
     stored: dict[str, Tensor] = {}
-    if layer_format(scheme) == PACKED:
+    if form == NVFP4:
+        stored["weight_packed"] = torch.from_numpy(pack_floats(weight.values))
+        stored["weight_scale"] = own["scales"].view(torch.float8_e4m3fn)
+        stored["weight_global_scale"] = own["global_scale"]
+    elif form == MXFP4:
+        stored["weight_packed"] = torch.from_numpy(pack_floats(weight.values))
+        stored["weight_scale"] = own["exponents"]
+    elif form == MXFP8:
+        stored["weight"] = _to_byte_tensor(weight.values, bits)
+        stored["weight_scale"] = own["exponents"]
+    elif form == PACKED:
         stored["weight_packed"] = torch.from_numpy(pack_bits(as_unsigned(weight.values, bits), bits))
         stored["weight_shape"] = torch.tensor(weight.values.shape, dtype=torch.int64)
         stored["weight_scale"] = scales.to(dtype)
@@ -79,8 +99,10 @@ def tensors(
         if weight.zero_points is not None:
             zero_points = torch.from_numpy(as_signed(weight.zero_points, bits))
             stored["weight_zero_point"] = zero_points.reshape(stored["weight_scale"].shape)
-    if input_scale is not None:
-        stored["input_scale"] = torch.tensor([input_scale], dtype=torch.float32)
+    if input_scale is not None and scheme.activations is not None:
+        two_levels = scheme.activations.scales == "e4m3"
+        value = global_scale(input_scale) if two_levels else torch.tensor([input_scale], dtype=torch.float32)
+        stored[_name_input_scale(scheme.activations)] = value
     return {f"{layer}.{name}": tensor for name, tensor in stored.items()}
 
 
@@ -93,9 +115,14 @@ def _to_byte_tensor(values: np.ndarray, bits: int) -> Tensor:
 
 @functools.cache
 def layer_format(scheme: Scheme) -> str:
-    """Return "pack-quantized", "int-quantized", "float-quantized" or "naive-quantized", as the library chooses."""
+    """Return "pack-quantized", "int-quantized", "nvfp4-pack-quantized", ..., as the library chooses.
+
+    But for integers with inputs in floats (W4AFP8): vLLM's kernel reads them packed, as the library can.
+    """
     from compressed_tensors.compressors.format import infer_module_format
 
+    if scheme.activations is not None and (scheme.weights.kind, scheme.activations.kind) == ("int", "float"):
+        return PACKED
     return str(infer_module_format(torch.nn.Linear, _make_scheme_record(scheme, [])).value)
 
 
@@ -104,6 +131,9 @@ def _make_scheme_record(scheme: Scheme, targets: Sequence[str], form: str | None
 
     weights = scheme.weights
     strategy = {0: "tensor", -1: "channel"}.get(weights.group_size, "group")
+    strategy = "block" if weights.rows > 1 else "tensor_group" if weights.scales == "e4m3" else strategy
+    size = weights.group_size if weights.group_size > 0 else None
+    types = {} if weights.scales == "float" else dict.fromkeys(("scale_dtype", "zp_dtype"), SCALE_TYPES[weights.scales])
     inputs = scheme.activations
     return QuantizationScheme(
         targets=list(targets),
@@ -113,8 +143,10 @@ def _make_scheme_record(scheme: Scheme, targets: Sequence[str], form: str | None
             type=weights.kind,
             symmetric=weights.symmetric,
             strategy=strategy,
-            group_size=weights.group_size if weights.group_size > 0 else None,
+            group_size=None if weights.rows > 1 else size,
+            block_structure=[weights.rows, weights.group_size] if weights.rows > 1 else None,
             dynamic=False,
+            **types,
         ),
         input_activations=inputs and input_arguments(inputs),
     )

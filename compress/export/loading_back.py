@@ -22,7 +22,7 @@ from compress.errors import ExportError
 from compress.export import gptq_format
 from compress.export.checkpoint_config import float_types
 from compress.export.checkpoint_rules import transformers_lacks
-from compress.export.compressed_tensors import PACKED, layer_format
+from compress.export.compressed_tensors import NVFP4, PACKED, layer_format
 from compress.facts import HostNote, Note
 from compress.models.checkpoint_names import file_names
 from compress.models.fresh_reader import ANSWER, JOB, OUTPUTS, LoadReply, LoadRequest, Reader
@@ -161,7 +161,7 @@ def _compare_outputs(
     ExportError where the reader computes other outputs than the stored values give. What is judged is
     computed before floats and scales are rounded to the types that they are stored in.
     """
-    stored = compute_expected_outputs(model, given, reader, read_as_stored(model, export))
+    stored = compute_expected_outputs(model, given, reader, read_as_stored(model, export, reader))
     rounding = model.kv_cache is not None or any(scheme.activations for scheme in model.schemes.values())
     allowed = ROUNDED_AS_IT_RUNS if rounding else CLOSE
     apart = _measure_difference(stored, found)
@@ -183,8 +183,13 @@ def _compare_outputs(
     return [HostNote("warning", text)]
 
 
-def read_as_stored(model: StreamedModel, export: CheckpointExport) -> Callable[[str], Tensor]:
-    """Return a function that gives a tensor of the model by its name, rounded to the type that a checkpoint stores."""
+def read_as_stored(
+    model: StreamedModel, export: CheckpointExport, reader: Reader = "compress"
+) -> Callable[[str], Tensor]:
+    """Return a function that gives a tensor of the model by its name, rounded to the type that a checkpoint stores.
+
+    As `reader` gives it: transformers unpacks NVFP4 into bfloat16, whatever the model's type; engines' kernels do not.
+    """
     module, types = model.build(), float_types(model.folder, export.dtype)
     names = file_names(module, (plain(name) for name in module.state_dict()))
     transposed = {plain(name) for name, part in module.named_modules() if is_hf_conv1d(part)}
@@ -195,6 +200,13 @@ def read_as_stored(model: StreamedModel, export: CheckpointExport) -> Callable[[
         if weight is None:
             tensor = model.store.read(name)
             return tensor.to(types.of(names.tensor(name))).float() if tensor.is_floating_point() else tensor
+        if weight.stored:
+            values = torch.from_numpy(weight.dequantize())
+            return (
+                values.bfloat16().float()
+                if reader == "transformers" and layer_format(model.schemes[layer]) == NVFP4
+                else values
+            )
         packed = export.format == "gptq" or layer_format(model.schemes[layer]) == PACKED
         dtype = gptq_format.SCALE_TYPE if export.format == "gptq" else types.usual if packed else torch.float32
         scales = torch.from_numpy(np.ascontiguousarray(weight.scales)).to(dtype).float().numpy()

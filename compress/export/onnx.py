@@ -43,7 +43,7 @@ from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
 from compress.models.load import OnnxModel, TorchModel
-from compress.quantize.qdq import write_state
+from compress.quantize.qdq import is_float4, write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import failures
@@ -144,8 +144,8 @@ def float_graph(model: ir.Model) -> ir.Model:
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
-    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 is not
-    loaded: ONNX Runtime has no such kernels for CPUs.
+    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 or
+    FP4 is not loaded: ONNX Runtime has no such kernels for CPUs.
     """
     if cross_names(model):
         encoder, model = split_halves(model)
@@ -160,7 +160,7 @@ def _save_one(model: ir.Model, path: Path) -> None:
     refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())
     try:
         onnx.checker.check_model(str(path))
-        if not computes_in_bfloat16(model):
+        if not computes_in_bfloat16(model) and not _holds_float4(model):
             open_session(path)
     except refusals as error:
         raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
@@ -188,6 +188,10 @@ def _without_inferred(model: ir.Model) -> ir.Model:
 
 def computes_in_bfloat16(model: ir.Model) -> bool:
     return any(value.dtype == ir.DataType.BFLOAT16 for node in model.graph for value in node.outputs)
+
+
+def _holds_float4(model: ir.Model) -> bool:
+    return any(value.dtype == ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values())
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
@@ -227,7 +231,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
     for name in model.quantized_layers():
         scheme, weight = model.schemes[name], model.store.quantized(name)
         assert weight is not None
-        if scheme.weights.kind == "float":
+        if scheme.weights.kind == "float" and not is_float4(weight):
             raise ExportError(f"{name}: {scheme.name} cannot be written as an ONNX graph; export a checkpoint")
         if name not in layers:
             lost.append(name)

@@ -12,6 +12,8 @@ DEFAULT_GROUP_SIZE = 128
 """Of the W<bits>A16 presets, as in compressed-tensors."""
 
 
+LARGEST_FLOATS = {4: 6.0, 8: 448.0}
+"""Bits -> the largest number of FP4 E2M1 and FP8 E4M3."""
 ScaleType = Literal["float", "e4m3", "e8m0", "six-bit"]
 
 
@@ -19,8 +21,8 @@ ScaleType = Literal["float", "e4m3", "e8m0", "six-bit"]
 class WeightScheme:
     """A weight's numbers.
 
-    `kind` "float" is FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale for each output
-    channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point for each scale.
+    `kind` "float" is FP4 E2M1 (bits 4) or FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale
+    for each output channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point each.
     `scales`: how those are stored: as floats; as E4M3 below one float for the tensor (NVFP4); as powers of two in eight
     bits (MX); as six-bit integers below a half float for some groups (llama.cpp's K formats). `rows`: outputs that
     share a group's scale.
@@ -43,11 +45,28 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class ActivationScheme:
-    """A layer's inputs in 8 bits. `dynamic`: scaled at run time for each token; otherwise one stored scale."""
+    """A layer's inputs in few bits. `dynamic`: scaled at run time; otherwise by one stored scale.
+
+    `group_size`: inputs of a token that share a scale made at run time; -1: all of them. `scales`: how such scales are
+    rounded; those in E4M3 lie below one stored float (NVFP4).
+    """
 
     kind: Literal["int", "float"] = "int"
     dynamic: bool = True
     bits: int = 8
+    group_size: int = -1
+    scales: ScaleType = "float"
+
+    @property
+    def has_stored_scale(self) -> bool:
+        """Return whether calibration gives the layer a scale for its inputs, which a file holds."""
+        return not self.dynamic or self.scales == "e4m3"
+
+    @property
+    def most(self) -> float:
+        """Return the largest number that the stored scale multiplies: its type's, of NVFP4 times E4M3's for a group."""
+        largest = 2.0 ** (self.bits - 1) - 1 if self.kind == "int" else LARGEST_FLOATS[self.bits]
+        return largest * (LARGEST_FLOATS[8] if self.scales == "e4m3" else 1)
 
 
 @dataclass(frozen=True)
@@ -59,13 +78,17 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Return the usual name, without the group size: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, ..."""
+        """Return the usual name, without the group size: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ..."""
         weights, inputs = self.weights, self.activations
+        if weights.kind == "float" and weights.scales != "float":
+            family = "NVFP" if weights.scales == "e4m3" else "MXFP"
+            return f"{family}{weights.bits}{'A16' if inputs is None else ''}"
         if weights.kind == "float":
             if inputs is None:
                 return "W8A16_FP8"
-            return "FP8_DYNAMIC" if inputs.dynamic else "FP8"
-        name = f"W{weights.bits}A{16 if inputs is None else inputs.bits}"
+            return "FP8_BLOCK" if weights.rows > 1 else "FP8_DYNAMIC" if inputs.dynamic else "FP8"
+        read = "16" if inputs is None else f"FP{inputs.bits}" if inputs.kind == "float" else str(inputs.bits)
+        name = f"W{weights.bits}A{read}"
         return name + ("" if weights.symmetric else "_ASYM") + ("_STATIC" if inputs and not inputs.dynamic else "")
 
     def with_group(self, group_size: int) -> Scheme:
@@ -85,11 +108,22 @@ def _make_presets() -> dict[str, Scheme]:
     presets["W4A8"] = Scheme(WeightScheme(4), ActivationScheme())
     presets["FP8_DYNAMIC"] = Scheme(fp8, ActivationScheme("float"))
     presets["FP8"] = Scheme(replace(fp8, group_size=0), ActivationScheme("float", dynamic=False))
+    presets["FP8_BLOCK"] = Scheme(WeightScheme(8, 128, kind="float", rows=128), ActivationScheme("float", True, 8, 128))
+    presets["W4AFP8"] = Scheme(WeightScheme(4), ActivationScheme("float"))
+    nvfp4 = WeightScheme(4, 16, kind="float", scales="e4m3")
+    presets["NVFP4A16"] = Scheme(nvfp4)
+    presets["NVFP4"] = Scheme(nvfp4, ActivationScheme("float", True, 4, 16, "e4m3"))
+    for bits in LARGEST_FLOATS:
+        mx = WeightScheme(bits, 32, kind="float", scales="e8m0")
+        presets[f"MXFP{bits}A16"] = Scheme(mx)
+        presets[f"MXFP{bits}"] = Scheme(mx, ActivationScheme("float", True, bits, 32, "e8m0"))
     return presets
 
 
 PRESETS: dict[str, Scheme] = _make_presets()
-"""Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor."""
+"""Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor,
+FP8_BLOCK: for each 128 x 128 weights and each 128 of a token's inputs. NVFP4 and MXFP4, MXFP8: OCP's small floats in
+groups of 16 and 32, A16: inputs stay in 16 bits; W4AFP8: integers, inputs in FP8."""
 
 KvScheme = Literal["int8", "fp8"]
 """How a KV cache is stored: one scale for each layer's keys and one for its values, from calibration."""

@@ -22,6 +22,7 @@ WeightFormat = Literal[
 Format = Literal[
     "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
     "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8", "fp8-static",
+    "fp8-block", "w4afp8", "nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "mxfp8", "mxfp8a16",
 ]  # fmt: skip
 """int8-static, int8-dynamic, fp8-static: of the graph passes `int8` and `fp8`. w8a8 and what follows: schemes as
 compressed-tensors names them (w8a8: inputs dynamic for each token), and those of a KV cache."""
@@ -75,7 +76,13 @@ _NO_FP8 = FormatFact("refused", "gets no FP8 graphs; use target: vllm, or kind: 
 _NO_FP8_PRODUCTS = FormatFact("refused", "has no kernels of float8 products; use kind: int8, or target: tensorrt")
 _FP8_IN_GRAPH = FormatFact("refused", "takes float8 from the graph; use kind: fp8, or target: vllm")
 _NO_KV_CACHE = FormatFact("refused", "gets graphs with a float KV cache; use target: vllm")
+_NO_FLOAT_FORMAT = FormatFact(
+    "refused", "gets no graphs with FP4, MX or FP8 in blocks; use target: vllm, or scheme: W4A16"
+)
 _CHECKPOINTS_ONLY = {
+    **dict.fromkeys(
+        ("fp8-block", "w4afp8", "nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "mxfp8", "mxfp8a16"), _NO_FLOAT_FORMAT
+    ),
     "w8a8": _NO_INT8_SCHEME,
     "w8a8-static": _NO_INT8_SCHEME,
     "w4a8": FormatFact("refused", "has no kernel of 4-bit weights with 8-bit activations; use scheme: W4A16"),
@@ -100,6 +107,12 @@ _TENSORRT_FORMATS = {
     **_CHECKPOINTS_ONLY,
     "fp8": _FP8_IN_GRAPH,
     "fp8-dynamic": _FP8_IN_GRAPH,
+    # Tried in the builder of TensorRT-RTX 1.7.1 for compute capability 12.0, which takes no E8M0 scales (MX). ONNX
+    # Runtime 1.31 has no CPU kernel of FP4.
+    "nvfp4a16": FormatFact(
+        "fast",
+        "takes FP4 with E4M3 scales from the graph (DequantizeLinear of opset 23), compute capability 10.0 and later",
+    ),
     "fp8-static": FormatFact(
         "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"
     ),
@@ -210,6 +223,25 @@ _OWN: dict[str, Target] = {
             "w4a8": FormatFact("slow", "has kernels for it on CPUs alone; on a GPU use scheme: W4A16 or W8A8"),
             "fp8": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
             "fp8-dynamic": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
+            # As vLLM 0.32 chooses kernels (model_executor/kernels/linear); CPUs have that of FP8_BLOCK alone.
+            "fp8-block": FormatFact(
+                "fast", "runs in FP8 from compute capability 8.9 on and on CPUs, weight-only before"
+            ),
+            "w4afp8": FormatFact("fast", "has kernels for it on compute capability 9.0 alone, in groups of 128"),
+            "nvfp4": FormatFact(
+                "fast", "computes in FP4 from compute capability 10.0 on; before, from 7.5 on, the inputs stay float"
+            ),
+            "nvfp4a16": FormatFact("fast", "runs in its Marlin kernels from compute capability 7.5 on"),
+            "mxfp4": FormatFact(
+                "fast", "computes in FP4 from compute capability 10.0 on; before, from 7.5 on, the inputs stay float"
+            ),
+            "mxfp4a16": FormatFact("fast", "runs in its Marlin kernels from compute capability 7.5 on"),
+            "mxfp8": FormatFact(
+                "fast", "computes in FP8 from compute capability 10.0 on; before, from 7.5 on, the inputs stay float"
+            ),
+            "mxfp8a16": FormatFact(
+                "fast", "runs it as MXFP8: from compute capability 10.0 on inputs are rounded, too; not before"
+            ),
             "kv-int8": FormatFact("refused", "has no int8 KV cache; use scheme: fp8"),
             "kv-fp8": FormatFact(
                 "fast",
@@ -232,6 +264,8 @@ _OWN: dict[str, Target] = {
         {
             **_repeat_fact(_DECOMPRESSED, *range(2, 9)),
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _ROUNDED_INPUTS),
+            **dict.fromkeys(("fp8-block", "w4afp8", "nvfp4", "mxfp4", "mxfp8"), _ROUNDED_INPUTS),
+            **dict.fromkeys(("nvfp4a16", "mxfp4a16", "mxfp8a16"), _DECOMPRESSED),
             "kv-int8": _ROUNDED_CACHE,
             "kv-fp8": _ROUNDED_CACHE,
             "int8-static": _NO_GRAPH,

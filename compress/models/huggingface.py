@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
-from compress.models.packed import has_packed_zeros, quantization_of
+from compress.models.packed import has_packed_zeros, has_small_floats, quantization_of
 from compress.models.preprocess import reads_audio_mask, reads_token_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
@@ -219,7 +219,24 @@ def read_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[
             )
     except (*UNFIT_NUMBERS, OSError, ImportError) as error:
         raise SourceError(f"{spec.source}: cannot be loaded as {auto.__name__}: {_shorten_reason(error)}") from error
+    if has_small_floats(quantization_of(source.folder)) and not placement:
+        _unpack_as_float32(model)
     return _wrap_model(spec, model), _check_loaded(spec, source, info)
+
+
+def _unpack_as_float32(model: Any) -> None:
+    """Unpack a compressed model now, into float32.
+
+    Its first forward would do it, but into bfloat16, and stop: "expected m1 and m2 to have the same dtype".
+    """
+    from compressed_tensors.compressors.base import decompress_module
+
+    for part in model.modules():
+        decompress_module(part)  # of each alone: the library's loop over a model also takes parameters out of its hands
+        weight = part._parameters.get("weight")
+        if weight is not None and weight.dtype == torch.bfloat16:
+            part.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
+    model.hf_quantizer.compressor.remove_decompression_hook(model)
 
 
 def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list[str]:

@@ -39,6 +39,13 @@ def has_packed_zeros(record: Mapping[str, Any]) -> bool:
     return any(args.get("symmetric") is False and args.get("type") == "int" for args in weights)
 
 
+def has_small_floats(record: Mapping[str, Any]) -> bool:
+    """Return whether a compressed-tensors record has FP4 or MX weights, which the library unpacks into bfloat16."""
+    groups = [group for group in (record.get("config_groups") or {}).values() if isinstance(group, dict)]
+    weights = [group.get("weights") or {} for group in groups]
+    return any(args.get("type") == "float" and args.get("scale_dtype") for args in weights)
+
+
 def decode_weights(module: nn.Module, record: Mapping[str, Any], files: Files) -> dict[str, Decoded]:
     """Find the weights of `module` that `files` hold in few bits, by the module's plain names.
 
@@ -84,17 +91,29 @@ def _decode_tensors(layer: str, part: Any, parts: Mapping[str, Any], scheme: Any
     from compressed_tensors.compressors.format import infer_module_format
 
     shape = tuple(part.weight.shape)
-    packed = "weight_packed" in parts
-    columns = -(-shape[1] * scheme.weights.num_bits // 32) if packed else shape[1]
+    packed, bits = "weight_packed" in parts, scheme.weights.num_bits
+    word = 8 if scheme.weights.type == "float" else 32
+    columns = -(-shape[1] * bits // word) if packed else shape[1]
     _check_shape(layer, parts, "weight_packed" if packed else "weight", (shape[0], columns))
     form = str(getattr(scheme.format or infer_module_format(nn.Linear, scheme), "value", scheme.format))
 
     def read() -> Tensor:
         tensors = {leaf: _read_tensor(path, key) for leaf, (path, key, _) in parts.items() if leaf != "bias"}
+        if "weight_global_scale" in tensors:
+            return _unpack_nvfp4(tensors)  # the library's own gives bfloat16, which rounds them once more
         weight: Tensor = BaseCompressor.get_value_from_registry(form).decompress(tensors, scheme)["weight"]
         return weight
 
     return Decoded(shape, read)
+
+
+def _unpack_nvfp4(tensors: Mapping[str, Tensor]) -> Tensor:
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    rows, half = tensors["weight_packed"].shape
+    values: Tensor = unpack_fp4_from_uint8(tensors["weight_packed"], rows, 2 * half, torch.float32)
+    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()  # [out, groups]
+    return (values.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(rows, -1)
 
 
 def _decode_gptq(layer: str, part: Any, parts: Mapping[str, Any], record: Mapping[str, Any]) -> Decoded:

@@ -10,7 +10,7 @@ from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Stage, TrainingCost
 from compress.passes.tune import is_selected, learning_cost, plan_from_integers
-from compress.passes.weight_only import WeightPass, float_problems, with_problems
+from compress.passes.weight_only import WeightPass
 from runtime.tasks import find_task
 
 
@@ -53,4 +53,4 @@ class AutoRound(WeightPass):
             return PassPlan(facts, problems=("autoround: works on torch models; an ONNX file has no blocks to learn",))
         if self.start == "given":
             return plan_from_integers(self, facts, lambda name, kind: is_selected(self, name, kind))
-        return with_problems(super().check(facts, target), float_problems("autoround", self.schemes()))
+        return super().check(facts, target)

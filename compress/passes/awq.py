@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
+from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.passes.base import Stage
 from compress.passes.weight_only import WeightPass, with_problems
@@ -37,15 +38,24 @@ class Awq(WeightPass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         plan = super().check(facts, target)
-        odd = sorted({s.name for s in self.schemes() if s.weights.kind == "float" or s.activations is not None})
-        plan = with_problems(
-            plan, [f"awq: {name}: scales weights for integers of their own; use smoothquant" for name in odd]
-        )
+        plan = with_problems(plan, sorted({text for s in self.schemes() if (text := self._refuse_scheme(s))}))
         if facts.structure is not None and not any(reading.source for reading in facts.structure.readings):
             plan = with_problems(
                 plan, ["awq: no layer's inputs come from a module that can take a scale; use rtn or gptq"]
             )
         return plan if self.round else replace(plan, facts=facts, schemes={})
+
+    def _refuse_scheme(self, scheme: Scheme) -> str | None:
+        """Return why the pass cannot scale for this scheme; None where it can."""
+        inputs = scheme.activations
+        if inputs is None or not self.round:
+            return None
+        if inputs.has_stored_scale:
+            then = f"{{kind: awq, round: false, scheme: {scheme.name}}}, then {{kind: gptq, scheme: {scheme.name}}}"
+            return f"awq: {scheme.name}: inputs have stored scales, to be measured after awq has scaled them; {then}"
+        if scheme.weights.bits == 8 and scheme.weights.scales == "float":
+            return f"awq: {scheme.name}: what 8-bit weights lose is less than what their inputs lose; use smoothquant"
+        return None
 
     def decision(self, layer: LayerFacts, target: Target) -> LayerDecision:
         planned = super().decision(layer, target)

@@ -6,9 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import ModelFacts, PassPlan
-from compress.formats.targets import Target
-from compress.passes.weight_only import WeightPass, float_problems, with_problems
+from compress.passes.weight_only import WeightPass
 
 
 class Gptq(WeightPass):
@@ -31,6 +29,3 @@ class Gptq(WeightPass):
     """Each layer sees what the rounded layers before it give; otherwise what the float ones give."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""
-
-    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        return with_problems(super().check(facts, target), float_problems("gptq", self.schemes()))

@@ -15,7 +15,7 @@ class Rtn(WeightPass):
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
         """Return whether a scheme stores input scales."""
-        return any(scheme.activations and not scheme.activations.dynamic for scheme in self.schemes())
+        return any(scheme.activations and scheme.activations.has_stored_scale for scheme in self.schemes())
 
     @property
     def calibration_runs(self) -> float:  # type: ignore[override]

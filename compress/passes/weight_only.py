@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -42,8 +42,8 @@ class _Numbers(Record):
     """The keys that say how a weight is stored. `scheme` may not be contradicted by the others."""
 
     scheme: SchemeName | None = None
-    """Preset: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, ... in capitals or not. It stands for `bits`, `symmetric`, what
-    becomes of inputs, and, where `group_size` is not given, the groups."""
+    """Preset: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ... in capitals or not. It stands for `bits`, `symmetric`,
+    what becomes of inputs, and, where `group_size` is not given, the groups."""
 
     @model_validator(mode="after")
     def _check_scheme(self) -> _Numbers:
@@ -121,7 +121,7 @@ class WeightPass(_Numbers, Pass):
     def setting(self, layer: LayerFacts, target: Target) -> Scheme:
         """Return the scheme that one layer gets: groups fitted to its inputs with `indivisible: fit`."""
         scheme = self.find_scheme(layer)
-        if self.indivisible == "refuse" or scheme.weights.group_size < 1:
+        if self.indivisible == "refuse" or scheme.weights.group_size < 1 or scheme.weights.kind == "float":
             return scheme
         size = fit_group_size(scheme.weights.group_size, layer.shape[1], target.kernels(scheme.weights.bits))
         return scheme.with_group(size)
@@ -211,6 +211,14 @@ class WeightPass(_Numbers, Pass):
         formats = dict.fromkeys(map(format_of, self.schemes()))
         return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
 
+    def explain_unjudged(self, target: str, why: str) -> str | None:
+        if not any(scheme.weights.scales == "e4m3" for scheme in self.schemes()):
+            return None
+        return (
+            f"{self.kind}: {target} does not work here ({why}), and ONNX Runtime computes no FP4 on CPUs, so that the "
+            "graph could not be judged; export a checkpoint alone (target: vllm), or apply it where that works"
+        )
+
     def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers of a graph to round, and give a decision for each of the others.
 
@@ -256,9 +264,10 @@ class WeightPass(_Numbers, Pass):
 
 def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
     """Return the bits that each weight takes, its share of the scales included."""
-    size, inputs = scheme.weights.group_size, layer.shape[1]
+    weights, inputs = scheme.weights, layer.shape[1]
+    size = weights.group_size
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
-    return scheme.weights.bits + 32 * groups / inputs
+    return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
 
 
 def format_of(scheme: Scheme) -> Format:
@@ -270,14 +279,9 @@ def format_of(scheme: Scheme) -> Format:
 
 def describe_scheme(scheme: Scheme) -> str:
     """Format the scheme's name and its groups for the report."""
-    size = scheme.weights.group_size
-    return f"{scheme.name}, " + (f"group {size}" if size > 0 else "per channel" if size else "one scale")
-
-
-def float_problems(kind: str, schemes: Iterable[Scheme]) -> list[str]:
-    """Return why a pass that rounds to integers cannot take these schemes, a line for each that is FP8."""
-    odd = sorted({scheme.name for scheme in schemes if scheme.weights.kind == "float"})
-    return [f"{kind}: {name} is no integer grid, and this pass rounds to one; use rtn" for name in odd]
+    size, rows = scheme.weights.group_size, scheme.weights.rows
+    groups = f"blocks of {rows} x {size}" if rows > 1 else f"group {size}"
+    return f"{scheme.name}, " + (groups if size > 0 else "per channel" if size else "one scale")
 
 
 def fit_group_size(size: int, inputs: int, kernels: tuple[int, ...]) -> int:
@@ -292,10 +296,20 @@ def _group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target,
     """Return why this layer's group size cannot work, with the way out, or None."""
     weights, inputs = scheme.weights, layer.shape[1]
     size = weights.group_size
-    if weights.kind == "float" or (scheme.activations is not None and weights.bits == 8):
+    one_scale = weights.scales == "float" and weights.rows == 1 and (weights.kind == "float" or weights.bits == 8)
+    if one_scale and (weights.kind == "float" or scheme.activations is not None):
         least = 0 if weights.kind == "float" else -1
         if size > 0 or size == 0 != least:
             return f"{kind}: {layer.name}: {scheme.name} has one scale for each output channel; leave group_size out"
+        return None
+    if weights.kind == "float":
+        format_ = next((preset for preset in PRESETS.values() if preset.name == scheme.name), None)
+        if format_ != scheme:
+            fixed = "no such format" if format_ is None else describe_scheme(format_)
+            return f"{kind}: {layer.name}: a format of floats has its own bits and groups ({fixed}); leave yours out"
+        if inputs % size:
+            text = f"{kind}: {layer.name} has {inputs} inputs, which the groups of {scheme.name}, {size}, do not divide"
+            return f"{text}; ignore it, or give it another scheme under overrides"
         return None
     kernels = target.kernels(weights.bits)
     if size == 0 or (size > 0 and inputs % size):

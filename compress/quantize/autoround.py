@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from compress.formats.schemes import WeightScheme
 from compress.quantize.fake import ShiftedWeight
 from compress.quantize.learn import LearnedParts, Lesson, Reduce, RoundingCourse, TuneLog, learn
 from compress.quantize.rounding import QuantizedWeight
@@ -26,6 +27,7 @@ def autoround_block(
     *,
     kept_aside: Sequence[Lesson] = (),
     floats: Mapping[str, Tensor] | None = None,
+    schemes: Mapping[str, WeightScheme] | None = None,
     progress: Progress = no_progress,
     reduce: Reduce = lambda tensor: tensor,
     saved: SavedRun | None = None,
@@ -33,9 +35,11 @@ def autoround_block(
     """Learn the integers and scales of a block's `layers` from `start` on; nothing given is changed.
 
     The forward of each lesson runs a block that holds these modules. `floats`: layer -> [out, in], the weight before it
-    was rounded: what V is added to (default: what the start's integers stand for). `reduce` and `saved` as in `learn`.
+    was rounded: what V is added to (default: what the start's integers stand for). `schemes`: layer -> what it is
+    stored as, which those in floats need. `reduce` and `saved` as in `learn`.
     """
-    values = floats or {}
-    student = LearnedParts(layers, {name: ShiftedWeight(weight, values.get(name)) for name, weight in start.items()})
+    values, known = floats or {}, schemes or {}
+    weights = {name: ShiftedWeight(weight, values.get(name), known.get(name)) for name, weight in start.items()}
+    student = LearnedParts(layers, weights)
     log = learn(student, lessons, kept_aside, course, progress, reduce, saved)
     return student.freeze()[0], log

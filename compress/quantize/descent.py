@@ -58,7 +58,8 @@ class _Descent:
         gone: Tensor | None,
     ) -> None:
         power = power_of_two(gram.diagonal().amax())  # 1 over the pivots of tiny inputs is no float32
-        self.gram, self.added, self.low, self.high = gram.float() / power, added.float() / power, grid.low, grid.high
+        self.gram, self.added = gram.float() / power, added.float() / power
+        self.numbers, self.rule = grid.numbers, grid.rule
         self.pivots = (self.gram.diagonal() + self.added).tolist()
         self.levels = levels.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
@@ -111,7 +112,7 @@ class _Descent:
             level = self.levels[column]
             # Q + pull / G_jj, in levels, is the level itself plus what the residual asks for.
             best = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
-            best.round_().clamp_(self.low, self.high)
+            self.numbers.nearest_(best)
             if self.gone is not None:
                 keep_zeros(best, self.gone[column], None if self.zeros is None else self.zeros[g])
             torch.mul(best - level, self.scales[g], out=changes[k])
@@ -126,9 +127,15 @@ class _Descent:
         values = (levels if self.zeros is None else levels - self.zeros[g]) * self.scales[g]  # [group, out]
         gain = (values * residual[first - start : end - start]).sum(0)
         energy = (values * (self._compute_damped_gram(first, end) @ values)).sum(0)
+        gain, energy = self.rule.pool(gain), self.rule.pool(energy)
         factor = torch.where(energy > 0, gain / energy.clamp_min(1e-30), 0.0).clamp_min(-0.9)
+        if not self.rule.free:
+            # The error is a parabola of the scale: the nearest to its lowest point that a file holds is the best one.
+            factor = self.rule.nearest(self.scales[g] * (1 + factor)) / self.scales[g] - 1
         changes = values * factor
         self.scales[g] *= 1 + factor
+        if not self.rule.free:
+            self.scales[g] = self.rule.nearest(self.scales[g])
         self.left[first:end] -= changes
         if stop > end:
             residual[end - start :].addmm_(self.gram[end:stop, first:end], changes, alpha=-1)

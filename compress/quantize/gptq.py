@@ -21,7 +21,7 @@ from torch import Tensor
 from compress.formats.schemes import WeightScheme
 from compress.quantize.descent import descend
 from compress.quantize.gram import Compute
-from compress.quantize.grid import Grid, finite, fit_grid, multiply_scales, power_of_two
+from compress.quantize.grid import Grid, finite, fit_grid, power_of_two
 from compress.quantize.rounding import QuantizedWeight, keep_zeros, zeros_to_keep
 
 BLOCK = 128
@@ -128,15 +128,21 @@ def gptq_round_together(
     than the nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError
     as `fit_grid` does.
     """
+    if scheme.rows > 1 and any(len(part) % scheme.rows for part in weights[:-1]):
+        return [gptq_round(part, hessian, scheme, rules) for part in weights]  # blocks of rows that end with a weight
     weight = torch.cat([part.float() for part in weights])
     power = power_of_two(weight.abs().amax(1, keepdim=True))  # [out, 1]
+    if scheme.scales == "e4m3" or scheme.rows > 1 or scheme.group_size == 0:
+        power = power.amax().expand_as(power)  # outputs share what scales are made of
     weight /= power
     plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
     gone = _concat_zero_masks(weights)
     levels, grid = round_columns(weight, hessian, plain, rules, gone), plain
     if sweeps := rules.sweeps_at(scheme.bits):
         levels, grid = descend(weight, hessian.gram, hessian.added, levels, grid, sweeps, rules.compute, gone)
-    grid, plain = (replace(fitted, scales=multiply_scales(fitted.scales, power)) for fitted in (grid, plain))
+    grid, plain = grid.multiply(power), plain.multiply(power)
+    if scheme.group_size == 0:  # one scale for all of these weights, whichever levels each of them gets
+        plain = replace(plain, scales=grid.scales)
     sizes = [len(part) for part in weights]
     parts = zip(weights, levels.split(sizes), _split_grid(grid, sizes), _split_grid(plain, sizes), strict=True)
     return [_choose_better(part.float(), lv, new, old, hessian.gram, scheme) for part, lv, new, old in parts]
@@ -213,10 +219,8 @@ def round_columns(
                 left[column:stop] -= factor[near:column, column:stop].T @ errors[near - start : k]
                 near = column
             value = torch.addmv(left[column], errors[near - start : k].T, factor[near:column, column], alpha=-1)
-            level = torch.mul(value, inverse[g], out=levels[column]).round_()
-            if zeros is not None:
-                level.add_(zeros[g])
-            level.clamp_(grid.low, grid.high)
+            level = torch.mul(value, inverse[g], out=levels[column])
+            grid.numbers.nearest_(level, None if zeros is None else zeros[g])
             if gone is not None:
                 keep_zeros(level, gone[column], None if zeros is None else zeros[g])
             rest = torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1)
@@ -229,7 +233,8 @@ def round_columns(
 
 def _split_grid(grid: Grid, sizes: list[int]) -> list[Grid]:
     zeros = [None] * len(sizes) if grid.zeros is None else list(grid.zeros.split(sizes))
-    return [Grid(s.contiguous(), z, grid.low, grid.high) for s, z in zip(grid.scales.split(sizes), zeros, strict=True)]
+    parts = zip(grid.scales.split(sizes), zeros, strict=True)
+    return [replace(grid, scales=scales.contiguous(), zeros=some) for scales, some in parts]
 
 
 def _factor_damped(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor | None:

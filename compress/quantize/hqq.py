@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from compress.formats.schemes import WeightScheme
-from compress.quantize.grid import CHUNK, Grid, fit_grid, multiply_scales, nearest_levels, power_of_two
+from compress.quantize.grid import CHUNK, Grid, fit_grid, power_of_two
+from compress.quantize.numbers import Numbers
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
@@ -29,11 +30,10 @@ class _State:
     weight: Tensor
     scales: Tensor
     zeros: Tensor
-    low: int
-    high: int
+    numbers: Numbers
 
     def levels(self) -> Tensor:
-        return nearest_levels(self.weight, self.scales, self.zeros, self.low, self.high)
+        return self.numbers.nearest_(self.weight / self.scales, self.zeros)
 
     def error(self) -> Tensor:
         """Return sum |W - Q|^0.7 of each group, [out, groups, 1]."""
@@ -55,14 +55,14 @@ def hqq_round(weight: Tensor, scheme: WeightScheme, signed: bool = True, steps: 
     scales, zeros = (torch.cat([part[k] for part in parts]) for k in (0, 1))
     grid = replace(grid, scales=scales, zeros=None if grid.zeros is None else zeros)
     levels = grid.levels(weight)
-    return replace(grid, scales=multiply_scales(grid.scales, power)).pack(levels, scheme)
+    return grid.multiply(power).pack(levels, scheme)
 
 
 def _improve_rows(rows: Tensor, grid: Grid, first: int, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
     """Return better (scales, zero points) [out, groups] for `rows`, which begin at row `first` of the grid."""
     scales = grid.scales[first : first + len(rows), :, None]  # [out, groups, 1]
     zeros = torch.zeros_like(scales) if grid.zeros is None else grid.zeros[first : first + len(rows), :, None]
-    state = _State(rows.reshape(len(rows), scales.shape[1], -1), scales, zeros, grid.low, grid.high)
+    state = _State(rows.reshape(len(rows), scales.shape[1], -1), scales, zeros, grid.numbers)
     best, least, beta = (state.scales, state.zeros), state.error(), BETA
     for _ in range(steps):
         _update_grid(state, beta, symmetric)
@@ -81,7 +81,9 @@ def _update_grid(state: _State, beta: float, symmetric: bool) -> None:
     sparse = error.sign() * (error.abs() - error.abs().clamp_min(1e-6) ** (POWER - 1) / beta).clamp_min(0)
     clean = state.weight - sparse * state.scales
     if not symmetric:
-        state.zeros = (levels - clean / state.scales).mean(2, keepdim=True).round_().clamp_(state.low, state.high)
+        state.zeros = (
+            (levels - clean / state.scales).mean(2, keepdim=True).round_().clamp_(state.numbers.low, state.numbers.high)
+        )
     centred = levels - state.zeros
     energy = centred.square().sum(2, keepdim=True)
     scales = (centred * clean).sum(2, keepdim=True) / energy.clamp_min(1e-30)

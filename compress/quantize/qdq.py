@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -24,6 +25,9 @@ from compress.quantize.state import FLOAT8, Flavour, GraphState
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
+FLOAT4_OPSET, FLOAT4_IR = 23, 11
+"""The first opset, and format of files, with FP4: no operator of a graph of opset 20 means something else there."""
+FLOAT4 = ml_dtypes.float4_e2m1fn
 LARGEST_BIAS = 2.0**30
 """Of an int32 bias: as much is left for the sum of the products that it is added to."""
 KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16), "s8s8": (128, 64, 32)}
@@ -44,6 +48,9 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
         _write_rounded(model, layers[name], state.weights[name], flavour, name in state.unpacked)
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
+    if flavour == "s8s8" and any(is_float4(state.weights[name]) for name in state.weight_only):
+        model.opset_imports[""] = max(model.opset_imports[""], FLOAT4_OPSET)
+        model.ir_version = max(model.ir_version, FLOAT4_IR)
     tidy(model)
     return model
 
@@ -52,6 +59,11 @@ def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, 
     """Write a layer whose weights alone are rounded."""
     if layer.op == "Gather":
         _write_embedding(model, layer, weight, flavour)
+    elif is_float4(weight) and flavour == "u8s8":
+        _write_floats(model, layer, weight)  # CPU runtimes have no operator that reads FP4
+    elif is_float4(weight):
+        _write_float4(model, layer, weight)
+        _avoid_gemm(model, layer)
     elif unpack or not _has_kernel(weight):
         _write_unpacked(model, layer, weight, flavour)
     else:
@@ -59,6 +71,11 @@ def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, 
         _write_weight(model, layer, weight)
         if weight.group_size > 0:
             _avoid_gemm(model, layer)
+
+
+def is_float4(weight: QuantizedWeight) -> bool:
+    """Return whether a weight is NVFP4: FP4 numbers, held as the same ones of FP8, with E4M3 scales below a float."""
+    return weight.values.dtype == FLOAT8 and weight.bits == 4 and "global_scale" in weight.stored
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
@@ -168,6 +185,35 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     layer.node.replace_input_with(layer.weight_input, dequantized)
 
 
+def _write_float4(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
+    """Write NVFP4 weights: E4M3 scales times one float, then FP4 numbers times those, as NVIDIA's ModelOpt has them.
+
+    What files hold divides the scales; here its inverse multiplies them: weights may differ by a float32's last bit.
+    """
+    values, scales = weight.values.astype(np.float32), weight.stored["scales"].view(FLOAT8)
+    axis = 1 if layer.op == "Gemm" else layer.axis  # a Gemm becomes a MatMul, see `_avoid_gemm`
+    if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
+        values, scales = values.T, scales.T
+    four_bits = ir.Tensor(np.ascontiguousarray(values).astype(FLOAT4), dtype=ir.DataType.FLOAT4E2M1)
+    q = _add_constant(model, layer, "float4", four_bits)
+    s = _add_constant(model, layer, "scale", ir.Tensor(np.ascontiguousarray(scales), dtype=ir.DataType.FLOAT8E4M3FN))
+    whole = np.asarray(np.float32(1) / weight.stored["global_scale"][0], np.float32)
+    g = _add_constant(model, layer, "global_scale", ir.Tensor(whole))
+    spread = append(model, "DequantizeLinear", [s, g], f"{layer.name}/weight/scale/float")
+    spread.type, spread.shape = layer.weight.type, ir.Shape(scales.shape)
+    blocks = {"axis": 1 - axis, "block_size": weight.group_size}
+    floats = append(model, "DequantizeLinear", [q, spread], f"{layer.name}/weight/float", blocks)
+    floats.type, floats.shape = layer.weight.type, ir.Shape(values.shape)
+    layer.node.replace_input_with(layer.weight_input, floats)
+
+
+def _write_floats(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
+    """Write the floats that rounded weights stand for."""
+    rounded = weight.dequantize()
+    value = initializer(model, f"{layer.name}/weight/float", rounded.T if layer.axis == 1 else rounded)
+    layer.node.replace_input_with(layer.weight_input, value)
+
+
 def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:
     """Write integer weights as Cast and Mul: constants, which a runtime folds to floats once, as it loads them.
 
@@ -175,9 +221,7 @@ def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight,
     whose file is an engine: there the rounded weights are floats.
     """
     if flavour == "s8s8":
-        rounded = weight.dequantize()
-        value = initializer(model, f"{layer.name}/weight/float", rounded.T if layer.axis == 1 else rounded)
-        layer.node.replace_input_with(layer.weight_input, value)
+        _write_floats(model, layer, weight)
         return
     name, (rows, groups) = f"{layer.name}/weight", (weight.values.shape[0], weight.scales.shape[1])
     values, parts = weight.values, [np.broadcast_to(weight.scales, (rows, groups))]

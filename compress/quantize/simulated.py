@@ -23,7 +23,7 @@ from compress.graph.run import clone
 from compress.graph.torch_graph import TorchGraph, trainable
 from compress.graph.torch_ops import Compute
 from compress.quantize.fake import pass_straight, straight_round
-from compress.quantize.grid import nearest_levels
+from compress.quantize.numbers import Numbers
 from compress.quantize.qdq import find_rounded_tensors, integer_bias
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 from compress.quantize.state import Flavour, GraphState, Range
@@ -176,7 +176,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int, damp: float) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
         ctx.low, ctx.high, ctx.damp = low, high, damp
-        return nearest_levels(x, scale, zero, low, high).sub_(zero).mul_(scale)
+        return Numbers(low, high).nearest_(x / scale, zero).sub_(zero).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -310,7 +310,7 @@ class LearnedScales(nn.Module):
         """Return the integers of `weight` [out, in, ...]; their `dequantize()` equals what `forward` gives, exactly."""
         scales = self.scales()
         shape = (-1, *[1] * (weight.dim() - 1))
-        values = nearest_levels(weight, scales.view(shape), None, -TOP, TOP).to(torch.int8)
+        values = Numbers(-TOP, TOP).nearest_(weight / scales.view(shape)).to(torch.int8)
         return QuantizedWeight(values.cpu().numpy(), scales.cpu().numpy()[:, None].copy(), None, 8, -1)
 
 

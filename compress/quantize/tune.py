@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from compress.formats.schemes import WeightScheme
 from compress.quantize.fake import LearnedWeight
 from compress.quantize.learn import LearnedParts, Reduce, RoundingCourse, TuneLog, learn
 from compress.quantize.lessons import Feeds, FloatTeacher, Loss, output_lessons
@@ -33,6 +34,7 @@ def tune_module(
     floats: Mapping[str, Tensor] | None = None,
     places: Places | None = None,
     learn_rounding: bool = True,
+    schemes: Mapping[str, WeightScheme] | None = None,
     progress: Progress = no_progress,
     reduce: Reduce = lambda tensor: tensor,
     rank: int = 0,
@@ -46,12 +48,12 @@ def tune_module(
     of both modules' forward. `kind` "kl": outputs are logits; "hidden": hidden states. `floats`: layer -> [out, in] the
     weight before it was rounded, for where in its cell each weight starts. `places`: the float parameters to learn and
     the modules that hold them (default: all vectors, that is norms and biases); without `learn_rounding` the integers
-    stay. With several processes, this is number `rank` of `size` and `reduce` sums over them: each takes its part of
-    every batch, and all end with the same. `saved` as in `learn`, `rows` as in `output_lessons`. Neither module is
-    changed; both lie on the device that computes. Returns integers by layer, float parameters by name, and what
-    happened.
+    stay. `schemes`: layer -> what it is stored as, which those in floats need. With several processes, this is number
+    `rank` of `size` and `reduce` sums over them: each takes its part of every batch, and all end with the same. `saved`
+    as in `learn`, `rows` as in `output_lessons`. Neither module is changed; both lie on the device that computes.
+    Returns integers by layer, float parameters by name, and what happened.
     """
-    student = student_of(module, layers, start, floats or {}, places, learn_rounding)
+    student = student_of(module, layers, start, floats or {}, places, learn_rounding, schemes)
     teaching = FloatTeacher(teacher, kind)
     lessons = output_lessons(module, teaching, batches, 0, rank, size, rows)
     judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size, rows)
@@ -66,9 +68,13 @@ def student_of(
     floats: Mapping[str, Tensor],
     places: Places | None = None,
     learn_rounding: bool = True,
+    schemes: Mapping[str, WeightScheme] | None = None,
 ) -> LearnedParts:
     """Return the parts of a module that `tune_module` learns; those of a model's block are learned the same way."""
-    weights = {name: LearnedWeight(weight, floats.get(name), learn_rounding) for name, weight in start.items()}
+    known = schemes or {}
+    weights = {
+        name: LearnedWeight(weight, floats.get(name), learn_rounding, known.get(name)) for name, weight in start.items()
+    }
     return LearnedParts(layers, weights, vectors(module) if places is None else places)
 
 

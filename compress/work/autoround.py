@@ -18,7 +18,7 @@ from compress.passes.tune import is_selected
 from compress.quantize.autoround import autoround_block
 from compress.quantize.learn import RoundingCourse, TuneLog
 from compress.quantize.rounding import QuantizedWeight
-from compress.work.block_layers import block_layers, matrix, nearest, remark
+from compress.work.block_layers import InputRanges, block_layers, find_shared, matrix, nearest, remark
 from compress.work.learning import block_lessons, open_saved_run
 
 
@@ -28,7 +28,7 @@ def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext
     for block in stream:
         start, schemes = _choose_start(knobs, model, block, context.target)
         if start:
-            _learn(knobs, block, start, schemes, context)
+            _learn(knobs, block, start, schemes, _find_input_scales(knobs, block, schemes), context)
     result = stream.result()
     if not any(decision.action == "learned" for decision in result.decisions):
         raise PassError("autoround: no layer is left to round; check targets and ignore")
@@ -40,11 +40,12 @@ def _learn(
     block: BlockWork,
     start: Mapping[str, QuantizedWeight],
     schemes: Mapping[str, Scheme],
+    input_scales: Mapping[str, float | None],
     context: PassContext,
 ) -> None:
     floats = {layer: block.float_matrix(layer) for layer in start}
     for layer, weight in start.items():
-        block.put(layer, weight, schemes[layer])
+        block.put(layer, weight, schemes[layer], input_scales.get(layer))
     lessons, kept = block_lessons(block, knobs.held_out)
     rate = 1 / max(knobs.steps, 1)
     course = RoundingCourse(
@@ -61,11 +62,24 @@ def _learn(
         course,
         kept_aside=kept,
         floats=floats,
+        schemes={layer: schemes[layer].weights for layer in start},
         progress=context.progress,
         reduce=sum_over_processes,
         saved=open_saved_run(context, f"block-{block.index:05d}", f"autoround: {block.name or 'the model'}"),
     )
     _record(knobs, block, start, weights, schemes, log)
+
+
+def _find_input_scales(knobs: AutoRound, block: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float | None]:
+    """Return the scales that layers' inputs are stored with, where the schemes have any and no earlier pass did."""
+    inputs = InputRanges.of(dict(schemes))
+    if knobs.start == "given" or not inputs.schemes:
+        return {}
+    try:
+        block.collect(lambda reading, rows: inputs.see(reading.layers, rows))
+        return {layer: inputs.scale(layer) for layer in schemes}
+    except ValueError as error:
+        raise PassError(f"autoround: {block.name}: {error}") from error
 
 
 def _record(
@@ -97,34 +111,25 @@ def _choose_start(
     """Return the integers to go on from, and their schemes: the nearest, or those that are there."""
     if knobs.start == "given":
         start = {
-            layer: weight for layer, weight in block.quantized.items() if _is_learnable(knobs, model, block, layer)
+            layer: weight
+            for layer, weight in block.quantized.items()
+            if is_selected(knobs, layer, type(block.layers[layer]).__name__)
         }
         return start, {layer: model.schemes[layer] for layer in start}
     layers = block_layers(knobs, block, target)
     block.say(decisions=layers.kept)
+    shared = find_shared(knobs, block, layers.schemes)
     return {
-        layer: _round_to_nearest(knobs, block, layer, scheme, target) for layer, scheme in layers.schemes.items()
+        layer: _round_to_nearest(knobs, block, layer, scheme, target, shared.get(layer))
+        for layer, scheme in layers.schemes.items()
     }, layers.schemes
 
 
-def _is_learnable(knobs: AutoRound, model: StreamedModel, block: BlockWork, layer: str) -> bool:
-    """Return False for a layer that is not selected, or not on an integer grid, which is said."""
-    kind = type(block.layers[layer]).__name__
-    if not is_selected(knobs, layer, kind):
-        return False
-    if model.schemes[layer].weights.kind == "int":
-        return True
-    remark(knobs, block, [f"autoround: {layer} is not on an integer grid and is left as it is"])
-    return False
-
-
 def _round_to_nearest(
-    knobs: AutoRound, block: BlockWork, layer: str, scheme: Scheme, target: Target
+    knobs: AutoRound, block: BlockWork, layer: str, scheme: Scheme, target: Target, shared: float | None
 ) -> QuantizedWeight:
     weight = matrix(knobs, block, layer)
-    if scheme.weights.kind != "int":
-        raise PassError(f"autoround: {layer}: {scheme.name} is no integer grid to learn the rounding on; use rtn")
     try:
-        return nearest(weight, scheme, target)
+        return nearest(weight, scheme, target, shared=shared)
     except ValueError as error:
         raise PassError(f"autoround: {layer}: {error}") from error

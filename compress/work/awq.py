@@ -20,7 +20,16 @@ from compress.formats.targets import Target
 from compress.passes.awq import Awq
 from compress.quantize.awq import Scaling, search_scales
 from compress.quantize.gram import Compute, Gram
-from compress.work.block_layers import BlockLayers, block_layers, fold_into, matrix, may_be_negative, nearest, remark
+from compress.work.block_layers import (
+    BlockLayers,
+    block_layers,
+    find_shared,
+    fold_into,
+    matrix,
+    may_be_negative,
+    nearest,
+    remark,
+)
 
 
 def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
@@ -109,10 +118,12 @@ class _BlockScaling:
             raise PassError(f"awq: {', '.join(names)}: {error}") from error
 
     def _round(self) -> None:
+        shared = find_shared(self.knobs, self.block, self.layers.schemes, self.importance)
         for name, scheme in self.layers.schemes.items():
             weight = matrix(self.knobs, self.block, name)
             try:
-                self.block.put(name, nearest(weight, scheme, self.target, self.importance.get(name)), scheme)
+                rounded = nearest(weight, scheme, self.target, self.importance.get(name), shared.get(name))
+                self.block.put(name, rounded, scheme)
             except ValueError as error:
                 raise PassError(f"awq: {name}: {error}") from error
 

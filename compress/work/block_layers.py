@@ -19,11 +19,9 @@ from compress.facts import LayerDecision, LayerFacts, Note, Reading
 from compress.formats.schemes import ActivationScheme, Scheme
 from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
-from compress.quantize.fp8 import round_to_fp8
-from compress.quantize.grid import finite, round_to_grid
+from compress.quantize.grid import finite, fit_shared, round_to_grid
 from compress.quantize.observers import Method, Observer, choose_range
 from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import LARGEST_FLOAT8
 
 OPS = {"Linear": "MatMul", "Conv1D": "MatMul", "Embedding": "Gather"}
 """Type of layer -> the operator it becomes; all others are convolutions."""
@@ -79,30 +77,36 @@ def matrix(knobs: WeightPass, block: BlockWork, layer: str) -> Tensor:
     return weight
 
 
-def find_shared_peaks(knobs: WeightPass, block: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float]:
-    """Return the magnitude that the one scale of a whole weight makes room for: the largest of its input group.
+def find_shared(
+    knobs: WeightPass, block: BlockWork, schemes: Mapping[str, Scheme], importance: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Return what layers that read one tensor have in common of their scales, as `fit_shared` finds it, by layer.
 
-    vLLM computes layers that read one tensor (q, k and v; gate and up) as one product with one scale, and rounds them
-    to the largest of theirs once more where they differ: what runs would not be what was judged.
+    vLLM computes such layers (q, k and v; gate and up) as one product with one scale of the whole weight, and takes the
+    largest of theirs where they differ: what runs would not be what was judged. `importance`: by layer, [in].
     """
-    peaks: dict[str, float] = {}
+    shared: dict[str, float] = {}
     for reading in block.readings:
-        names = [name for name in reading.layers if name in schemes and schemes[name].weights.group_size == 0]
-        largest = max((float(matrix(knobs, block, name).abs().max()) for name in names), default=0.0)
-        peaks |= dict.fromkeys(names, largest)
-    return peaks
+        together: dict[Scheme, list[str]] = {}
+        for name in reading.layers:
+            if name in schemes:
+                together.setdefault(schemes[name], []).append(name)
+        for scheme, names in together.items():
+            weights = [matrix(knobs, block, name) for name in names]
+            found = fit_shared(weights, scheme.weights, (importance or {}).get(names[0]))
+            shared |= {} if found is None else dict.fromkeys(names, found)
+    return shared
 
 
 def nearest(
-    weight: Tensor, scheme: Scheme, target: Target, importance: Tensor | None = None, least_peak: float = 0.0
+    weight: Tensor,
+    scheme: Scheme,
+    target: Target,
+    importance: Tensor | None = None,
+    shared: float | None = None,
 ) -> QuantizedWeight:
-    """Round `weight` [out, in] to the nearest of whatever numbers the scheme has.
-
-    `least_peak`: of `round_to_fp8`, a magnitude that its scales have room for.
-    """
-    if scheme.weights.kind == "float":
-        return round_to_fp8(weight, scheme.weights.group_size, least_peak)
-    return round_to_grid(weight, scheme.weights, importance, may_be_negative(scheme, target))
+    """Round `weight` [out, in] to the nearest of whatever numbers the scheme has; `shared`: of `find_shared`."""
+    return round_to_grid(weight, scheme.weights, importance, may_be_negative(scheme, target), shared)
 
 
 def fold_into(block: BlockWork, reading: Reading, scales: Tensor) -> None:
@@ -142,7 +146,7 @@ class InputRanges:
     def of(cls, schemes: dict[str, Scheme]) -> InputRanges:
         """Make the ranges of the layers whose inputs get a stored scale."""
         activations = {name: scheme.activations for name, scheme in schemes.items() if scheme.activations is not None}
-        return cls({name: inputs for name, inputs in activations.items() if not inputs.dynamic})
+        return cls({name: inputs for name, inputs in activations.items() if inputs.has_stored_scale})
 
     def see(self, layers: Sequence[str], rows: Tensor) -> None:
         """Observe `rows` [n, in], which all of `layers` read. ValueError on NaN or Inf."""
@@ -153,10 +157,10 @@ class InputRanges:
             self.seen |= dict.fromkeys(wanted, first)
 
     def scale(self, layer: str) -> float | None:
-        """Return what one level of its inputs stands for, over all processes; None: scaled at run time.
+        """Return what one level of its inputs stands for, over all processes; None: scaled at run time alone.
 
-        int8: the symmetric range of least squared error; FP8, whose rounding is relative: all that was seen. ValueError
-        if nothing, or nothing but zeros, was seen.
+        int8: the symmetric range of least squared error; floats, whose rounding is relative: all that was seen. Of
+        NVFP4 what a group's scale of 1 stands for. ValueError if nothing, or nothing but zeros, was seen.
         """
         scheme = self.schemes.get(layer)
         if scheme is None:
@@ -168,7 +172,7 @@ class InputRanges:
             raise ValueError("its inputs were never other than zero on the calibration data: they have no scale")
         method: Method = "minmax" if scheme.kind == "float" else "mse"
         high = choose_range(seen, method, symmetric=True)[1]
-        return high / (LARGEST_FLOAT8 if scheme.kind == "float" else 2 ** (scheme.bits - 1) - 1)
+        return high / scheme.most
 
 
 def _merge_observers(observers: Sequence[Observer]) -> Observer | None:

@@ -10,6 +10,7 @@ from typing import Any
 from compress.context import Feeds, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, matches
+from compress.formats.schemes import PRESETS
 from compress.graph.convolutions import shortcuts_to_convolutions
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
@@ -182,9 +183,19 @@ def _choose_rounding(knobs: EightBit) -> Callable[[GraphLayer], QuantizedWeight]
     """Return how weights are rounded; None: to int8."""
     if knobs.number == "int8":
         return None
-    from compress.quantize.fp8 import round_layer_to_fp8  # torch
+    return _round_to_fp8
 
-    return round_layer_to_fp8
+
+def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:
+    """Round a graph's layer to FP8, one scale in all. Raises ValueError naming the layer on NaN or Inf."""
+    import torch
+
+    from compress.quantize.grid import round_to_grid  # torch
+
+    try:
+        return round_to_grid(torch.tensor(layer.matrix()), PRESETS["FP8"].weights)
+    except ValueError as error:
+        raise ValueError(f"{layer.name}: {error}") from error
 
 
 def _make_settings(knobs: EightBit, state: GraphState) -> Callable[[str], Setting]:

@@ -32,7 +32,16 @@ from compress.quantize.gram import Gram, gram_matrix
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
-from compress.work.block_layers import BlockLayers, InputRanges, block_layers, matrix, may_be_negative, nearest, remark
+from compress.work.block_layers import (
+    BlockLayers,
+    InputRanges,
+    block_layers,
+    find_shared,
+    matrix,
+    may_be_negative,
+    nearest,
+    remark,
+)
 
 
 def apply_gptq(
@@ -180,11 +189,13 @@ class _BlockRounding:
         texts = [f"gptq: {name}: no calibration data reaches it; rounded to the nearest" for name in self.left]
         facts = self.layers.facts.values()
         remark(knobs, block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
+        shared = find_shared(knobs, block, {name: self.layers.schemes[name] for name in self.left})
         for name in self.left:
             scheme = self.layers.schemes[name]
             with _name_errors([name]):
                 scale = self.inputs.scale(name)
-            block.put(name, nearest(matrix(knobs, block, name), scheme, target), scheme, scale)
+            weight = nearest(matrix(knobs, block, name), scheme, target, shared=shared.get(name))
+            block.put(name, weight, scheme, scale)
         block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
 
 

@@ -13,7 +13,7 @@ from compress.errors import PassError
 from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
 from compress.quantize.state import GraphState
-from compress.work.block_layers import InputRanges, block_layers, find_shared_peaks, matrix, nearest, remark
+from compress.work.block_layers import InputRanges, block_layers, find_shared, matrix, nearest, remark
 
 
 def apply_rtn(
@@ -46,10 +46,10 @@ def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> Pas
         try:
             if inputs.schemes:
                 block.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
-            peaks = find_shared_peaks(knobs, block, layers.schemes)
+            shared = find_shared(knobs, block, layers.schemes)
             for layer, scheme in layers.schemes.items():
-                values, peak = matrix(knobs, block, layer), peaks.get(layer, 0.0)
-                weight = nearest(values, scheme, context.target, least_peak=peak)
+                values = matrix(knobs, block, layer)
+                weight = nearest(values, scheme, context.target, shared=shared.get(layer))
                 block.put(layer, weight, scheme, inputs.scale(layer))
         except ValueError as error:
             raise PassError(f"rtn: {block.name}: {error}") from error

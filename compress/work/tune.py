@@ -57,7 +57,7 @@ def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassR
     if not len(context.batches):
         raise PassError("tune: there is no calibration data; give the recipe a calibration set")
     rounded, learned = _round_first(knobs, model, context)
-    chosen = _choose_layers(knobs, rounded, learned)
+    chosen = _choose_layers(knobs, rounded)
     start = {layer: integers(rounded, layer) for layer in chosen}
     how = knobs.how(*_count_weights(rounded, start))
     learned.notes.append(Note("info", f"tune: {SAID[how]}"))
@@ -81,19 +81,14 @@ def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tup
     return result.model, learned
 
 
-def _choose_layers(knobs: Tune, model: StreamedModel, learned: Learned) -> list[str]:
-    """Choose the layers to learn. What is not on an integer grid is left alone and named."""
+def _choose_layers(knobs: Tune, model: StreamedModel) -> list[str]:
+    """Choose the layers to learn. PassError where there are none."""
     layers = modules(model.build())
-    wanted: list[str] = []
-    left: list[str] = []
-    for layer in model.quantized_layers():
-        weights = model.schemes[layer].weights
-        if knobs.wants(layer, type(layers[layer]).__name__, weights.bits):
-            (wanted if weights.kind == "int" else left).append(layer)
-    if left:
-        learned.notes.append(Note("warning", f"tune: not on an integer grid, left as they are: {', '.join(left)}"))
-        if knobs.strict:
-            raise PassError(f"tune: {left[0]} is not on an integer grid, and strict was asked for; ignore it")
+    wanted = [
+        layer
+        for layer in model.quantized_layers()
+        if knobs.wants(layer, type(layers[layer]).__name__, model.schemes[layer].weights.bits)
+    ]
     if not wanted:
         raise PassError("tune: no quantized layer is left to tune; check targets, ignore and restrict")
     return wanted
@@ -113,7 +108,8 @@ def _learn_blocks(
         places = full_names(vectors(block.module), block.name)
         start = {layer: block.quantized[layer] for layer in names}
         floats = {layer: block.float_matrix(layer) for layer in names}
-        student = student_of(block.module, block.layers, start, floats, places)
+        schemes = {layer: model.schemes[layer].weights for layer in names}
+        student = student_of(block.module, block.layers, start, floats, places, schemes=schemes)
         lessons, kept = block_lessons(block, knobs.held_out)
         course = _make_course(knobs, knobs.block_steps, context.seed + block.index, seconds)
         where = block.name or "the model"
@@ -164,6 +160,7 @@ def _learn_whole(
         floats={layer: float_matrix(model, layer, layers[layer]).to(context.device) for layer in chosen},
         places=vectors_of(student, model),
         learn_rounding=how == "whole",
+        schemes={layer: model.schemes[layer].weights for layer in chosen},
         progress=context.progress,
         reduce=sum_over_processes,
         rank=share().rank,

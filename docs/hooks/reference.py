@@ -83,12 +83,18 @@ def describe_scheme(scheme: Scheme) -> tuple[str, str, str]:
     """Return a scheme's weights, groups and inputs in words."""
     weights, inputs = scheme.weights, scheme.activations
     integers = f"{weights.bits} bits{'' if weights.symmetric else ', zero points'}"
-    bits = "float8 (E4M3)" if weights.kind == "float" else integers
+    floats = {4: "FP4 (E2M1)", 8: "FP8 (E4M3)"}
+    bits = floats[weights.bits] if weights.kind == "float" else integers
+    stored = {"e4m3": ", in E4M3 below one float", "e8m0": ", a power of two"}.get(weights.scales, "")
     groups = {-1: "each output channel", 0: "the tensor"}.get(weights.group_size, f"{weights.group_size} inputs")
+    groups = f"{weights.rows} x {weights.group_size} weights" if weights.rows > 1 else groups + stored
     if inputs is None:
         return bits, groups, "float"
-    kind = "float8" if inputs.kind == "float" else f"int{inputs.bits}"
-    return bits, groups, f"{kind}, {'scaled for each token' if inputs.dynamic else 'one stored scale'}"
+    kind = floats[inputs.bits] if inputs.kind == "float" else f"int{inputs.bits}"
+    how = "scaled for each token" if inputs.dynamic else "one stored scale"
+    if inputs.group_size > 0:
+        how = f"scaled for each {inputs.group_size} of a token" + (" below a stored scale" * inputs.has_stored_scale)
+    return bits, groups, f"{kind}, {how}"
 
 
 def write_recipe() -> list[str]:

@@ -22,6 +22,7 @@ from compress.blocks.trace import layer_type, weight_shape
 from compress.facts import Structure
 from compress.formats.schemes import PRESETS, Scheme
 from compress.models.facts import architecture, is_layer, plain
+from compress.quantize.grid import round_to_grid
 from compress.quantize.rounding import QuantizedWeight
 
 SIZES: dict[str, Any] = {
@@ -44,12 +45,12 @@ IDS = torch.arange(1, 19).reshape(2, 9)
 def scheme(name: str, group: int = 32) -> Scheme:
     """A preset, its groups small enough for a tiny model."""
     found = PRESETS[name]
-    return found.with_group(group) if found.weights.group_size > 0 else found
+    return found.with_group(group) if found.weights.group_size > 0 and found.weights.kind == "int" else found
 
 
 def decoder(kind: str = "Llama", **more: Any) -> nn.Module:
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **special, **more)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **special, **more})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
@@ -63,6 +64,8 @@ def linears(module: nn.Module, but: tuple[str, ...] = ("lm_head", "classifier", 
 def random_weight(shape: tuple[int, int], chosen: Scheme, rng: np.random.Generator) -> QuantizedWeight:
     """The full range of integers, scales of both signs where they may be, zero points that touch both ends."""
     weights, (rows, columns) = chosen.weights, shape
+    if weights.kind == "float" and weights.group_size > 0:  # scales that the format can hold
+        return round_to_grid(torch.from_numpy(rng.normal(size=shape).astype(np.float32) / 20), weights)
     groups = columns // weights.group_size if weights.group_size > 0 else 1
     scales = rng.uniform(0.5, 1.5, (1, 1) if weights.group_size == 0 else (rows, groups)) / 2**weights.bits / 4
     if weights.kind == "float":
@@ -89,10 +92,11 @@ def streamed(module: nn.Module, schemes: Mapping[str, Scheme], work: Path, **mor
         tensors |= pack_tensors(layer, weight)
         zeros, conv1d = weight.zero_points is not None, type(parts[layer]).__name__ == "Conv1D"
         file = work / "finished.safetensors"
-        entries[f"{layer}.weight"] = Packed(file, layer, weight.bits, weight.group_size, zeros, conv1d)
+        stored = tuple(weight.stored)
+        entries[f"{layer}.weight"] = Packed(file, layer, weight.bits, weight.group_size, zeros, conv1d, stored=stored)
     work.mkdir(parents=True, exist_ok=True)
     save_file(tensors, work / "finished.safetensors")
     build = functools.partial(copy.deepcopy, copy_without_weights(module))
-    scales = dict.fromkeys((n for n, s in schemes.items() if s.activations and not s.activations.dynamic), 0.02)
+    scales = dict.fromkeys((n for n, s in schemes.items() if s.activations and s.activations.has_stored_scale), 0.02)
     given: dict[str, Any] = {"schemes": schemes, "activation_scales": scales, "architecture": architecture(module)}
     return StreamedModel(build, WeightStore(entries, held.tied), Structure(()), {}, **(given | more))

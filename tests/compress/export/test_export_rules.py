@@ -38,10 +38,36 @@ def one(name: str, scheme: Scheme) -> dict[str, Scheme]:
     return {f"{MLP}.{name}": scheme}
 
 
-@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W8A8_STATIC", "W4A8", "FP8", "FP8_DYNAMIC"])
+USUAL = ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W8A8_STATIC", "W4A8", "FP8", "FP8_DYNAMIC"]
+FLOATS = ["FP8_BLOCK", "W4AFP8", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"]
+
+
+@pytest.mark.parametrize("name", [*USUAL, *FLOATS])
 def test_usual_schemes_are_taken_by_both_engines(name: str) -> None:
     for target in ("transformers", "vllm"):
         assert checkpoint_problems(facts(), every(PRESETS[name]), CT, target) == []
+
+
+def test_what_vllm_fuses_must_end_with_blocks_but_for_the_last() -> None:
+    shapes = {**SHAPES, f"{ATTENTION}.k_proj": (192, 256), f"{MLP}.up_proj": (500, 256)}
+    found = checkpoint_problems(facts(shapes), every(PRESETS["FP8_BLOCK"]), CT, "vllm")
+    assert found == [
+        f"{ATTENTION}: vLLM runs these layers as one, and {ATTENTION}.k_proj has 192 outputs, which its blocks of 128 "
+        "do not divide; use scheme: FP8_DYNAMIC, or ignore them"
+    ]
+    assert checkpoint_problems(facts(shapes), every(PRESETS["FP8_BLOCK"]), CT, "transformers") == []
+
+
+def test_vllm_runs_w4afp8_in_groups_and_sizes_of_128() -> None:
+    (first, *_) = checkpoint_problems(facts(), every(PRESETS["W4AFP8"].with_group(64)), CT, "vllm")
+    assert first.startswith(
+        f"{QKV[0]}: vLLM runs W4AFP8 in groups of 128 and sizes that these divide, not group_size 64"
+    )
+
+
+def test_small_floats_are_loaded_in_bfloat16() -> None:
+    notes = checkpoint_notes(facts(), every(PRESETS["NVFP4A16"]), CheckpointExport(dtype="float32"), "vllm")
+    assert [(note.level, "dtype=torch.bfloat16" in note.text) for note in notes] == [("warning", True)]
 
 
 def test_mixed_schemes_outside_fused_layers_are_taken() -> None:

@@ -15,6 +15,7 @@ from compress.passes import Autocast, Fp8, Int8, Pass, Rtn
 from compress.passes.kv_cache import KvCache
 
 ONE_BLOCK = Structure((BlockFacts("", (Reading(("projection",), "value", "value", 1, 8),)),))
+SMALL = ("FP8_BLOCK", "W4AFP8", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16")
 PASS_FOR: dict[str, Pass] = {
     "int8-static": Int8(),
     "int8-dynamic": Int8(mode="dynamic"),
@@ -26,6 +27,7 @@ PASS_FOR: dict[str, Pass] = {
     "fp8": Rtn(scheme="FP8"),
     "fp8-dynamic": Rtn(scheme="FP8_DYNAMIC"),
     "fp8-static": Fp8(),
+    **{name.lower().replace("_", "-"): Rtn(scheme=name) for name in SMALL},
     "kv-int8": KvCache(scheme="int8"),
     "kv-fp8": KvCache(),
     **{f"w{bits}": Rtn(bits=bits) for bits in range(2, 9)},
@@ -36,6 +38,8 @@ EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
 
 def plan(target: Target, one: str) -> PassPlan:
     facts = replace(facts_of(graphs.transformer()), source="torch", structure=ONE_BLOCK)
+    wide = tuple(replace(layer, shape=tuple(4 * size for size in layer.shape)) for layer in facts.layers)
+    facts = replace(facts, layers=wide)  # which blocks of 128 divide
     return PASS_FOR[one].check(facts, target)
 
 

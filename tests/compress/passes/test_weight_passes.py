@@ -180,10 +180,32 @@ def test_integers_of_their_own_alone(one: Any) -> None:
     assert any(text.startswith(f"{one.kind}: {one.scheme}: ") for text in problems)
 
 
-@pytest.mark.parametrize("one", [Gptq(scheme="FP8_DYNAMIC"), AutoRound(scheme="FP8")])
-def test_what_rounds_to_integers_refuses_float8(one: Any) -> None:
-    text = f"{one.kind}: {one.scheme} is no integer grid, and this pass rounds to one; use rtn"
-    assert one.check(decoder(256), ANY).problems == (text,)
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4A16", "NVFP4", "MXFP4", "MXFP8A16", "FP8_BLOCK", "W4AFP8"])
+def test_floats_are_taken_in_their_own_groups(scheme: str) -> None:
+    own = "blocks of 128 x 128" if scheme == "FP8_BLOCK" else None
+    for one in (Rtn, Gptq, AutoRound):
+        plan = one(scheme=scheme).check(decoder(256), ANY)
+        assert not plan.problems
+        reasons = {decision.reason for decision in plan.decisions if decision.action != "kept"}
+        assert own is None or reasons == {f"{scheme}, {own}"}
+    if scheme not in ("FP8_DYNAMIC", "W4AFP8"):
+        problems = Gptq(scheme=scheme, group_size=64).check(decoder(256), ANY).problems
+        assert all("a format of floats has its own bits and groups" in text for text in problems) and problems
+
+
+def test_groups_of_floats_must_divide_and_the_way_out_is_told() -> None:
+    (first, *_) = Rtn(scheme="NVFP4", indivisible="fit").check(decoder(40), ANY).problems
+    assert first.endswith(
+        "has 40 inputs, which the groups of NVFP4, 16, do not divide; ignore it, or give it another "
+        "scheme under overrides"
+    )
+
+
+def test_awq_cannot_know_the_inputs_that_it_will_leave() -> None:
+    (problem,) = Awq(scheme="NVFP4").check(decoder(256), ANY).problems
+    assert "{kind: awq, round: false, scheme: NVFP4}, then {kind: gptq, scheme: NVFP4}" in problem
+    assert not Awq(scheme="NVFP4", round=False).check(decoder(256), ANY).problems
+    assert not Awq(scheme="MXFP4").check(decoder(256), ANY).problems
 
 
 def test_awq_needs_a_module_that_takes_a_scale_and_may_leave_weights_float() -> None:

@@ -77,7 +77,7 @@ def test_the_columns_are_rounded_as_obq_rounds_them(act_order: bool, symmetric: 
     for column in hessian.order.tolist():
         scale = grid.scales[:, column // 16].double()
         zero = 0 if grid.zeros is None else grid.zeros[:, column // 16].double()
-        expected[:, column] = ((left[:, column] / scale).round() + zero).clamp(grid.low, grid.high)
+        expected[:, column] = ((left[:, column] / scale).round() + zero).clamp(grid.numbers.low, grid.numbers.high)
         error = (left[:, column] - (expected[:, column] - zero) * scale) / inverse[column, column]
         left -= torch.outer(error, inverse[column])
         inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
@@ -112,7 +112,7 @@ def test_descent_takes_the_best_level_of_each_input_in_turn(size: int, symmetric
         for first in range(0, 48, 128 // size * size if size <= 128 else 128):
             for column in range(first, 48):
                 tried = []
-                for level in range(grid.low, grid.high + 1):
+                for level in range(int(grid.numbers.low), int(grid.numbers.high) + 1):
                     expected[row, column] = level
                     tried.append((error(row), level))
                 expected[row, column] = min(tried)[1]

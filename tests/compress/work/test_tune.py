@@ -163,7 +163,7 @@ def test_levels_that_kernels_may_negate_stay_so() -> None:
 
 def test_what_is_not_made_of_integers_is_refused() -> None:
     weight = rounded(weight_of(), 8, -1, True)
-    with pytest.raises(ValueError, match="not on an integer grid"):
+    with pytest.raises(ValueError, match="are not the numbers of its scheme"):
         LearnedWeight(replace(weight, values=weight.values.astype(np.float32)))
 
 
@@ -363,9 +363,6 @@ def test_refusals() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
     with pytest.raises(PassError, match="tune: there is no calibration data; give the recipe a calibration set"):
         apply_tune(Tune(kind="tune"), before, context())
-    fp8 = replace(before, schemes=dict.fromkeys(before.schemes, PRESETS["FP8_DYNAMIC"]))
-    with pytest.raises(PassError, match="is not on an integer grid, and strict was asked for"):
-        apply_tune(Tune(kind="tune", strict=True), fp8, context(texts(4)))
     wild = Tune(kind="tune", strict=True, steps=3, rounding_rate=3.0, norm_rate=5.0, scale_rate=1.0)
     eight = in_two_bits(streamed(llama(layers=2)), PRESETS["W8A16"].with_group(16))
     with pytest.raises(PassError, match="led to nothing better than the start, which is kept"):
