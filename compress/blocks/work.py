@@ -29,6 +29,7 @@ from compress.blocks.skeleton import (
     without_cache,
 )
 from compress.blocks.store import WeightStore
+from compress.blocks.tables import find_tables, row_reader
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
 from compress.quantize.outputs import first_output
@@ -75,6 +76,7 @@ class Work:
         for _, part in self._iter_outside(self.module):
             if _is_table(part):
                 part.register_forward_hook(as_float)
+        self.tables = find_tables(self.module, model.structure, model.tied)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
         self.flow = None if batches is None else BatchFlow(batches, holder)
         self._floats: list[HeldTensor] | None = None
@@ -252,6 +254,7 @@ class Work:
             float_outputs=None if floats is None else lambda i: floats[i].get(),
             runs_on=entry.feeds_more,
             compute=self.compute,
+            tables=self.tables,
         )
 
     def _fill_module(self, module: nn.Module, name: str, read: Read) -> None:
@@ -269,11 +272,17 @@ class Work:
     def _fill_outside(self, module: nn.Module, late: bool, views: bool, floats: bool = False) -> None:
         """Fill the weights outside the blocks; without `late`, not those of the layers that read what the blocks give.
 
-        With `views`, tables of embeddings stay in their files: only the rows that are looked up are ever read.
+        With `views`, tables of embeddings stay in their files: only the rows that are looked up are ever read, or, of a
+        table in few bits, dequantized.
         """
         parts = {path: part for path, part in self._iter_outside(module) if late or path not in self.late}
         tables = self._find_tables(parts) if views else {}
+        for part in parts.values():
+            vars(part).pop("forward", None)  # a look-up in few bits, of the last time
         for path, part in tables.items():
+            if not floats and self.store.is_quantized(path):
+                part.forward = row_reader(self.store, path)
+                continue
             view = self.store.view(f"{path}.weight", floats)
             if view is None:
                 view = self.store.read(f"{path}.weight")

@@ -14,6 +14,7 @@ from compress.blocks.sharing import share, sum_over_processes
 from compress.blocks.skeleton import without_cache
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
+from compress.blocks.tables import find_tables
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
@@ -83,11 +84,14 @@ def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tup
 
 def _choose_layers(knobs: Tune, model: StreamedModel, learned: Learned) -> list[str]:
     """Choose the layers to learn. What is not on an integer grid is left alone and named."""
-    layers = modules(model.build())
+    module = model.build()
+    layers, tables = modules(module), find_tables(module, model.structure, model.tied).facts
     wanted: list[str] = []
     left: list[str] = []
     for layer in model.quantized_layers():
         weights = model.schemes[layer].weights
+        if layer in tables and tables[layer].is_table:
+            continue  # learned as a product's weight it would drift from what is looked up
         if knobs.wants(layer, type(layers[layer]).__name__, weights.bits):
             (wanted if weights.kind == "int" else left).append(layer)
     if left:
@@ -190,8 +194,15 @@ def _write_learned(
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
         decisions = []
-        for layer in (name for name in block.layers if name in weights):
-            block.put(layer, weights[layer], rounded.schemes[layer], rounded.activation_scales.get(layer))
+        for layer in (name for name in block.layers if name in weights and f"{name}.weight" not in rounded.tied):
+            sharers = [name for name, owner in rounded.tied.items() if owner == f"{layer}.weight"]
+            block.put(
+                layer,
+                weights[layer],
+                rounded.schemes[layer],
+                rounded.activation_scales.get(layer),
+                [name.removesuffix(".weight") for name in sharers],
+            )
             if layer in start:
                 changed = float((weights[layer].values != start[layer].values).mean())
                 block.say(measured={layer: {"changed": changed}})
