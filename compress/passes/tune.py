@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, matches
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.formats.targets import Target
 from compress.passes.base import STATE_COPIES, Stage, TrainingCost
 from compress.passes.weight_only import WeightPass
