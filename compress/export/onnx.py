@@ -35,6 +35,7 @@ from compress.graph.fast_forms import (
     merge_products,
     own_transposes,
     pad_input_channels,
+    share_blocks,
     share_tables,
     to_two_bits,
 )
@@ -99,6 +100,8 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
             _speed_up_single_rows(model)
         keep_norms_apart(model)
         pad_input_channels(model)
+    elif target.flavour == "u8s8":
+        share_blocks(model)
     if state.kv_cache is not None and not _keeps_integers(model):
         raise ExportError([_explain_missing_cache(state.kv_cache, target.name), *notes])
     share_tables(model)

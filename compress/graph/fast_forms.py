@@ -326,20 +326,52 @@ def look_up_in_blocks(model: ir.Model) -> int:
     Of a DequantizeLinear and a Gather, ONNX Runtime would dequantize the whole table on every call. Products with the
     table's transpose become MatMulNBits on the same bytes, as onnxruntime-genai's builder has it.
     """
-    found = [
-        (node, table)
-        for node in list(model.graph)
-        if node.op_type == "Gather"
-        and not int_attribute(node, "axis", 0)
-        and node.inputs[0] is not None
-        and (table := _read_blocks(node.inputs[0].producer(), axis=1)) is not None
-    ]
+    found = _find_lookups(model)
     for node, table in found:
         _write_lookup(model, node, table)
     if found:
         model.opset_imports[DOMAIN] = 1
         tidy(model)
     return len(found)
+
+
+def share_blocks(model: ir.Model) -> int:
+    """Let each product with the transpose of a block-wise table that is looked up in read that table, in place.
+
+    For runtimes that turn a constant as they load it, as OpenVINO does. Returns how many.
+    """
+    changed = 0
+    for _, table in _find_lookups(model):
+        source = table.weight.outputs[0]
+        for node in _find_products(model, table):
+            turned = append(model, "Transpose", [source], f"{node.outputs[0].name}/turned", {"perm": [1, 0]})
+            turned.type = source.type
+            node.replace_input_with(1, turned)
+            changed += 1
+    if changed:
+        tidy(model)
+    return changed
+
+
+def _find_lookups(model: ir.Model) -> list[tuple[ir.Node, _Table]]:
+    return [
+        (node, table)
+        for node in model.graph
+        if node.op_type == "Gather"
+        and not int_attribute(node, "axis", 0)
+        and node.inputs[0] is not None
+        and (table := _read_blocks(node.inputs[0].producer(), axis=1)) is not None
+    ]
+
+
+def _find_products(model: ir.Model, table: _Table) -> list[ir.Node]:
+    """Return the products with the table's transpose, held as the same integers."""
+    found = []
+    for node in model.graph:
+        weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        if weight is not None and weight.op_type == "DequantizeLinear" and table.is_product(weight):
+            found.append(node)
+    return found
 
 
 def _read_blocks(weight: ir.Node | None, axis: int) -> _Table | None:
@@ -384,15 +416,10 @@ def _write_lookup(model: ir.Model, gather: ir.Node, table: _Table) -> None:
         model, "GatherBlockQuantized", [flat, gather.inputs[1], *inputs[1:]], f"{old.name}/rows", attributes, DOMAIN
     )
     take_over(model, old, found)
-    for node in list(model.graph):
-        weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
-        if weight is not None and weight.op_type == "DequantizeLinear" and table.is_product(weight):
-            sizes = about | {"K": width, "N": rows, "accuracy_level": INT8_ACCURACY}
-            result = node.outputs[0]
-            product = append(
-                model, "MatMulNBits", [node.inputs[0], *inputs], f"{result.name}/product", sizes, domain=DOMAIN
-            )
-            take_over(model, result, product)
+    sizes = about | {"K": width, "N": rows, "accuracy_level": INT8_ACCURACY}
+    for node in _find_products(model, table):
+        result, operands = node.outputs[0], [node.inputs[0], *inputs]
+        take_over(model, result, append(model, "MatMulNBits", operands, f"{result.name}/product", sizes, DOMAIN))
 
 
 def _pack_parts(values: np.ndarray, bits: int) -> np.ndarray:
