@@ -51,6 +51,8 @@ class Learned:
     floats: dict[str, Tensor] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    decisions: tuple[LayerDecision, ...] = ()
+    """What `gptq` did, where it came first."""
 
 
 def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
@@ -77,7 +79,8 @@ def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tup
         return model, Learned()
     shared = {name: getattr(knobs, name) for name in WeightPass.model_fields if name != "kind"}
     result = apply_pass(Gptq(kind="gptq", **shared), model, _with_folder(context, "gptq"))
-    learned = Learned(notes=[Note("info", "tune: nothing was rounded yet: gptq did it first"), *result.notes])
+    first = Note("info", "tune: nothing was rounded yet: gptq did it first")
+    learned = Learned(notes=[first, *result.notes], decisions=result.decisions)
     learned.measured |= {layer: dict(numbers) for layer, numbers in result.measured.items()}
     return result.model, learned
 
@@ -193,7 +196,8 @@ def _write_learned(
     left = dict(learned.floats)
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
-        decisions = []
+        alone = [d for d in learned.decisions if d.layer not in start and d.action != "kept"]
+        decisions = alone if number == 0 else []
         for layer in (name for name in block.layers if name in weights and f"{name}.weight" not in rounded.tied):
             sharers = [name for name, owner in rounded.tied.items() if owner == f"{layer}.weight"]
             block.put(
