@@ -45,10 +45,14 @@ def encode_stories(folder: Path, stories: Sequence[str]) -> list[list[int]]:
 def load_causal(folder: Path, dequantize: bool = False) -> nn.Module:
     """A folder as transformers loads it, in float32 and eval mode; compressed-tensors checkpoints included.
 
-    With `dequantize` their weights are unpacked as they are read, otherwise at the first call.
+    With `dequantize`, or where transformers reads them so alone, their weights are unpacked as they are read, otherwise
+    at the first call.
     """
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+    from compress.models.packed import loads_as_floats, quantization_of
+
+    dequantize = dequantize or loads_as_floats(quantization_of(folder))
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)
     return model.eval()

@@ -174,7 +174,12 @@ def our_row(subject: Subject, ours: Ours, bits: int, group: int, call: Call) -> 
         return found | {"failed": str(error)}
     folder = checkpoint_of(bundle)
     score = subject.score(subject.load(folder))
-    return found | {"seconds": pass_seconds(bundle, ours.passes), subject.metric: score}
+    ratio = weights_bytes(subject.folder) / weights_bytes(folder)
+    return found | {"seconds": pass_seconds(bundle, ours.passes), "times_smaller": ratio, subject.metric: score}
+
+
+def weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def checkpoint_of(bundle: Path) -> Path:

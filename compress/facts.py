@@ -14,6 +14,8 @@ from runtime.bundle.tensors import TensorSpec
 
 LOWEST_OPSET = 17
 """Of the graphs that passes work on."""
+SMALL_TABLE = 0.1
+"""Of the largest table of embeddings: smaller ones (positions, token types) save next to nothing in fewer bits."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -26,7 +28,8 @@ class LayerFacts:
     `ignore:` (Linear, Conv2d, Embedding); `op` the ONNX operator it becomes. `shape` is [out, in / groups, *kernel] for
     Linear and Conv, [rows, width] for Embedding. `macs` counts multiply-accumulates for one sample.
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
-    `sparse`: a pass has made weights zero that are to stay so.
+    `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
+    counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight.
     """
 
     name: str
@@ -37,6 +40,12 @@ class LayerFacts:
     macs: int = 0
     bits: float = 32
     sparse: bool = False
+    role: Literal["", "table", "head", "tied"] = ""
+
+    @property
+    def is_table(self) -> bool:
+        """Return whether the weight is looked up as embeddings, perhaps beside being multiplied with."""
+        return self.role in ("table", "tied")
 
     @property
     def n_weights(self) -> int:
@@ -112,6 +121,13 @@ class Structure:
     def readings(self) -> tuple[Reading, ...]:
         """Return all readings, in the order in which they run."""
         return (*self.before, *(reading for block in self.blocks for reading in block.readings), *self.after)
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Return the output layers: what reads last, behind the blocks or in a model that is one block."""
+        whole = [block.readings for block in self.blocks if not block.name]
+        last = (self.after or (whole[0] if whole else ()))[-1:]
+        return last[0].layers if last else ()
 
 
 @dataclass(frozen=True)
@@ -251,6 +267,27 @@ def matches(pattern: str, name: str, *types: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return pattern == name or pattern in types
+
+
+def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> tuple[LayerFacts, ...]:
+    """Return a torch model's layers with their roles.
+
+    A table is an embedding of at least SMALL_TABLE of the largest one's size; a matrix product that holds a table's
+    weight is tied to it, whatever the structure shows.
+    """
+    largest = max((layer.n_weights for layer in layers if layer.type == "Embedding"), default=0)
+    tables = {
+        layer.weight for layer in layers if layer.type == "Embedding" and layer.n_weights >= SMALL_TABLE * largest
+    }
+    heads = {layer.weight for layer in layers if layer.type != "Embedding" and layer.weight in tables}
+    last = structure.head if structure is not None else ()
+
+    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied"]:
+        if layer.weight in tables:
+            return "tied" if layer.weight in heads else "table"
+        return "head" if layer.name in last and layer.type != "Embedding" else ""
+
+    return tuple(replace(layer, role=find_role(layer)) for layer in layers)
 
 
 def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, str]:

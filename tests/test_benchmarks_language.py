@@ -159,6 +159,7 @@ def quality_rows(module: Any, **change: float) -> list[dict[str, Any]]:
     """Every value on its bar, or changed; "gptq3" is nats of ours gptq at 3 bits."""
     at: dict[str, float] = {f"gptq{bits}": bar for bits, bar in module.GPTQ_BARS.items()}
     at |= {f"best{bits}": bar for bits, bar in module.BEST_BARS.items()} | {"rtn3": 3.7, "awq3": 3.6, "seconds": 30.0}
+    at |= {"whole": at["gptq4"] + module.WHOLE_NATS - 1e-6, "ratio": module.WHOLE_RATIO}
     at |= {"w4g128": 0.98, "w3g128": 0.90, "w3g64": 0.92} | change
     rows = []
     for bits in (4, 3, 2):
@@ -167,6 +168,8 @@ def quality_rows(module: Any, **change: float) -> list[dict[str, Any]]:
         rows.append(size | {"made_by": "ours best", "nats": at[f"best{bits}"], "seconds": at["seconds"]})
         rows.append(size | {"made_by": "auto-round", "nats": 9.0, "seconds": 30.0})
         rows += [size | {"made_by": f"ours {kind}", "nats": at.get(f"{kind}{bits}", 9.0)} for kind in ("rtn", "awq")]
+    whole = {"made_by": "ours gptq whole", "nats": at["whole"], "times_smaller": at["ratio"]}
+    rows.append({"model": module.STORIES_MODEL, "bits": 4, "group_size": 32} | whole)
     for bits, group in module.MINILM_BARS:
         size = {"model": "minilm", "bits": bits, "group_size": group}
         rows.append(size | {"made_by": "ours gptq", "cosine": at[f"w{bits}g{group}"]})
@@ -180,6 +183,8 @@ def quality_rows(module: Any, **change: float) -> list[dict[str, Any]]:
     [
         ({}, []),
         ({"gptq4": 3.385}, ["gptq_w4_nats"]),
+        ({"whole": 3.415}, ["whole_w4_more_nats"]),
+        ({"ratio": 5.4}, ["whole_w4_times_smaller"]),
         ({"gptq2": 4.21}, ["gptq_w2_nats"]),
         ({"best3": 3.413}, ["best_w3_nats"]),
         ({"seconds": 30.1}, ["best_w4_seconds", "best_w3_seconds", "best_w2_seconds"]),

@@ -16,6 +16,7 @@ from compress.blocks.device import CPU
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.skeleton import StopForward
 from compress.blocks.store import WeightStore
+from compress.blocks.tables import Tables
 from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note, Reading
@@ -48,7 +49,7 @@ class Part:
 
     `names`: parameter's plain name -> the modules and names under which it is held, for all that may be changed.
     `runs_on`: something reads the outputs. `device`: where the weights lie, and what the forward reads and gives.
-    `together`: all micro-batches may be on their way at once.
+    `together`: all micro-batches may be on their way at once. `tables`: of the whole model.
     """
 
     index: int
@@ -65,6 +66,7 @@ class Part:
     compute: torch.dtype = torch.float32
     device: torch.device = CPU
     together: bool = True
+    tables: Tables = field(default_factory=Tables)
 
 
 @dataclass
@@ -100,6 +102,11 @@ class BlockWork:
         return self.part.readings
 
     @property
+    def tables(self) -> Tables:
+        """Return the embeddings and the output layer of the whole model."""
+        return self.part.tables
+
+    @property
     def calls(self) -> Sequence[BlockCall]:
         """Return the calls of this process's micro-batches."""
         return self.part.calls
@@ -126,6 +133,11 @@ class BlockWork:
         if self.part.float_outputs is None:
             raise PassError(f"{self.name or 'the model'}: the float outputs were not asked for, or there are none here")
         return self.part.float_outputs(i)
+
+    def weight(self, layer: str) -> Tensor:
+        """Return a layer's weight as it is now, [out, in, ...], in the type in which it lies; not to be written to."""
+        weight = self._read_weight(layer)
+        return weight.t() if is_hf_conv1d(self.layers[layer]) else weight
 
     def matrix(self, layer: str) -> Tensor:
         """Return a copy of a layer's weight as it is now, [out, in, ...], float32; a Conv1D's is transposed."""
@@ -185,10 +197,18 @@ class BlockWork:
         if self._outputs is not None and self.part.runs_on:
             self._outputs = [out.float() for out in outputs]
 
-    def put(self, layer: str, weight: QuantizedWeight, scheme: Scheme, activation_scale: float | None = None) -> None:
+    def put(
+        self,
+        layer: str,
+        weight: QuantizedWeight,
+        scheme: Scheme,
+        activation_scale: float | None = None,
+        sharers: Sequence[str] = (),
+    ) -> None:
         """Record a quantized weight ([out, in] `values`) and put its dequantized values into the module.
 
-        A tied weight gets values of its own. ValueError if the shape differs.
+        A tied weight gets values of its own, but for `sharers`: layers, here or in other blocks, that go on holding the
+        same one. ValueError if the shape differs.
         """
         module = self.layers[layer]
         values = torch.from_numpy(weight.dequantize()).to(self.part.device)
@@ -198,7 +218,14 @@ class BlockWork:
         if values.shape != module.weight.shape:
             raise ValueError(f"{layer}: is {list(module.weight.shape)}, what was put is {list(values.shape)}")  # type: ignore[arg-type]
         module.weight = nn.Parameter(values, requires_grad=False)
-        self.changes.quantized[layer] = weight
+        owner = layer
+        for sharer in sharers:
+            if f"{sharer}.weight" not in self.part.store.tied:
+                owner = sharer
+            if sharer in self.layers:
+                self.layers[sharer].weight = module.weight
+            self.changes.schemes[sharer] = scheme
+        self.changes.quantized[owner] = weight
         self.changes.schemes[layer] = scheme
         if activation_scale is not None:
             self.changes.activation_scales[layer] = float(activation_scale)

@@ -37,7 +37,8 @@ class Stream:
     weights alone. `float_too`: also what the float model gives at each block. `readings_outside`: also the layers
     outside the blocks that read something, as "before" and "after" (without `data` always). `offload`: activations
     between blocks lie on disk. `compute`: the type of products in forward passes; hidden states stay float32. `rows`:
-    tokens that go through a block at once (see `micro_batches`).
+    tokens that go through a block at once (see `micro_batches`). `tables`: also the part "before" where nothing in it
+    but embeddings is to be worked on.
 
     A block that is done is written into `context.work`; a stream that finds finished blocks there goes on after them.
     Several processes (`compress.blocks.sharing`) share the micro-batches; the first of them writes.
@@ -54,6 +55,7 @@ class Stream:
         offload: bool = False,
         compute: Literal["float32", "bfloat16"] = "float32",
         rows: int | None = None,
+        tables: bool = False,
     ) -> None:
         self.model, self.context = model, context
         self.float_too, self.data = float_too and data, data
@@ -62,7 +64,7 @@ class Stream:
         self._folder, self._owner = _open_work_folder(context.work)
         self._offload = offload
         self._rows = min((n for n in (rows, context.rows) if n is not None), default=None)
-        self._plan = plan_blocks(model, data, readings_outside)
+        self._plan = plan_blocks(model, data, readings_outside, tables)
         self._said: list[Said] = []
 
     def __len__(self) -> int:
@@ -162,14 +164,16 @@ class Stream:
         return read_finished_blocks(self._folder, count) if count and not records else records
 
 
-def plan_blocks(model: StreamedModel, data: bool = True, readings_outside: bool = True) -> list[Planned]:
+def plan_blocks(
+    model: StreamedModel, data: bool = True, readings_outside: bool = True, tables: bool = False
+) -> list[Planned]:
     """Return the blocks of a stream over `model`, in order."""
     structure = model.structure
     whole = [block.name for block in structure.blocks] == [""]
     parts: list[tuple[str, tuple[Reading, ...], int | None]] = [
         (block.name, block.readings, number) for number, block in enumerate(structure.blocks)
     ]
-    if readings_outside and not whole and (structure.before or not data):
+    if readings_outside and not whole and (structure.before or tables or not data):
         parts.insert(0, (BEFORE, structure.before, None))
     if readings_outside and not whole and (structure.after or not data):
         parts.append((AFTER, structure.after, None))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from compress.blocks import activations
 from compress.facts import Reading, Structure
+from compress.quantize.rounding import ROWS
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -15,6 +16,9 @@ FIXED_BYTES = 25 * 2**20
 """What libraries take at their first large product."""
 SCORED_ROWS = 512
 """Tokens whose logits are held at once when a model is scored, unless one text has more."""
+JOINED = 6
+"""Bytes for each weight of a tall one as it is joined: integers twice, and the floats that they stand for. Measured on
+128,256 x 256: 11 for a shared table, 12 for two, with the 5 that any block holds of a weight."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -41,7 +45,8 @@ def stream_memory(
     """Return the bytes that a stream takes above what the process held before: the most of any one block.
 
     `shapes`: of the parameters, by plain name. `n_rows`: tokens of this process's share of the calibration data (0: a
-    pass without). `hidden_width`: of what a block hands to the next. Tables of embeddings stay in their file.
+    pass without). `hidden_width`: of what a block hands to the next. Tables of embeddings stay in their file but while
+    they are rounded.
     """
     how = use or StreamUse()
     at = _At(shapes, n_rows, hidden_width, how)
@@ -50,6 +55,9 @@ def stream_memory(
     if late:
         small = [name for name in _names_outside(shapes, structure) if len(shapes[name]) == 1]
         blocks.append(at.block(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
+    early = [name for name in how.rounded or () if name not in late and _is_outside(name, structure)]
+    tables = [shapes[f"{name}.weight"] for name in early if f"{name}.weight" in shapes]
+    blocks += [at.rounding(shape) for shape in tables if len(shape) == 2]
     held = FLOAT * n_rows * hidden_width * (2 if how.float_too else 1)
     return int(FIXED_BYTES + held + max(blocks, default=0))
 
@@ -96,9 +104,14 @@ class _At:
     def work(self, reading: Reading) -> float:
         """Return the bytes that the pass takes to work on the reading's layers."""
         wanted = [name for name in reading.layers if self.use.rounded is None or name in self.use.rounded]
-        sizes = [math.prod(self.shapes[f"{name}.weight"]) for name in wanted if f"{name}.weight" in self.shapes]
-        squares = self.use.squares * self.n_inputs(reading) ** 2 if self.n_rows and sizes else 0
-        return FLOAT * (squares + self.use.copies * sum(sizes))
+        shapes = [self.shapes[f"{name}.weight"] for name in wanted if f"{name}.weight" in self.shapes]
+        squares = self.use.squares * self.n_inputs(reading) ** 2 if self.n_rows and shapes else 0
+        return FLOAT * squares + sum(map(self.rounding, shapes))
+
+    def rounding(self, shape: tuple[int, ...]) -> float:
+        """Return the bytes that rounding a weight takes: copies of it, of a tall one of ROWS rows, which are joined."""
+        copies = FLOAT * self.use.copies * min(shape[0], ROWS) * math.prod(shape[1:])
+        return copies + (JOINED * math.prod(shape) if shape[0] > ROWS else 0)
 
     def matrices(self, reading: Reading) -> list[tuple[int, ...]]:
         return [self.shapes[f"{name}.weight"] for name in reading.layers if f"{name}.weight" in self.shapes]
@@ -108,6 +121,10 @@ class _At:
         first, *others = self.matrices(reading)
         common = [size for size in first if all(size in other for other in others)]
         return (common or list(first))[-1]
+
+
+def _is_outside(name: str, structure: Structure) -> bool:
+    return not any(not block.name or name.startswith(f"{block.name}.") for block in structure.blocks)
 
 
 def _names_inside(shapes: Shapes, block: str) -> list[str]:

@@ -30,6 +30,7 @@ from compress.blocks.skeleton import (
     without_cache,
 )
 from compress.blocks.store import WeightStore
+from compress.blocks.tables import find_tables, row_reader
 from compress.blocks.trace import is_layer
 from compress.facts import Reading
 from compress.quantize.outputs import first_output
@@ -76,6 +77,7 @@ class Work:
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
         self._place_lookups(self.module)
+        self.tables = find_tables(self.module, model.structure, model.tied)
         self.late = {layer for reading in model.structure.after for layer in reading.layers}
         self.flow = None if batches is None else BatchFlow(batches, holder, device)
         self._floats: list[HeldTensor] | None = None
@@ -271,6 +273,7 @@ class Work:
             compute=self.compute,
             device=self.device,
             together=self.together,
+            tables=self.tables,
         )
 
     def _fill_module(self, module: nn.Module, name: str, read: Read) -> None:
@@ -292,11 +295,17 @@ class Work:
     def _fill_outside(self, module: nn.Module, late: bool, views: bool, floats: bool = False) -> None:
         """Fill the weights outside the blocks; without `late`, not those of the layers that read what the blocks give.
 
-        With `views`, tables of embeddings stay in their files: only the rows that are looked up are ever read.
+        With `views`, tables of embeddings stay in their files: only the rows that are looked up are ever read, or, of a
+        table in few bits, dequantized.
         """
         parts = {path: part for path, part in self._iter_outside(module) if late or path not in self.late}
         tables = self._find_tables(parts) if views else {}
+        for part in parts.values():
+            vars(part).pop("forward", None)  # a look-up in few bits, of the last time
         for path, part in tables.items():
+            if not floats and self.store.is_quantized(path):
+                part.forward = row_reader(self.store, path)
+                continue
             view = self.store.view(f"{path}.weight", floats)
             if view is None:
                 view = self.store.read(f"{path}.weight")

@@ -104,9 +104,9 @@ def _find_problems(content: Content) -> Iterator[str]:
         shape = weight_shape(part) if is_layer(part) else ()
         if problem := layer_problem(layer, kind, shape, scheme, export.format):
             yield problem
-        if f"{layer}.weight" in model.tied.values():
-            sharing = format_names([name for name, owner in model.tied.items() if owner == f"{layer}.weight"])
-            yield f"{layer} is quantized and shares its weight with {sharing}; ignore it, or quantize both"
+        sharing = [name.removesuffix(".weight") for name, owner in model.tied.items() if owner == f"{layer}.weight"]
+        if floats := [name for name in sharing if name not in content.schemes]:
+            yield f"{layer} is quantized and shares its weight with {format_names(floats)}; ignore it, or quantize both"
         if _has_static_inputs(scheme) and layer not in model.activation_scales:
             yield f"{layer} has no scale for its inputs, which {scheme.name} needs; run its pass again"
 
@@ -121,6 +121,8 @@ def _make_units(content: Content) -> Iterator[Unit]:
     for name in content.own:
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight" and layer in content.schemes:
+            if name in tied:
+                continue  # stored once
             yield _make_quantized_unit(content, layer)
         elif name in content.stacks:
             stack = content.stacks[name].stacked
@@ -234,7 +236,8 @@ def _make_quantization_config(content: Content) -> dict | None:
         return gptq_format.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
     types = {layer(name): kinds[name] for name in content.schemes}
-    return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other)
+    with_head = any(name in content.schemes for name in content.model.structure.head)
+    return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other, with_head)
 
 
 def _find_unloaded_layers(content: Content, targeted: set[str]) -> list[str]:

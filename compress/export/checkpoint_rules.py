@@ -6,7 +6,7 @@ whole row); its newest versions take more where the Humming kernels are built, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from compress.facts import LayerFacts, ModelFacts, Note, Structure
 from compress.formats.schemes import KvScheme, Scheme
@@ -45,7 +45,7 @@ def checkpoint_problems(
     if export.format == "gptq":
         problems += _find_gptq_problems(schemes, kv_cache)
     elif target == "transformers":
-        problems += _find_transformers_problems(schemes)
+        problems += _find_transformers_problems(schemes, _find_embeddings(facts.layers, schemes))
     if target == "vllm":
         problems += vllm_problems(facts.layers, facts.structure, schemes, export, kv_cache)
     return problems
@@ -76,7 +76,11 @@ def checkpoint_notes(
     if any(".experts." in name for name in schemes):
         text = "experts are stored one by one, as vLLM reads them; transformers dequantizes and stacks them as it loads"
         notes.append(Note("info", text))
-    if len(set(schemes.values())) > 1:
+    looked_up = _find_embeddings(facts.layers, schemes)
+    if looked_up:
+        text = "transformers loads it with CompressedTensorsConfig(dequantize=True) alone"
+        notes.append(Note("warning", f"{format_names(looked_up)}: embeddings in few bits: {text}"))
+    elif len(set(schemes.values())) > 1:
         text = "load it as it is: transformers' dequantize=True takes the first scheme for every layer"
         notes.append(Note("warning", f"layers have {len(set(schemes.values()))} schemes; {text}"))
     elif any(_has_packed_zeros(scheme) for scheme in schemes.values()):
@@ -109,11 +113,16 @@ def layer_problem(name: str, kind: str, shape: tuple[int, ...], scheme: Scheme, 
     """Return why `form` (compressed-tensors, gptq) cannot hold a layer of this type and shape [out, in], or ""."""
     weights = scheme.weights
     if form == "compressed-tensors":
-        if kind != "Linear":
+        if kind == "Embedding":
+            if scheme.activations is not None or weights.kind != "int" or weights.scales != "float":
+                return f"{name} is an embedding, and compressed-tensors' readers look up integers alone; use W4 or W8"
+        elif kind != "Linear":
             way = "ignore it, or use format: gptq" if kind == "Conv1D" else "ignore it"
             return f"{name} is a {kind}, which compressed-tensors has no layer for; {way}"
         if not weights.symmetric and weights.group_size == 0:
             return f"{name}: compressed-tensors packs no zero point for a whole tensor; use group_size: -1"
+    elif kind == "Embedding":
+        return f"{name} is an embedding, which the GPTQ format has no layer for; leave embeddings out, or " + _OTHER
     elif kind not in ("Linear", "Conv1D"):
         return f"{name} is a {kind}, which the GPTQ format has no layer for; ignore it"
     elif scheme.activations is not None or weights.kind != "int" or weights.bits not in GPTQ_BITS:
@@ -150,13 +159,28 @@ def _find_expert_problems(names: Iterable[str], schemes: Mapping[str, Scheme]) -
             yield f"{mixture}: engines run all experts as one, with one scheme ({differences}); give them the same"
 
 
-def transformers_lacks(schemes: Mapping[str, Scheme]) -> str:
-    """Return why transformers cannot read a checkpoint with these schemes; "" where it can."""
-    return next(_find_transformers_problems(schemes), "")
+def _find_embeddings(layers: Iterable[LayerFacts], schemes: Mapping[str, Scheme]) -> list[str]:
+    """Return the embeddings that are looked up in few bits."""
+    return [layer.name for layer in layers if layer.name in schemes and layer.type == "Embedding"]
 
 
-def _find_transformers_problems(schemes: Mapping[str, Scheme]) -> Iterator[str]:
+def transformers_lacks(schemes: Mapping[str, Scheme], embeddings: Sequence[str] = ()) -> str:
+    """Return why transformers cannot read a checkpoint with these schemes; "" where it can.
+
+    `embeddings`: those of the layers that are looked up.
+    """
+    return next(_find_transformers_problems(schemes, embeddings), "")
+
+
+def _find_transformers_problems(schemes: Mapping[str, Scheme], embeddings: Sequence[str]) -> Iterator[str]:
     """Yield what transformers 5.23 with compressed-tensors 0.20 fails on, found by loading such checkpoints."""
+    if embeddings and len(set(schemes.values())) > 1:
+        listed = ", ".join(dict.fromkeys(map(_format_scheme, schemes.values())))
+        yield (
+            f"{embeddings[0]}: transformers loads embeddings in few bits by one scheme for all layers, and there are "
+            f"several ({listed}); give embeddings the others' scheme, or leave embeddings out"
+        )
+        return
     if len(set(schemes.values())) > 1:
         for name, scheme in schemes.items():
             if _has_packed_zeros(scheme):
@@ -188,7 +212,7 @@ def _find_gptq_problems(schemes: Mapping[str, Scheme], kv_cache: KvScheme | None
 
 
 def vllm_problems(
-    layers: Iterable[LayerFacts],
+    layers: Sequence[LayerFacts],
     structure: Structure | None,
     schemes: Mapping[str, Scheme],
     export: CheckpointExport,
@@ -200,6 +224,7 @@ def vllm_problems(
     for name, scheme in schemes.items():
         if problem := _find_kernel_problem(scheme, shapes[name], export.format):
             problems.append(f"{name}: vLLM {problem}")
+    problems += _find_lookup_problems(layers, schemes)
     problems += _find_fused_problems(shapes, structure, schemes)
     if kv_cache == "int8":
         problems.append("kv_cache: vLLM has an fp8 cache and no int8 one; use fp8")
@@ -232,6 +257,19 @@ def _find_kernel_problem(scheme: Scheme, shape: tuple[int, ...], form: str) -> s
     if any(size * weights.bits % 32 for size in shape):
         return f"needs sizes that fill 32-bit words, and it is {list(shape)}; ignore it"
     return ""
+
+
+def _find_lookup_problems(layers: Sequence[LayerFacts], schemes: Mapping[str, Scheme]) -> Iterator[str]:
+    """Yield why vLLM could not look embeddings up in few bits; read in its source, 0.32."""
+    for layer in layers:
+        if layer.type == "Embedding" and layer.name in schemes:
+            if any(other.weight == layer.weight and other.name != layer.name for other in layers):
+                yield (
+                    f"{layer.name}: vLLM cannot share embeddings in few bits with the output layer; leave embeddings "
+                    "and lm_head out, or use ignore: [] for an output layer of its own"
+                )
+            elif not schemes[layer.name].weights.symmetric:
+                yield f"{layer.name}: vLLM looks up symmetric integers alone; use W4 or W8"
 
 
 def _find_fused_problems(

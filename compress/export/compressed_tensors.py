@@ -158,12 +158,14 @@ def quantization_config(
     ignore: Sequence[str],
     kv_cache: KvScheme | None,
     other_names: Mapping[str, str],
+    by_name: bool = False,
 ) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 
     `schemes` and `types` (Linear, ...): by layer, names as in the file. `ignore`: layers of those types that stay
     float. `other_names`: a layer's name in the file -> that in the module, where it is another; both are then given,
-    because engines look for the one and transformers for the other.
+    because engines look for the one and transformers for the other. `by_name`: products are named even where all are
+    stored alike, as an output layer must be for vLLM, to which it is no Linear.
     """
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationConfig
@@ -172,7 +174,8 @@ def quantization_config(
     for layer, scheme in schemes.items():
         groups.setdefault(scheme, []).append(layer)
     targets = {
-        scheme: _name_targets(layers, types, [*types], other_names, len(groups)) for scheme, layers in groups.items()
+        scheme: _name_targets(layers, types, [*types], other_names, by_name or len(groups) > 1)
+        for scheme, layers in groups.items()
     }
     formats = sorted({layer_format(scheme) for scheme in groups})
     config = QuantizationConfig(
@@ -194,15 +197,20 @@ def _name_targets(
     types: Mapping[str, str],
     every: Sequence[str],
     other_names: Mapping[str, str],
-    n_groups: int,
+    by_name: bool,
 ) -> list[str]:
-    """Return how a group names its layers: by type where there is one group, else by patterns over layer numbers.
+    """Return how a group names its layers: by type, or products by patterns over layer numbers.
 
-    vLLM looks for a class's name before it takes a fused layer (qkv_proj) apart, so types and names do not mix.
+    vLLM looks for a class's name before it takes a fused layer (qkv_proj) apart, so types and names of products do not
+    mix. Embeddings go by their type where all are in the group: a reader is to know what it looks up.
     """
-    if n_groups == 1:
+    if not by_name:
         return sorted({types[layer] for layer in layers})
-    return patterns(_list_both_names(layers, other_names), _list_both_names(every, other_names))
+    tables = [layer for layer in every if types.get(layer) == "Embedding"]
+    if not tables or any(layer not in layers for layer in tables):
+        return patterns(_list_both_names(layers, other_names), _list_both_names(every, other_names))
+    products = [layer for layer in layers if layer not in tables]
+    return [*patterns(_list_both_names(products, other_names), _list_both_names(every, other_names)), "Embedding"]
 
 
 def patterns(layers: Sequence[str], every: Iterable[str]) -> list[str]:

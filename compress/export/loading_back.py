@@ -24,6 +24,7 @@ from compress.export.checkpoint_config import float_types
 from compress.export.checkpoint_rules import transformers_lacks
 from compress.export.compressed_tensors import NVFP4, PACKED, layer_format
 from compress.facts import HostNote, Note
+from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import file_names
 from compress.models.fresh_reader import ANSWER, JOB, OUTPUTS, LoadReply, LoadRequest, Reader
 from compress.models.source import SHAPES
@@ -120,8 +121,15 @@ def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, 
     schemes = {layer: model.schemes[layer] for layer in model.quantized_layers()}
     module = model.build()
     stacked = any(".experts." in layer for layer in schemes) and not file_names(module, module.state_dict()).experts
-    lacks = "transformers reads experts in stacks, and these lie one by one" if stacked else transformers_lacks(schemes)
+    one_by_one = "transformers reads experts in stacks, and these lie one by one"
+    lacks = one_by_one if stacked else _ask_transformers(module, schemes)
     return ("compress", lacks) if lacks else ("transformers", "")
+
+
+def _ask_transformers(module: torch.nn.Module, schemes: Mapping[str, Scheme]) -> str:
+    """Return why transformers cannot read layers in these schemes; "" where it can."""
+    parts = {plain(name): part for name, part in module.named_modules()}
+    return transformers_lacks(schemes, [name for name in schemes if isinstance(parts[name], torch.nn.Embedding)])
 
 
 def compute_expected_outputs(

@@ -31,8 +31,11 @@ from compress.graph.edit import strip_metadata, tidy
 from compress.graph.fast_forms import (
     divide_by_root,
     keep_norms_apart,
+    look_up_in_blocks,
     merge_products,
+    own_transposes,
     pad_input_channels,
+    share_blocks,
     share_tables,
     to_two_bits,
 )
@@ -90,12 +93,15 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
         ShapeInferencePass()(model)
         to_half(model, state.half, state.half_kept)
     if target.cpu_operators:
+        look_up_in_blocks(model)
         if n_cached_layers(model):
             model, notes = _prepare_decoder_for_cpu(model, state)
         elif cross_names(model):
             _speed_up_single_rows(model)
         keep_norms_apart(model)
         pad_input_channels(model)
+    elif target.flavour == "u8s8":
+        share_blocks(model)
     if state.kv_cache is not None and not _keeps_integers(model):
         raise ExportError([_explain_missing_cache(state.kv_cache, target.name), *notes])
     share_tables(model)
@@ -225,6 +231,8 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
     8-bit activations: int8 with scales at run time if they are dynamic, static ones otherwise. Raises ExportError for a
     layer that the graph computes otherwise than rounded (FP8 has no kernels here), or dynamic and static in one model.
     """
+    if any(f"{name}.weight" in model.tied for name in model.quantized_layers()):
+        own_transposes(state.model)
     layers = {layer.name: layer for layer in find_layers(state.model)}
     weights: dict[str, QuantizedWeight] = {}
     integer, dynamic, ranges, lost = [], set(), {}, []
@@ -236,7 +244,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         if name not in layers:
             lost.append(name)
             continue
-        weights[name] = weight
+        weights[name] = _with_row_groups(weight) if layers[name].op == "Gather" else weight
         if scheme.activations is not None:
             integer.append(name)
             dynamic.add(scheme.activations.dynamic)
@@ -260,6 +268,11 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         kv_scales=dict(model.kv_scales),
     )
     return state, tuple(notes)
+
+
+def _with_row_groups(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a table's integers [rows, width] with a group size: -1 in a graph says one scale for each column."""
+    return weight if weight.group_size > 0 else replace(weight, group_size=weight.values.shape[1])
 
 
 def export_program(

@@ -36,6 +36,11 @@ class WeightScheme:
     rows: int = 1
 
     @property
+    def has_separate_rows(self) -> bool:
+        """Return whether no two outputs share a number, so that each may be rounded by itself."""
+        return self.group_size != 0 and self.rows == 1 and self.scales != "e4m3"
+
+    @property
     def levels(self) -> tuple[int, int]:
         """Return the least and the greatest integer, both included; the full two's complement range if symmetric."""
         if self.symmetric:

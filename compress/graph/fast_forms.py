@@ -13,13 +13,15 @@ import onnx_ir as ir
 
 from compress.graph.attention import DOMAIN
 from compress.graph.edit import alone_reads, append, initializer, reroute, take_over, tidy, uses_of
-from compress.graph.layers import constant, int_attribute, is_constant
+from compress.graph.layers import WRAPPER, constant, int_attribute, ints_attribute, is_constant, node_scope
 from compress.graph.specs import ATTENTION
 
 CHANNEL_MULTIPLE = 4
 TWO_BIT_BLOCKS = (32, 64, 128)
 """Those that have a fast kernel; at 16 and 256 MatMulNBits unpacks its weights to float32 at every call."""
-TWO_BIT_ACCURACY = 4
+LEAST_BLOCK = 16
+"""Of what GatherBlockQuantized reads: 16 and larger powers of two."""
+INT8_ACCURACY = 4
 """Inputs are rounded to int8, block by block: the level at which ONNX Runtime fuses int4 weights too."""
 
 
@@ -279,7 +281,7 @@ def _write_product(model: ir.Model, node: ir.Node, weight: ir.Node) -> None:
     if zeros is not None:
         padded = np.pad(constant(zeros).astype(np.int8).T + np.int8(offset), ((0, 0), (0, -blocks % 4)))
         inputs.append(initializer(model, f"{name}/2bit/zero_point", _pack_bytes(padded)))
-    attributes = {"K": n_inputs, "N": n_outputs, "bits": 2, "block_size": block, "accuracy_level": TWO_BIT_ACCURACY}
+    attributes = {"K": n_inputs, "N": n_outputs, "bits": 2, "block_size": block, "accuracy_level": INT8_ACCURACY}
     old = node.outputs[0]
     take_over(model, old, append(model, "MatMulNBits", inputs, f"{old.name}/2bit", attributes, domain=DOMAIN))
 
@@ -288,6 +290,144 @@ def _pack_bytes(values: np.ndarray) -> np.ndarray:
     """Pack four numbers of 0 to 3 along the last axis into each byte, the first one lowest."""
     parts = values.astype(np.uint8).reshape(*values.shape[:-1], -1, 4)
     packed: np.ndarray = parts[..., 0] | parts[..., 1] << 2 | parts[..., 2] << 4 | parts[..., 3] << 6
+    return packed
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A DequantizeLinear of a constant table [rows, width] in blocks along its width, that a Gather looks up in.
+
+    `values`: unsigned [rows, width]; `zeros` [rows, blocks], None where all are the middle of the range.
+    """
+
+    weight: ir.Node
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    bits: int
+
+    @property
+    def block(self) -> int:
+        return int_attribute(self.weight, "block_size", 0)
+
+    def is_product(self, other: ir.Node) -> bool:
+        """Return whether the DequantizeLinear `other` gives the table's transpose from the same integers."""
+        product = _read_blocks(other, axis=0)
+        if product is None or product.block != self.block or product.bits != self.bits:
+            return False
+        zeros = (self.zeros is None) == (product.zeros is None)
+        same = zeros and np.array_equal(self.values, product.values) and np.array_equal(self.scales, product.scales)
+        return same and (self.zeros is None or np.array_equal(self.zeros, product.zeros))
+
+
+def look_up_in_blocks(model: ir.Model) -> int:
+    """Write each look-up in a block-wise table as GatherBlockQuantized, in place; returns how many.
+
+    Of a DequantizeLinear and a Gather, ONNX Runtime would dequantize the whole table on every call. Products with the
+    table's transpose become MatMulNBits on the same bytes, as onnxruntime-genai's builder has it.
+    """
+    found = _find_lookups(model)
+    for node, table in found:
+        _write_lookup(model, node, table)
+    if found:
+        model.opset_imports[DOMAIN] = 1
+        tidy(model)
+    return len(found)
+
+
+def share_blocks(model: ir.Model) -> int:
+    """Let each product with the transpose of a block-wise table that is looked up in read that table, in place.
+
+    For runtimes that turn a constant as they load it, as OpenVINO does. Returns how many.
+    """
+    changed = 0
+    for _, table in _find_lookups(model):
+        source = table.weight.outputs[0]
+        for node in _find_products(model, table):
+            turned = append(model, "Transpose", [source], f"{node.outputs[0].name}/turned", {"perm": [1, 0]})
+            turned.type = source.type
+            node.replace_input_with(1, turned)
+            changed += 1
+    if changed:
+        tidy(model)
+    return changed
+
+
+def _find_lookups(model: ir.Model) -> list[tuple[ir.Node, _Table]]:
+    return [
+        (node, table)
+        for node in model.graph
+        if node.op_type == "Gather"
+        and not int_attribute(node, "axis", 0)
+        and node.inputs[0] is not None
+        and (table := _read_blocks(node.inputs[0].producer(), axis=1)) is not None
+    ]
+
+
+def _find_products(model: ir.Model, table: _Table) -> list[ir.Node]:
+    """Return the products with the table's transpose, held as the same integers."""
+    found = []
+    for node in model.graph:
+        weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        if weight is not None and weight.op_type == "DequantizeLinear" and table.is_product(weight):
+            found.append(node)
+    return found
+
+
+def _read_blocks(weight: ir.Node | None, axis: int) -> _Table | None:
+    """Return what a DequantizeLinear of constants holds, its blocks along `axis` turned to lie along rows; or None."""
+    if weight is None or weight.op_type != "DequantizeLinear" or not all(is_constant(v) for v in weight.inputs):
+        return None
+    block, quantized = int_attribute(weight, "block_size", 0), weight.inputs[0]
+    assert quantized is not None
+    if int_attribute(weight, "axis", 1) != axis or block < LEAST_BLOCK or block & (block - 1):
+        return None
+    bits = 4 if quantized.dtype in (ir.DataType.INT4, ir.DataType.UINT4) else 8
+    signed = quantized.dtype in (ir.DataType.INT4, ir.DataType.INT8)
+    middle = 1 << (bits - 1) if signed else 0
+    values, scales, *zeros = (constant(value) for value in weight.inputs)
+    if axis == 0:
+        values, scales, zeros = values.T, scales.T, [part.T for part in zeros]
+    values = (values.astype(np.int16) + middle).astype(np.uint8)
+    shifted = [(part.astype(np.int16) + middle).astype(np.uint8) for part in zeros]
+    given = shifted[0] if shifted and not (signed and (shifted[0] == middle).all()) else None
+    if not signed and given is None:
+        given = np.zeros(scales.shape, np.uint8)
+    return _Table(weight, values, np.ascontiguousarray(scales), given, bits)
+
+
+def _write_lookup(model: ir.Model, gather: ir.Node, table: _Table) -> None:
+    rows, width = table.values.shape
+    name, per_byte = table.weight.outputs[0].name, 8 // table.bits
+    packed = _pack_parts(table.values, table.bits)  # [rows, width / per_byte]
+    blocks = packed.reshape(rows, width // table.block, table.block // per_byte)
+    inputs = [
+        initializer(model, f"{name}/packed", blocks),
+        initializer(model, f"{name}/packed/scale", table.scales),
+    ]
+    if table.zeros is not None:
+        inputs.append(initializer(model, f"{name}/packed/zero_point", _pack_parts(table.zeros, table.bits)))
+    shape = initializer(model, f"{name}/packed/shape", np.array(packed.shape, np.int64))
+    flat = append(model, "Reshape", [inputs[0], shape], f"{name}/packed/rows")
+    about = {"bits": table.bits, "block_size": table.block}
+    old = gather.outputs[0]
+    attributes = about | {"gather_axis": 0, "quantize_axis": 1}
+    found = append(
+        model, "GatherBlockQuantized", [flat, gather.inputs[1], *inputs[1:]], f"{old.name}/rows", attributes, DOMAIN
+    )
+    take_over(model, old, found)
+    sizes = about | {"K": width, "N": rows, "accuracy_level": INT8_ACCURACY}
+    for node in _find_products(model, table):
+        result, operands = node.outputs[0], [node.inputs[0], *inputs]
+        take_over(model, result, append(model, "MatMulNBits", operands, f"{result.name}/product", sizes, DOMAIN))
+
+
+def _pack_parts(values: np.ndarray, bits: int) -> np.ndarray:
+    """Pack unsigned numbers [rows, n] of 4 bits two to a byte along each row, the first one lowest; others stay."""
+    if bits == 8:
+        return np.ascontiguousarray(values)
+    pairs = np.pad(values, ((0, 0), (0, -values.shape[1] % 2))).reshape(len(values), -1, 2)
+    packed: np.ndarray = pairs[..., 0] | pairs[..., 1] << 4
     return packed
 
 
@@ -306,6 +446,27 @@ def share_tables(model: ir.Model) -> int:
     if pairs:
         tidy(model)
     return len(pairs)
+
+
+def own_transposes(model: ir.Model) -> int:
+    """Give each MatMul by the transpose of a constant that others read a constant of its own; returns how many.
+
+    The exporter writes an output layer that shares the embeddings' table so; as a constant it is a layer to be rounded.
+    """
+    changed = 0
+    for node in list(model.graph):
+        turn = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        scope = node_scope(node)
+        if turn is None or turn.op_type != "Transpose" or not is_constant(turn.inputs[0]) or not scope:
+            continue
+        table = constant(turn.inputs[0])
+        if table.ndim == 2 and ints_attribute(turn, "perm", [1, 0]) == [1, 0]:
+            own = initializer(model, f"{WRAPPER}{scope}.weight", np.ascontiguousarray(table.T))
+            node.replace_input_with(1, own)
+            changed += 1
+    if changed:
+        tidy(model)
+    return changed
 
 
 def _is_transpose(table: ir.Value, weight: ir.Value) -> bool:

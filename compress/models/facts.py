@@ -15,7 +15,7 @@ from compress.blocks.experts import first_expert_only, spread_over_experts, unst
 from compress.blocks.materialise import plain
 from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
-from compress.facts import LayerFacts, ModelFacts, Removable, SampleShapes, Structure
+from compress.facts import LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import module_on_meta
@@ -61,10 +61,10 @@ def model_facts(
     check_feeds(spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
     traced, more = _trace_module(spec, source, root, module, feeds)
-    layers = _describe_layers(module, traced)
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
     structure = _trace_structure(spec, source, root, module, feeds)
+    layers = assign_roles(_describe_layers(module, traced), structure)
     return ModelFacts(
         source="torch",
         architecture=architecture(module),
@@ -113,9 +113,9 @@ def rebuilt_facts(
         return replace(facts, rebuilt=True, notes=notes)
     module, feeds = rebuilt.module, {rebuilt.parameters[name]: feeds_shapes[name] for name in rebuilt.parameters}
     traced, more = _trace_module(spec, source, root, module, feeds)
-    found = _describe_layers(module, traced)
     pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
     structure = _trace_structure(spec, source, root, module, feeds)
+    found = assign_roles(_describe_layers(module, traced), structure)
     return replace(
         facts,
         rebuilt=True,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
-from compress.models.packed import has_packed_zeros, has_small_floats, quantization_of
+from compress.models.packed import has_small_floats, loads_as_floats, quantization_of
 from compress.models.preprocess import reads_audio_mask, reads_token_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
@@ -201,7 +201,7 @@ def read_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[
     for path in source.weights:
         if path.suffix == ".safetensors":
             safetensors_shapes(path)  # a damaged file is named here
-    if has_packed_zeros(quantization_of(source.folder)):  # transformers reads them in this way alone
+    if loads_as_floats(quantization_of(source.folder)):
         from transformers import CompressedTensorsConfig
 
         kwargs["quantization_config"] = CompressedTensorsConfig(dequantize=True)

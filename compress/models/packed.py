@@ -32,9 +32,14 @@ def quantization_of(folder: Path | None) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def has_packed_zeros(record: Mapping[str, Any]) -> bool:
-    """Return whether a compressed-tensors record has asymmetric weights in packed words."""
+def loads_as_floats(record: Mapping[str, Any]) -> bool:
+    """Return whether transformers reads a compressed-tensors record with `dequantize=True` alone.
+
+    That is so of asymmetric weights in packed words, and of embeddings, to whose look-up it gives no weight otherwise.
+    """
     groups = [group for group in (record.get("config_groups") or {}).values() if isinstance(group, dict)]
+    if any("Embedding" in (group.get("targets") or ()) for group in groups):
+        return True
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
     return any(args.get("symmetric") is False and args.get("type") == "int" for args in weights)
 

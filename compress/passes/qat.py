@@ -169,6 +169,7 @@ class Qat(LearningPass, WeightPass):
         if self.integer_inputs:
             problems = [] if _is_int8(self.base()) else [_refuse_scheme(self.base())]
             odd = find_changes(self, LAYER_NUMBERS)
+            odd += [name for name in ("embeddings", "lm_head") if getattr(self, name) is not None]
             problems += [f"qat: W8A8 has no {', '.join(odd)}; leave it out"] if odd else []
             inner = [name for name in ("hidden", "attention") if getattr(self, name) is not None]
             inner += ["dropout"] if self.dropout else []
@@ -176,6 +177,10 @@ class Qat(LearningPass, WeightPass):
         problems = [_refuse_scheme(scheme) for scheme in self.schemes() if scheme.activations or _is_float(scheme)]
         odd = find_changes(self, INT8_NUMBERS)
         problems += [f"qat: {', '.join(odd)}: for scheme: W8A8 alone; leave it out"] if odd else []
+        if self.takes_tables:
+            problems.append(
+                "qat: embeddings and lm_head are trained as floats; leave both out, and round them by rtn after qat"
+            )
         if self.optimizer == "sgd" or self.weight_decay:
             problems.append(
                 "qat: weights alone are learned as positions between levels, by adamw and without weight_decay; leave "

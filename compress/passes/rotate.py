@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, assign_roles
 from compress.formats.targets import Target
 from compress.passes.base import Pass
 
@@ -122,4 +122,4 @@ def _untie_head(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, li
         replace(untie(layer), weight=kept[layer.weight]) if layer.name in residual.embeddings else untie(layer)
         for layer in facts.layers
     )
-    return replace(facts, layers=layers), notes
+    return replace(facts, layers=assign_roles(layers, structure)), notes

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import LayerDecision, ModelFacts, Note, PassPlan, matches
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.formats.targets import Target
 from compress.passes.base import STATE_COPIES, Stage, TrainingCost
 from compress.passes.weight_only import WeightPass
@@ -24,7 +24,7 @@ FLOAT_BYTES = 8
 """For each weight: the model's and the float model's."""
 SPARE = 0.7
 """Of the memory available, what these may take; the rest is for activations and the float model's outputs."""
-NUMBERS = {"scheme", "bits", "group_size", "symmetric", "overrides", "indivisible"}
+NUMBERS = {"scheme", "bits", "group_size", "symmetric", "overrides", "indivisible", "embeddings", "lm_head"}
 """What says how a weight is stored, and is for a pass that rounds."""
 How = Literal["whole", "blocks, then scales", "blocks"]
 SAID: dict[How, str] = {
@@ -131,7 +131,7 @@ class Tune(WeightPass):
 def plan_from_integers(config: WeightPass, facts: ModelFacts, wants: Callable[[str, str], bool]) -> PassPlan:
     """Plan a pass that learns the integers of an earlier one, which has therefore chosen the bits."""
     rounded = [layer for layer in facts.layers if layer.bits < 16]
-    taken = {layer.name for layer in rounded if wants(layer.name, layer.type)}
+    taken = {layer.name for layer in rounded if not layer.is_table and wants(layer.name, layer.type)}
     problems = [] if taken else [f"{config.kind}: no quantized layer is left to learn; put it after gptq or rtn"]
     given = find_changes(config, NUMBERS)
     if given:
@@ -140,10 +140,17 @@ def plan_from_integers(config: WeightPass, facts: ModelFacts, wants: Callable[[s
     decisions = tuple(
         LayerDecision(layer.name, layer.type, "tuned", "from the integers of an earlier pass")
         if layer.name in taken
-        else LayerDecision(layer.name, layer.type, "kept", "not selected" if layer.name in names else "float")
+        else LayerDecision(layer.name, layer.type, "kept", _explain_kept(layer, layer.name in names))
         for layer in facts.layers
     )
     return PassPlan(facts, decisions, (), tuple(problems))
+
+
+def _explain_kept(layer: LayerFacts, rounded: bool) -> str:
+    """Return why a pass that learns integers leaves a layer as it is."""
+    if not rounded:
+        return "float"
+    return "a table of embeddings, which stays as it was rounded" if layer.is_table else "not selected"
 
 
 def is_selected(config: WeightPass, name: str, kind: str) -> bool:

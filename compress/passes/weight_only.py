@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, matches
+from compress.facts import (
+    SMALL_TABLE,
+    LayerDecision,
+    LayerFacts,
+    ModelFacts,
+    Note,
+    PassPlan,
+    Structure,
+    assign_roles,
+    matches,
+)
 from compress.formats.schemes import PRESETS, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass, Stage
@@ -33,7 +43,22 @@ def _check_preset(name: str) -> str:
     return name.upper()
 
 
+def _check_table_scheme(name: str) -> str:
+    """Return the scheme of a table in capitals, W4 as W4A16. Raises ValueError where inputs are rounded, too."""
+    full = name.upper() if name.upper() in PRESETS else f"{name.upper()}A16"
+    if full not in _TABLE_SCHEMES:
+        known = ", ".join(("W8", "W4", *_TABLE_SCHEMES))
+        raise ValueError(f"there is no scheme {name!r} for weights alone; there are {known}")
+    return full
+
+
+_TABLE_SCHEMES = tuple(name for name, scheme in PRESETS.items() if scheme.activations is None)
 SchemeName = Annotated[str, AfterValidator(_check_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
+TableScheme = Annotated[
+    str,
+    AfterValidator(_check_table_scheme),
+    WithJsonSchema({"type": "string", "enum": ["W8", "W4", *_TABLE_SCHEMES]}),
+]
 Bits = Annotated[int, Field(ge=2, le=8)]
 GroupSize = Annotated[int, Field(ge=-1)]
 
@@ -98,7 +123,13 @@ class WeightPass(_Numbers, Pass):
     targets: tuple[LayerPattern, ...] = ()
     """Layers to round, by name, `re:` pattern or type; empty: every matrix product."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
-    """Layers that stay float."""
+    """Layers that stay float. `lm_head` given as a key takes the output layer all the same."""
+    embeddings: TableScheme | None = None
+    """Tables of embeddings: W8, W4, or another scheme's name for weights alone, in the pass's groups; rounded to the
+    nearest. Not given: float. Small ones (positions, token types) stay float."""
+    lm_head: TableScheme | None = None
+    """The output layer, whatever its name, likewise, by the pass's own method on its own inputs. Where it shares its
+    weight with the embeddings there is one table, and either key is for both."""
     overrides: tuple[WeightOverride, ...] = ()
     """Exceptions for some of the layers; where several select a layer, later ones win key by key."""
     indivisible: Literal["refuse", "fit"] = "refuse"
@@ -112,11 +143,28 @@ class WeightPass(_Numbers, Pass):
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""
+        if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
+            return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
         return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
+
+    def table_scheme(self, layer: LayerFacts) -> str | None:
+        """Return the scheme that `embeddings` or `lm_head` asks for a layer; None: it is no table, or neither does."""
+        keys = {"table": self.embeddings, "head": self.lm_head, "tied": self.lm_head or self.embeddings}
+        return keys.get(layer.role)
+
+    @property
+    def takes_tables(self) -> bool:
+        """Return whether the recipe asks for embeddings or the output layer in few bits."""
+        return self.embeddings is not None or self.lm_head is not None
 
     def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers to round, and give a decision for each of the others."""
-        return choose_layers(layers, self.targets, self.ignore, self.unfit)
+        tables = [layer for layer in layers if self.table_scheme(layer)]
+        others = [layer for layer in layers if not self.table_scheme(layer)]
+        ignore = [pattern for pattern in self.ignore if pattern != "lm_head"]  # the default: the key goes before it
+        taken, kept = choose_layers(others, self.targets, self.ignore, self.unfit)
+        more_taken, more_kept = choose_layers(tables, (), ignore, lambda layer: None)
+        return _in_order(layers, [*taken, *more_taken]), [*kept, *more_kept]
 
     def setting(self, layer: LayerFacts, target: Target) -> Scheme:
         """Return the scheme that one layer gets: groups fitted to its inputs with `indivisible: fit`."""
@@ -128,7 +176,8 @@ class WeightPass(_Numbers, Pass):
 
     def find_scheme(self, layer: LayerFacts) -> Scheme:
         """Return the scheme that the recipe asks for, whether the layer can have it or not."""
-        scheme = self.base()
+        name = self.table_scheme(layer)
+        scheme = self.base() if name is None else self._make_table_scheme(name)
         for override in self.overrides:
             if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
                 scheme = self._apply_override(scheme, override)
@@ -141,6 +190,11 @@ class WeightPass(_Numbers, Pass):
             return scheme if self.group_size is None else scheme.with_group(self.group_size)
         size = GROUP_SIZE if self.group_size is None else self.group_size
         return Scheme(WeightScheme(self.bits, size, self.symmetric))
+
+    def _make_table_scheme(self, name: str) -> Scheme:
+        """Return a table's scheme in the pass's groups; a format whose scales are its own keeps its groups."""
+        scheme, size = PRESETS[name], self.base().weights.group_size
+        return scheme.with_group(size or -1) if scheme.weights.scales == "float" else scheme
 
     def _apply_override(self, scheme: Scheme, override: WeightOverride) -> Scheme:
         if override.scheme is not None:
@@ -169,13 +223,24 @@ class WeightPass(_Numbers, Pass):
             for layer in taken
             if (text := _group_problem(self.kind, layer, settings[layer.name], target, self.ways))
         ]
-        problems += self._graph_problems(facts, settings)
+        problems += [*self._graph_problems(facts, settings), *self._table_problems(facts, settings)]
         remarks = [text for layer in taken if (text := self.fit_remark(layer, target))]
         problems += remarks if self.strict else []
         notes += [] if self.strict else [Note("warning", text) for text in remarks]
         decisions = [self.decision(layer, target) for layer in taken]
         after = facts.with_bits({layer.name: count_stored_bits(settings[layer.name], layer) for layer in taken})
+        after = self._untie(after, settings)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
+
+    def _untie(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> ModelFacts:
+        """Give layers that are rounded apart from the embeddings whose weight they shared one of their own."""
+        own = {
+            layer.name: f"{layer.name}.weight"
+            for layer in facts.layers
+            if layer.role == "tied" and layer.name in settings and not self.table_scheme(layer)
+        }
+        layers = [replace(layer, weight=own.get(layer.name, layer.weight)) for layer in facts.layers]
+        return replace(facts, layers=assign_roles(layers, facts.structure)) if own else facts
 
     @property
     def ways(self) -> str:
@@ -189,6 +254,8 @@ class WeightPass(_Numbers, Pass):
         reason = describe_scheme(scheme)
         if (size := self.find_scheme(layer).weights.group_size) != weights.group_size:
             reason += f": {layer.shape[1]} inputs, which {size} does not divide"
+        if layer.role == "tied" and self.table_scheme(layer):
+            reason += ", one table for embeddings and output layer"
         return LayerDecision(layer.name, layer.type, action, reason)
 
     def fit_remark(self, layer: LayerFacts, target: Target) -> str | None:
@@ -205,7 +272,8 @@ class WeightPass(_Numbers, Pass):
 
     def schemes(self) -> list[Scheme]:
         """Return all schemes that the recipe asks for."""
-        return [self.base(), *(self._apply_override(self.base(), override) for override in self.overrides)]
+        tables = [self._make_table_scheme(name) for name in (self.embeddings, self.lm_head) if name is not None]
+        return [self.base(), *tables, *(self._apply_override(self.base(), override) for override in self.overrides)]
 
     def explain_refusal(self, target: Target) -> str | None:
         formats = dict.fromkeys(map(format_of, self.schemes()))
@@ -246,6 +314,41 @@ class WeightPass(_Numbers, Pass):
             notes += some
             problems += more
         return notes, problems
+
+    def _table_problems(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> list[str]:
+        """Report keys for tables that the model lacks, and layers of one table that are to differ."""
+        if not self.takes_tables:
+            return []
+        if self.stage_on(facts) == "graph":
+            return [f"{self.kind}: embeddings and lm_head need a torch model; of an onnx: source ignore: [] takes all"]
+        problems = []
+        for key, roles, what in (
+            ("embeddings", ("table", "tied"), "table of embeddings"),
+            ("lm_head", ("head", "tied"), "output layer behind its blocks"),
+        ):
+            found = [layer for layer in facts.layers if layer.role in roles]
+            if getattr(self, key) is None or any(layer.name in settings for layer in found):
+                continue
+            why = f"{found[0].name} is ignored, or in few bits already" if found else f"this model has no {what}"
+            problems.append(f"{self.kind}: {key}: {why}; leave it out")
+        return [*problems, *self._shared_problems(facts.layers, settings)]
+
+    def _shared_problems(self, layers: Sequence[LayerFacts], settings: Mapping[str, Scheme]) -> Iterator[str]:
+        """Yield a sentence on each table whose layers would not be stored alike."""
+        shared: dict[str, list[LayerFacts]] = {}
+        for layer in layers:
+            if self.table_scheme(layer):
+                shared.setdefault(layer.weight, []).append(layer)
+        for members in shared.values():
+            wanted = [describe_scheme(settings[m.name]) if m.name in settings else "float" for m in members]
+            if members[0].role == "tied" and self.embeddings and self.lm_head and self.embeddings != self.lm_head:
+                wanted = [self.embeddings if m.type == "Embedding" else self.lm_head for m in members]
+            if len(set(wanted)) > 1:
+                asked = ", ".join(f"{m.name}: {scheme}" for m, scheme in zip(members, wanted, strict=True))
+                yield (
+                    f"{self.kind}: one table, stored once, cannot be {asked}; give embeddings and lm_head the same, or "
+                    "neither, and ignore: [] for an output layer of its own beside float embeddings"
+                )
 
     def _graph_problems(self, facts: ModelFacts, settings: dict[str, Scheme]) -> list[str]:
         """Report schemes that a pass on an ONNX graph does not have: it has 4 and 8 bits, and float inputs."""
@@ -336,10 +439,22 @@ def _suggest_sizes(size: int, inputs: int, kernels: tuple[int, ...], ways: str) 
 
 
 def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:
-    """Return the layers outside the blocks that read nothing: a stream of calibration data never comes to them."""
+    """Return the layers outside the blocks that read nothing: a stream of calibration data never comes to them.
+
+    Tables of embeddings, which read tokens, are none of them.
+    """
     read = {name for reading in structure.readings for name in reading.layers}
     inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
-    return [layer for layer in layers if layer.name not in read and not layer.name.startswith(inside)]
+    return [
+        layer
+        for layer in layers
+        if layer.name not in read and not layer.name.startswith(inside) and layer.type != "Embedding"
+    ]
+
+
+def _in_order(layers: Sequence[LayerFacts], chosen: Sequence[LayerFacts]) -> list[LayerFacts]:
+    names = {layer.name for layer in chosen}
+    return [layer for layer in layers if layer.name in names]
 
 
 def with_problems(plan: PassPlan, texts: Sequence[str]) -> PassPlan:

@@ -22,7 +22,7 @@ from compress.formats.schemes import WeightScheme
 from compress.quantize.descent import descend
 from compress.quantize.gram import Compute
 from compress.quantize.grid import Grid, finite, fit_grid, power_of_two
-from compress.quantize.rounding import QuantizedWeight, keep_zeros, zeros_to_keep
+from compress.quantize.rounding import ROWS, QuantizedWeight, join_rows, keep_zeros, zeros_to_keep
 
 BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""
@@ -115,8 +115,19 @@ PUBLISHED = Rules(sweeps=0)
 
 
 def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()) -> RoundedWeight:
-    """Quantize one weight [out, in], as `gptq_round_together` does several."""
-    return gptq_round_together([weight], hessian, scheme, rules)[0]
+    """Quantize one weight [out, in], as `gptq_round_together` does several; a tall one by ROWS rows at a time.
+
+    Rows are nothing to each other but in the choice of the nearest, which then falls for each part of them.
+    """
+    if len(weight) <= ROWS or not scheme.has_separate_rows:
+        return gptq_round_together([weight], hessian, scheme, rules)[0]
+    parts = weight.split(ROWS)
+    rounded = [gptq_round_together([part], hessian, scheme, rules)[0] for part in parts]
+    energies = torch.tensor(_measure_energies([part[::JUDGED_ROWS].float() for part in parts], hessian.gram))
+    shares = (energies / energies.sum().clamp_min(1e-30)).tolist()
+    errors = sum(share * part.error for share, part in zip(shares, rounded, strict=True))
+    nearest = sum(share * part.nearest_error for share, part in zip(shares, rounded, strict=True))
+    return RoundedWeight(join_rows([part.weight for part in rounded]), errors, nearest)
 
 
 def gptq_round_together(

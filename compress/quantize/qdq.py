@@ -57,7 +57,9 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
 
 def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour, unpack: bool) -> None:
     """Write a layer whose weights alone are rounded."""
-    if layer.op == "Gather":
+    if layer.op == "Gather" and weight.group_size > 0:
+        _write_table(model, layer, in_kernel_blocks(weight, flavour))
+    elif layer.op == "Gather":
         _write_embedding(model, layer, weight, flavour)
     elif is_float4(weight) and flavour == "u8s8":
         _write_floats(model, layer, weight)  # CPU runtimes have no operator that reads FP4
@@ -300,6 +302,23 @@ def _to_tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
         return ir.Tensor(np.asarray(values, order="C"))
     kind = ir.DataType.INT4 if values.dtype == np.int8 else ir.DataType.UINT4
     return ir.Tensor(np.ascontiguousarray(values).astype(kind.numpy()), dtype=kind)
+
+
+def _write_table(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
+    """Dequantize a table [rows, width] whose rows have scales, a block of inputs each, before it is looked up in.
+
+    Runtimes do that with constants when they load them; where one would on every call, `look_up_in_blocks` rewrites it.
+    """
+    inputs = [
+        _add_constant(model, layer, _choose_type(weight), _to_tensor(weight.values, weight.bits)),
+        _add_constant(model, layer, "scale", _to_tensor(weight.scales, 32)),
+    ]
+    if weight.zero_points is not None:
+        inputs.append(_add_constant(model, layer, "zero_point", _to_tensor(weight.zero_points, weight.bits)))
+    attributes = {"axis": 1, "block_size": weight.group_size}
+    table = append(model, "DequantizeLinear", inputs, f"{layer.name}/dequantized", attributes)
+    table.type, table.shape = layer.weight.type, layer.weight.shape
+    layer.node.replace_input_with(layer.weight_input, table)
 
 
 def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:

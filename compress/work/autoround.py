@@ -18,13 +18,23 @@ from compress.passes.tune import is_selected
 from compress.quantize.autoround import autoround_block
 from compress.quantize.learn import RoundingCourse, TuneLog
 from compress.quantize.rounding import QuantizedWeight
-from compress.work.block_layers import InputRanges, block_layers, find_shared, matrix, nearest, remark
+from compress.work.block_layers import (
+    InputRanges,
+    block_layers,
+    find_shared,
+    matrix,
+    nearest,
+    put_layer,
+    remark,
+    round_tables,
+)
 from compress.work.learning import block_lessons, open_saved_run
 
 
 def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Learn block after block, each on what the rounded ones before it give. PassError naming the layer."""
-    stream = Stream(model, context, float_too=True)
+    tables = knobs.takes_tables and knobs.start == "nearest"
+    stream = Stream(model, context, float_too=True, tables=tables)
     for block in stream:
         start, schemes = _choose_start(knobs, model, block, context.target)
         if start:
@@ -113,16 +123,22 @@ def _choose_start(
         start = {
             layer: weight
             for layer, weight in block.quantized.items()
-            if is_selected(knobs, layer, type(block.layers[layer]).__name__)
+            if not block.tables.holds(layer) and is_selected(knobs, layer, type(block.layers[layer]).__name__)
         }
         return start, {layer: model.schemes[layer] for layer in start}
     layers = block_layers(knobs, block, target)
-    block.say(decisions=layers.kept)
-    shared = find_shared(knobs, block, layers.schemes)
+    round_tables(knobs, block, layers, target)
+    for layer in layers.sharers:
+        if layer not in layers.tables:  # learned as a product's weight it would drift from what is looked up
+            put_layer(block, layers, layer, _round_to_nearest(knobs, block, layer, layers.schemes[layer], target, None))
+    learned = {layer: scheme for layer, scheme in layers.schemes.items() if layer not in layers.sharers}
+    nearest_ones = [facts for layer, facts in layers.facts.items() if layer not in learned]
+    block.say(decisions=[*(knobs.decision(facts, target) for facts in nearest_ones), *layers.kept])
+    shared = find_shared(knobs, block, learned)
     return {
         layer: _round_to_nearest(knobs, block, layer, scheme, target, shared.get(layer))
-        for layer, scheme in layers.schemes.items()
-    }, layers.schemes
+        for layer, scheme in learned.items()
+    }, learned
 
 
 def _round_to_nearest(

@@ -28,13 +28,16 @@ from compress.work.block_layers import (
     matrix,
     may_be_negative,
     nearest,
+    put_layer,
     remark,
+    round_tables,
+    weigh_both_uses,
 )
 
 
 def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
-    stream = Stream(model, context, compute=knobs.compute)
+    stream = Stream(model, context, compute=knobs.compute, tables=knobs.takes_tables and knobs.round)
     for block in stream:
         _BlockScaling(knobs, block, block_layers(knobs, block, context.target), context.target).run()
     return stream.result()
@@ -96,6 +99,8 @@ class _BlockScaling:
             self.block.say(measured=dict.fromkeys(names, errors))
         self.how |= dict.fromkeys(names, obstacle or how)
         if n_rows:
+            if any(name in self.layers.sharers for name in names):
+                gram = weigh_both_uses(gram)
             self.importance |= dict.fromkeys(names, gram.diagonal() + 1e-3 * gram.diagonal().mean().clamp_min(1e-30))
 
     def _find_obstacle(self, reading: Reading, n_rows: int) -> str | None:
@@ -104,6 +109,10 @@ class _BlockScaling:
             return "not scaled: no calibration data reaches it"
         if not reading.source:
             return "not scaled: no module before it can take a scale exactly"
+        tables = self.block.tables
+        shared = [name for name in reading.layers if name in tables.sharers]
+        if any(self.knobs.table_scheme(tables.facts[name]) for name in shared):
+            return f"not scaled: {shared[0]} shares its weight with embeddings"
         fixed = [name for name in (*reading.layers, reading.source) if name in self.block.quantized]
         return f"not scaled: {fixed[0]} is rounded already" if fixed else None
 
@@ -124,8 +133,11 @@ class _BlockScaling:
             try:
                 rounded = nearest(weight, scheme, self.target, self.importance.get(name), shared.get(name))
                 self.block.put(name, rounded, scheme)
+                rounded = nearest(weight, scheme, self.target, self.importance.get(name))
+                put_layer(self.block, self.layers, name, rounded)
             except ValueError as error:
                 raise PassError(f"awq: {name}: {error}") from error
+        round_tables(self.knobs, self.block, self.layers, self.target)
 
     def _report(self) -> None:
         knobs, target = self.knobs, self.target
@@ -137,7 +149,9 @@ class _BlockScaling:
         decisions = []
         for layer in facts:
             decision = knobs.decision(layer, target)
-            how = self.how.get(layer.name, "not scaled: nothing reads it in a forward pass")
+            as_table = layer.is_table and knobs.table_scheme(layer) is not None
+            usual = "rounded to the nearest" if as_table else "not scaled: nothing reads it in a forward pass"
+            how = self.how.get(layer.name, usual)
             action = decision.action if knobs.round or not how.startswith(("not", "left")) else "kept"
             decisions.append(replace(decision, action=action, reason=f"{decision.reason}; {how}"))
         self.block.say(decisions=[*decisions, *self.layers.kept])

@@ -29,7 +29,7 @@ from compress.graph.run import clone
 from compress.passes.gptq import Gptq
 from compress.quantize.gptq import Hessian, RoundedWeight, Rules, gptq_round, gptq_round_together, invert_hessian
 from compress.quantize.gram import Gram, gram_matrix
-from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
 from compress.work.block_layers import (
@@ -40,7 +40,10 @@ from compress.work.block_layers import (
     matrix,
     may_be_negative,
     nearest,
+    put_layer,
     remark,
+    round_tables,
+    weigh_both_uses,
 )
 
 
@@ -103,7 +106,7 @@ def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[
 
 def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Round a streamed model. Raises PassError naming the layer."""
-    stream = Stream(model, context, compute=knobs.compute)
+    stream = Stream(model, context, compute=knobs.compute, tables=knobs.takes_tables)
     for block in stream:
         rounding = _BlockRounding(knobs, block, block_layers(knobs, block, context.target), context.target)
         if knobs.sequential and rounding.layers.schemes:
@@ -112,6 +115,7 @@ def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pa
             block.collect(rounding.visit, [reading for reading in block.readings if rounding.layers.of(reading.layers)])
             for reading in block.readings:
                 rounding.act(reading)
+        round_tables(knobs, block, rounding.layers, context.target)
         rounding.finish()
     return stream.result()
 
@@ -156,11 +160,19 @@ class _BlockRounding:
         names = self.layers.of(reading.layers)
         if not names:
             return
+        shared = [name for name in names if name in self.layers.sharers]
         width = self.layers.facts[names[0]].shape[1]
         seen = self.grams.pop(reading, None) or Gram(width, self.knobs.compute, self.block.part.device)
         gram, n_rows = seen.mean(sum_over_processes)
         if not n_rows:
             return  # `finish` rounds them to the nearest
+        self._round_alike([name for name in names if name not in shared], gram)
+        self._round_alike(shared, weigh_both_uses(gram))
+
+    def _round_alike(self, names: list[str], gram: Tensor) -> None:
+        """Round layers that read inputs of one Gram matrix."""
+        if not names:
+            return
         with _name_errors(names):
             hessian = invert_hessian(gram, self.knobs.damp_percent, self.knobs.actorder)
         remark(self.knobs, self.block, _hessian_remarks(names, hessian, self.knobs.damp_percent))
@@ -168,17 +180,23 @@ class _BlockRounding:
         for name in names:
             by_scheme.setdefault(self.layers.schemes[name], []).append(name)
         for scheme, members in by_scheme.items():
-            self._round(members, scheme, hessian)
+            tall = [name for name in members if self.layers.facts[name].shape[0] > ROWS]
+            for group in (*([name] for name in tall), [name for name in members if name not in tall]):
+                if group:
+                    self._round(group, scheme, hessian)
 
     def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
         weights = [matrix(self.knobs, self.block, name) for name in names]
         rules = _gptq_rules(self.knobs, scheme, self.target)
         with _name_errors(names):
-            all_rounded = gptq_round_together(weights, hessian, scheme.weights, rules)
+            if len(weights) == 1:
+                all_rounded = [gptq_round(weights[0], hessian, scheme.weights, rules)]
+            else:
+                all_rounded = gptq_round_together(weights, hessian, scheme.weights, rules)
         for name, rounded in zip(names, all_rounded, strict=True):
             with _name_errors([name]):
                 scale = self.inputs.scale(name)
-            self.block.put(name, rounded.weight, scheme, scale)
+            put_layer(self.block, self.layers, name, rounded.weight, scale)
             errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
             self.block.say(measured={name: errors})
             self.left.remove(name)
@@ -195,7 +213,7 @@ class _BlockRounding:
             with _name_errors([name]):
                 scale = self.inputs.scale(name)
             weight = nearest(matrix(knobs, block, name), scheme, target, shared=shared.get(name))
-            block.put(name, weight, scheme, scale)
+            put_layer(block, self.layers, name, weight, scale)
         block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from torch import Tensor
+
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
+from compress.formats.schemes import Scheme
 from compress.passes.hqq import Hqq
 from compress.quantize.hqq import hqq_round
-from compress.work.block_layers import block_layers, matrix, may_be_negative, remark
+from compress.quantize.rounding import QuantizedWeight, by_rows
+from compress.work.block_layers import block_layers, matrix, may_be_negative, put_layer, remark, round_tables
 
 
 def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
@@ -18,11 +24,16 @@ def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassRes
         for layer, scheme in layers.schemes.items():
             signed = may_be_negative(scheme, context.target)
             try:
-                weight = hqq_round(matrix(knobs, block, layer), scheme.weights, signed, knobs.steps)
+                weight = by_rows(matrix(knobs, block, layer), partial(_round, knobs, scheme, signed))
             except ValueError as error:
                 raise PassError(f"hqq: {layer}: {error}") from error
-            block.put(layer, weight, scheme)
+            put_layer(block, layers, layer, weight)
+        round_tables(knobs, block, layers, context.target)
         facts = layers.facts.values()
         remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
         block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()
+
+
+def _round(knobs: Hqq, scheme: Scheme, signed: bool, rows: Tensor) -> QuantizedWeight:
+    return hqq_round(rows, scheme.weights, signed, knobs.steps)

@@ -13,7 +13,16 @@ from compress.errors import PassError
 from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
 from compress.quantize.state import GraphState
-from compress.work.block_layers import InputRanges, block_layers, find_shared, matrix, nearest, remark
+from compress.work.block_layers import (
+    InputRanges,
+    block_layers,
+    find_shared,
+    matrix,
+    nearest,
+    put_layer,
+    remark,
+    round_tables,
+)
 
 
 def apply_rtn(
@@ -39,7 +48,7 @@ def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassRes
 
 
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    stream = Stream(model, context, data=knobs.needs_calibration)
+    stream = Stream(model, context, data=knobs.needs_calibration, tables=knobs.takes_tables)
     for block in stream:
         layers = block_layers(knobs, block, context.target)
         inputs = InputRanges.of(layers.schemes)
@@ -50,9 +59,10 @@ def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> Pas
             for layer, scheme in layers.schemes.items():
                 values = matrix(knobs, block, layer)
                 weight = nearest(values, scheme, context.target, shared=shared.get(layer))
-                block.put(layer, weight, scheme, inputs.scale(layer))
+                put_layer(block, layers, layer, weight, inputs.scale(layer))
         except ValueError as error:
             raise PassError(f"rtn: {block.name}: {error}") from error
+        round_tables(knobs, block, layers, context.target)
         facts = layers.facts.values()
         remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
         block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])

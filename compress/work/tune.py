@@ -14,6 +14,7 @@ from compress.blocks.sharing import share, sum_over_processes
 from compress.blocks.skeleton import without_cache
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
+from compress.blocks.tables import find_tables
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
@@ -50,6 +51,8 @@ class Learned:
     floats: dict[str, Tensor] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    decisions: tuple[LayerDecision, ...] = ()
+    """What `gptq` did, where it came first."""
 
 
 def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
@@ -76,18 +79,21 @@ def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tup
         return model, Learned()
     shared = {name: getattr(knobs, name) for name in WeightPass.model_fields if name != "kind"}
     result = apply_pass(Gptq(kind="gptq", **shared), model, _with_folder(context, "gptq"))
-    learned = Learned(notes=[Note("info", "tune: nothing was rounded yet: gptq did it first"), *result.notes])
+    first = Note("info", "tune: nothing was rounded yet: gptq did it first")
+    learned = Learned(notes=[first, *result.notes], decisions=result.decisions)
     learned.measured |= {layer: dict(numbers) for layer, numbers in result.measured.items()}
     return result.model, learned
 
 
 def _choose_layers(knobs: Tune, model: StreamedModel) -> list[str]:
     """Choose the layers to learn. PassError where there are none."""
-    layers = modules(model.build())
+    module = model.build()
+    layers, tables = modules(module), find_tables(module, model.structure, model.tied)
     wanted = [
         layer
         for layer in model.quantized_layers()
-        if knobs.wants(layer, type(layers[layer]).__name__, model.schemes[layer].weights.bits)
+        if not tables.holds(layer)  # learned as a product's weight it would drift from what is looked up
+        and knobs.wants(layer, type(layers[layer]).__name__, model.schemes[layer].weights.bits)
     ]
     if not wanted:
         raise PassError("tune: no quantized layer is left to tune; check targets, ignore and restrict")
@@ -187,9 +193,17 @@ def _write_learned(
     left = dict(learned.floats)
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
-        decisions = []
-        for layer in (name for name in block.layers if name in weights):
-            block.put(layer, weights[layer], rounded.schemes[layer], rounded.activation_scales.get(layer))
+        alone = [d for d in learned.decisions if d.layer not in start and d.action != "kept"]
+        decisions = alone if number == 0 else []
+        for layer in (name for name in block.layers if name in weights and f"{name}.weight" not in rounded.tied):
+            sharers = [name for name, owner in rounded.tied.items() if owner == f"{layer}.weight"]
+            block.put(
+                layer,
+                weights[layer],
+                rounded.schemes[layer],
+                rounded.activation_scales.get(layer),
+                [name.removesuffix(".weight") for name in sharers],
+            )
             if layer in start:
                 changed = float((weights[layer].values != start[layer].values).mean())
                 block.say(measured={layer: {"changed": changed}})

@@ -100,7 +100,7 @@ REFUSALS = [
     # (replaced, by, the whole message)
     ("bits: 8", "bitz: 8", "a.yaml:5:17: passes.0.bitz: unknown key; did you mean 'bits'?"),
     ("name: tiny", "nmae: tiny", "a.yaml:2:1: nmae: unknown key; did you mean 'name'?"),
-    ("bits: 8", "qqq: 8", "unknown key; known: kind, scheme, bits, group_size, symmetric, targets, ignore, overrides"),
+    ("bits: 8", "qqq: 8", "unknown key; known: kind, scheme, bits, group_size, symmetric, targets, ignore, embeddings"),
     ("bits: 8", 'bits: "8"', "passes.0.bits: expected a whole number of at least 2 and at most 8, found text '8'"),
     ("bits: 8", "bits: 9", "a.yaml:5:23: passes.0.bits: expected a whole number of at least 2 and at most 8, found 9"),
     ("bits: 8", "bits: true", "passes.0.bits: expected a whole number of at least 2 and at most 8, found true"),
