@@ -10,6 +10,10 @@ from typing import Literal
 
 DEFAULT_GROUP_SIZE = 128
 """Of the W<bits>A16 presets, as in compressed-tensors."""
+SUPER_BLOCK = 256
+"""Inputs that share the half floats above the scales of llama.cpp's K formats."""
+K_GROUPS = {2: (16, False), 3: (16, True), 4: (32, False), 5: (32, False), 6: (16, True)}
+"""Bits of a K format -> its group size, and whether it is symmetric."""
 
 
 ScaleType = Literal["float", "e4m3", "e8m0", "six-bit"]
@@ -61,6 +65,8 @@ class Scheme:
     def name(self) -> str:
         """Return the usual name, without the group size: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, ..."""
         weights, inputs = self.weights, self.activations
+        if weights.scales == "six-bit":
+            return f"Q{weights.bits}_K"
         if weights.kind == "float":
             if inputs is None:
                 return "W8A16_FP8"
@@ -85,11 +91,14 @@ def _make_presets() -> dict[str, Scheme]:
     presets["W4A8"] = Scheme(WeightScheme(4), ActivationScheme())
     presets["FP8_DYNAMIC"] = Scheme(fp8, ActivationScheme("float"))
     presets["FP8"] = Scheme(replace(fp8, group_size=0), ActivationScheme("float", dynamic=False))
+    for bits, (group, symmetric) in K_GROUPS.items():
+        presets[f"Q{bits}_K"] = Scheme(WeightScheme(bits, group, symmetric, scales="six-bit"))
     return presets
 
 
 PRESETS: dict[str, Scheme] = _make_presets()
-"""Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor."""
+"""Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor;
+Q4_K and its like: llama.cpp's formats of 256 weights."""
 
 KvScheme = Literal["int8", "fp8"]
 """How a KV cache is stored: one scale for each layer's keys and one for its values, from calibration."""
