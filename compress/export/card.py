@@ -104,12 +104,15 @@ def usage_of(manifest: Manifest) -> Usage:
 
 def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
     """Return how the engine that a checkpoint is for opens its folder; the report can be made again everywhere."""
-    target = manifest.artifact("candidate").target
+    candidate = manifest.artifact("candidate")
+    target = candidate.target
     sample = {"image": "image.png", "audio": "sound.wav", "language": "Once upon a time"}.get(
         str(manifest.preprocess["kind"]), "a text"
     )
     command = f"vllm serve DIR/{folder}"
-    if target != "vllm":
+    if candidate.kind == "gguf":
+        command = f"llama-cli -m DIR/{candidate.path} -p '{sample}'"
+    elif target != "vllm":
         call = f"pipeline('{manifest.task}', 'DIR/{folder}')('{sample}')"
         command = f'python -c "from transformers import pipeline; print({call})"'
     return Usage(

@@ -96,6 +96,16 @@ def _make_presets() -> dict[str, Scheme]:
     return presets
 
 
+K_FALLBACKS = {
+    2: Scheme(WeightScheme(4, 32)),
+    3: Scheme(WeightScheme(4, 32)),
+    4: Scheme(WeightScheme(5, 32)),
+    5: Scheme(WeightScheme(5, 32, symmetric=False)),
+    6: Scheme(WeightScheme(8, 32)),
+}
+"""Bits of a K format -> what layers get whose inputs 256 does not divide: as llama.cpp's quantizer has it."""
+K_BITS = {2: 2.625, 3: 3.4375, 4: 4.5, 5: 5.5, 6: 6.5625}
+"""Bits of a K format -> what each weight takes, its share of the scales included."""
 PRESETS: dict[str, Scheme] = _make_presets()
 """Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor;
 Q4_K and its like: llama.cpp's formats of 256 weights."""

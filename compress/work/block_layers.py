@@ -21,6 +21,7 @@ from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
 from compress.quantize.fp8 import round_to_fp8
 from compress.quantize.grid import finite, round_to_grid
+from compress.quantize.k_quants import round_to_k
 from compress.quantize.observers import Method, Observer, choose_range
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import LARGEST_FLOAT8
@@ -102,6 +103,8 @@ def nearest(
     """
     if scheme.weights.kind == "float":
         return round_to_fp8(weight, scheme.weights.group_size, least_peak)
+    if scheme.weights.scales == "six-bit":
+        return round_to_k(weight, scheme.weights, importance)
     return round_to_grid(weight, scheme.weights, importance, may_be_negative(scheme, target))
 
 
