@@ -194,14 +194,14 @@ def _add_scaling(
     elif kind == "llama3":
         made.factors["rope_freqs.weight"] = _llama3_factors(rope, turned)
     elif kind == "longrope":
-        made.values |= {"rope.scaling.type": kind, "rope.scaling.original_context_length": int(original)}
+        made.values.update({"rope.scaling.type": kind, "rope.scaling.original_context_length": int(original)})
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         made.values["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or default)
         for name in ("long", "short"):
             made.factors[f"rope_factors_{name}.weight"] = np.asarray(rope[f"{name}_factor"], np.float32)
         made.notes.append(f"llama.cpp takes the long factors of rope where its context is set beyond {original} tokens")
     else:
-        made.values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(factor)}
+        made.values.update({"rope.scaling.type": kind, "rope.scaling.factor": float(factor)})
         if kind == "yarn":
             made.values["rope.scaling.original_context_length"] = int(original or config["max_position_embeddings"])
             for key in ("beta_fast", "beta_slow"):
@@ -232,7 +232,7 @@ def _add_window(config: Mapping[str, Any], architecture: Architecture, made: Met
         made.problems.append(f"layers of type {odd[0]} are unknown to llama.cpp's {architecture.name}")
     if not window or not config.get("use_sliding_window", True) or SLIDING not in kinds:
         if architecture.sliding and window:
-            made.values |= {"attention.sliding_window": 0}
+            made.values.update({"attention.sliding_window": 0})
         return
     if architecture.sliding:
         made.values["attention.sliding_window"] = window
