@@ -1,7 +1,8 @@
 """Claims about GGUF files: llama.cpp computes of them what torch computes of the weights that were stored.
 
 Structure: random models of each architecture that is written, in float32: no logit of 48 tokens differs by more than
-2e-3 of the logits' standard deviation from transformers', and texts become the same tokens. Numbers: tinystories656k in
+1e-4 of the logits' standard deviation from transformers' (3e-3 where GELU is computed, which llama.cpp looks up in a
+table of half floats), and texts become the same tokens. Numbers: tinystories656k in
 Q4_0, Q4_1 and Q8_0: nats per token in llama.cpp, which rounds inputs to eight bits, within 0.005 of the report's, and
 the same 24 greedy tokens as torch gives wherever its first choice leads by 0.05. K formats: the same model made 256
 wide by a random rotation (the same function; no row of 128 inputs fits one), its layers in Q4_K: nats per token of
@@ -29,7 +30,9 @@ RUN, QUANTIZE = (
     Peer("llama.cpp's quantizer", "llamacpp_quantize.py", venv="llamacpp"),
 )
 TEXT = "Hello there, it's 2026! I've 12345 apples;\n\n  we're   fine. Ünïcode \U0001f680 日本"
-BYTE_LEVEL = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTE_LEVEL = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -97,7 +100,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> transformers' model type, and what its configuration has beside SHAPE."""
 TOKENS = 48
-STRUCTURE, NATS = 2e-3, 0.005
+STRUCTURE, GELU, NATS = 1e-4, 3e-3, 0.005
 SURE = 0.05
 RECIPE = """\
 version: 1
@@ -148,7 +151,8 @@ def measure_structure(call: Call) -> Measured:
             row["difference"] = float(np.abs(logits[name] - wanted[name]).max() / wanted[name].std())
             row["tokenized alike"] = answer["tokenized"][0] == texts[name]
         rows.append(row)
-        claims.append(at_most(f"logits of {name}", row.get("difference"), STRUCTURE))
+        bar = GELU if FAMILIES[name][0].startswith(("gemma", "starcoder")) else STRUCTURE
+        claims.append(at_most(f"logits of {name}", row.get("difference"), bar))
         claims.append(at_most(f"tokens of {name}, otherwise", float(not row.get("tokenized alike")), 0))
     return claims, rows
 
@@ -191,7 +195,9 @@ def measure_k_formats(call: Call) -> Measured:
         run_job(QUANTIZE, job | {"importance": str(importance)}, call.out, f"quantize-{name}")
         files[f"{name} llama.cpp, imatrix"] = theirs
         for kind, passes in (("rtn, importance", "rtn, importance: true"), ("gptq", "gptq")):
-            made = write_bundle(call, f"wide-{name}-{kind}", folder, f"{{kind: {passes}, scheme: {name}}}", "float16", counts)
+            made = write_bundle(
+                call, f"wide-{name}-{kind}", folder, f"{{kind: {passes}, scheme: {name}}}", "float16", counts
+            )
             files[f"{name} {kind}"] = made / "model/model.gguf"
     answers, _ = ask(call, "k-formats", files, [np.array(story) for story in stories], [])
     rows: list[Row] = [
@@ -206,9 +212,7 @@ def measure_k_formats(call: Call) -> Measured:
     return claims, rows
 
 
-def write_bundle(
-    call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int]
-) -> Path:
+def write_bundle(call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int]) -> Path:
     slug = name.replace(", ", "-").replace(" ", "-").replace("'", "")
     recipe = call.out / f"{slug}.yaml"
     data = call.bench / "data/tinystories/stories.jsonl"
@@ -246,7 +250,14 @@ def write_random(call: Call, name: str) -> Path:
     folder = call.out / f"random-{name.replace(', ', '-').replace(' ', '-')}"
     vocabulary = write_byte_tokenizer(folder, call, 1 if kind.startswith("qwen") else 3)
     torch.manual_seed(0)
-    settings = {**SHAPE, "vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.08, **more}
+    settings = {
+        **SHAPE,
+        "vocab_size": vocabulary,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.08,
+        **more,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).float()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -268,7 +279,10 @@ def write_byte_tokenizer(folder: Path, call: Call, digits: int) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=500,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(read_stories(call.bench, (0, 100)), trainer)
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
@@ -342,7 +356,12 @@ def write_wide(source: Path, out: Path) -> Path:
     small = load_causal(source)
     config = small.config
     torch.manual_seed(0)
-    width, wide, heads, kv = config.hidden_size, 2 * config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    width, wide, heads, kv = (
+        config.hidden_size,
+        2 * config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
     size = width // heads
     rotation = torch.linalg.qr(torch.randn(wide, width, dtype=torch.float64))[0].float()  # [wide, width]
     settings = {

@@ -285,7 +285,9 @@ def _run_block_passes(
     """Run the passes over blocks; return (the model before, after, results)."""
     plan, results = run.plan, []
     passes = list(_iter_stage(run, "blocks"))
-    if not passes and not any(isinstance(export_config, CheckpointExport | GgufExport) for export_config in plan.recipe.export):
+    if not passes and not any(
+        isinstance(export_config, CheckpointExport | GgufExport) for export_config in plan.recipe.export
+    ):
         return None, None, []
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:

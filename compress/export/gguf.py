@@ -52,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Description:
-    """What a GGUF file of a model holds. `problems`: why it cannot be written, as sentences; nothing else counts then."""
+    """What a GGUF file of a model holds. `problems`: why it cannot be written, as sentences; nothing else counts."""
 
     architecture: Architecture | None
     metadata: Metadata
@@ -233,7 +233,9 @@ class _Writing:
         notes += [Note("warning", f"{path.name}: {text}") for text in self.description.notes]
         worst = max(self.changes, key=self.changes.__getitem__, default="")
         if worst and (change := self.changes[worst]) > 0:
-            text = f"{path.name}: scales are rounded to half floats, which changes weights by up to {change:.2%} ({worst})"
+            text = (
+                f"{path.name}: scales are rounded to half floats, which changes weights by up to {change:.2%} ({worst})"
+            )
             notes.append(Note("warning" if change > WORST_CHANGE else "info", text))
         return notes
 
@@ -293,7 +295,9 @@ class _Writing:
     def _as_stored(self, entry: TensorEntry) -> Any:
         weight = self.model.store.quantized(entry.name.removesuffix(".weight"))
         if weight is None:
-            raise ExportError(f"{entry.name} has no quantized weight: the finished work is damaged; run the passes again")
+            raise ExportError(
+                f"{entry.name} has no quantized weight: the finished work is damaged; run the passes again"
+            )
         try:
             return as_stored(weight, entry.kind)
         except ExportError as error:
@@ -313,7 +317,7 @@ _FILE_TYPES = {"": "MOSTLY_F16", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S
 
 
 def reorder_rows(values: np.ndarray, heads: int) -> np.ndarray:
-    """Put row i of each head beside row i + half, as llama.cpp's rope of neighbours wants them; 0 heads: as they are."""
+    """Put row i of each head beside row i + half, as llama.cpp's rope of neighbours has them; 0 heads: as they are."""
     if not heads:
         return values
     pairs = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
@@ -322,4 +326,3 @@ def reorder_rows(values: np.ndarray, heads: int) -> np.ndarray:
 
 def _bfloat16_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int16).numpy().view(np.uint8)
-

@@ -1,6 +1,6 @@
 """Our integers as the blocks of a GGUF file: which of its types holds a scheme, and the bytes. No torch here.
 
-Blocks of 32 weights have one half float (Q4_0, Q5_0, Q8_0) or two (Q4_1, Q5_1); larger groups repeat theirs. The K types
+Blocks of 32 weights have one half float (Q4_0, Q5_0, Q8_0) or two (Q4_1, Q5_1); larger groups repeat theirs. K types
 hold what `quantize.k_quants` stored. Layouts are those of ggml-common.h; the tests compare with `gguf.dequantize`.
 """
 
@@ -19,7 +19,7 @@ BLOCK = 32
 
 
 def find_block_type(scheme: Scheme, inputs: int) -> tuple[str, str]:
-    """Return the GGUF type that holds a layer with so many inputs exactly, or "" and why none does, with the way out."""
+    """Return the GGUF type that holds a layer with so many inputs exactly, or "" and why none does."""
     weights = scheme.weights
     if scheme.activations is not None or weights.kind != "int":
         return "", f"{scheme.name}: GGUF holds integer weights alone; use scheme: W4A16, W8A16 or Q4_K"
@@ -81,7 +81,11 @@ def _pack_plain(stored: QuantizedWeight, kind: str, inputs: int) -> np.ndarray:
     if kind == "Q8_0":
         return np.concatenate([*parts, levels.astype(np.int8).view(np.uint8)], axis=1)
     bits = int(kind[1])
-    codes = levels.astype(np.uint8) if stored.offsets is not None else (levels.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
+    codes = (
+        levels.astype(np.uint8)
+        if stored.offsets is not None
+        else (levels.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
+    )
     if bits == 5:
         parts.append(np.packbits(codes >> 4, axis=1, bitorder="little"))
     half = BLOCK // 2
@@ -102,7 +106,9 @@ def _pack_k(stored: QuantizedWeight, kind: str) -> np.ndarray:
     if kind == "Q6_K":
         codes = (codes.astype(np.int16) + 32).astype(np.uint8)
         nibbles = _interleave(codes & 15, 64, 4)
-        return np.concatenate([nibbles, _interleave(codes >> 4, 32, 2), scales.astype(np.int8).view(np.uint8), d], axis=1)
+        return np.concatenate(
+            [nibbles, _interleave(codes >> 4, 32, 2), scales.astype(np.int8).view(np.uint8), d], axis=1
+        )
     if kind == "Q3_K":
         codes = (codes.astype(np.int16) + 4).astype(np.uint8)
         high = _interleave(codes >> 2, 32, 1)
@@ -116,7 +122,7 @@ def _pack_k(stored: QuantizedWeight, kind: str) -> np.ndarray:
 
 
 def _interleave(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Return bytes, each with one `bits` wide code of as many runs of `run` weights as fit into it, the first lowest."""
+    """Return bytes, each with a code of `bits` of as many runs of `run` weights as fit into it, the first lowest."""
     per_byte = 8 // bits
     runs = codes.reshape(len(codes), -1, per_byte, run)
     shifts = (np.arange(per_byte, dtype=np.uint8) * bits)[:, None]

@@ -190,7 +190,9 @@ def _add_scaling(
     if odd or kind not in ("linear", "yarn", "llama3", "longrope"):
         made.problems.append(f"rope is scaled by {kind}{f' with {odd[0]}' if odd else ''}, which GGUF has no key for")
     elif kind in ("llama3", "longrope") and not architecture.factors:
-        made.problems.append(f"rope has frequency factors ({kind}), which llama.cpp's {architecture.name} does not read")
+        made.problems.append(
+            f"rope has frequency factors ({kind}), which llama.cpp's {architecture.name} does not read"
+        )
     elif kind == "llama3":
         made.factors["rope_freqs.weight"] = _llama3_factors(rope, turned)
     elif kind == "longrope":
@@ -209,7 +211,9 @@ def _add_scaling(
                     made.values[f"rope.scaling.yarn_{key}"] = float(rope[key])
             usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
             if abs((rope.get("attention_factor") or usual) - usual) > 1e-6:
-                made.problems.append(f"yarn's attention_factor is {rope['attention_factor']}, and llama.cpp's {usual:.4f}")
+                made.problems.append(
+                    f"yarn's attention_factor is {rope['attention_factor']}, and llama.cpp's {usual:.4f}"
+                )
 
 
 def _llama3_factors(rope: Mapping[str, Any], turned: int) -> np.ndarray:
@@ -240,7 +244,8 @@ def _add_window(config: Mapping[str, Any], architecture: Architecture, made: Met
     elif window < config["max_position_embeddings"]:
         made.values["context_length"] = window
         made.notes.append(
-            f"llama.cpp's {architecture.name} has no sliding window: the file's context ends with it, at {window} tokens"
+            f"llama.cpp's {architecture.name} has no sliding window: the file's context ends with it, "
+            f"at {window} tokens"
         )
 
 

@@ -34,9 +34,10 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     ((_LLAMA3_WORDS,), True): "llama-bpe",
     ((_LLAMA3_WORDS,), False): "dbrx",
     ((rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}|{_LINES}",), False): "qwen2",
-    ((rf"{_ENDINGS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}|" + _LINES.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}"),), False): (
-        "qwen35"
-    ),
+    (
+        (rf"{_ENDINGS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}|" + _LINES.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}"),),
+        False,
+    ): ("qwen35"),
     ((rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATHS}",), True): "tekken",
     (
         (
@@ -45,7 +46,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
         ),
         False,
     ): "gpt-4o",
-    ((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK_WORDS), False): "deepseek-v3",
+    ((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_WORDS), False): "deepseek-v3",
     ((r"\p{N}{1,3}", rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}+|{_LINES}"), True): "minicpm5",
 }
 """(Regular expressions in their order, whether whole words skip the merges) -> the name that llama.cpp has for both.
@@ -119,7 +120,9 @@ def find_pre_tokenizer(steps: Sequence[Mapping[str, Any]], ignore_merges: bool) 
             expressions.append(r"\p{N}" if step.get("individual_digits") else r"\p{N}+")
         elif step["type"] == "ByteLevel":
             if step.get("add_prefix_space"):
-                raise ValueError("its tokenizer puts a space before each text, which llama.cpp's byte-level ones do not")
+                raise ValueError(
+                    "its tokenizer puts a space before each text, which llama.cpp's byte-level ones do not"
+                )
             expressions += [GPT2_WORDS] if step.get("use_regex", True) else []
         else:
             expressions.append(step["type"])
@@ -129,7 +132,9 @@ def find_pre_tokenizer(steps: Sequence[Mapping[str, Any]], ignore_merges: bool) 
     if name is None and tuple(expressions) in known:
         name = PRE_TOKENIZERS[tuple(expressions), not ignore_merges]
     if name is None:
-        raise ValueError(f"its tokenizer splits texts by {' then '.join(expressions)!r}, which llama.cpp has no name for")
+        raise ValueError(
+            f"its tokenizer splits texts by {' then '.join(expressions)!r}, which llama.cpp has no name for"
+        )
     return name
 
 
@@ -169,7 +174,7 @@ def _check_byte_normalizers(normalizers: Sequence[Mapping[str, Any]]) -> list[st
 
 
 def _check_spaces(normalizers: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether texts get a space in front. ValueError where they are changed otherwise than SentencePiece's are."""
+    """Return whether texts get a space in front. ValueError where they are changed otherwise than SentencePiece's."""
     prefixed, replaced = False, False
     for step in normalizers:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
@@ -204,14 +209,21 @@ def _describe_pieces(tokens: Sequence[str], types: Sequence[int], merges: Sequen
     """Return notes where SentencePiece's way of joining neighbours differs from these merges', or has no bytes."""
     notes = []
     known, pairs = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}, set(merges)
-    apart = sum((token[:i], token[i:]) not in pairs for token in known for i in range(1, len(token)) if token[:i] in known and token[i:] in known)
+    apart = sum(
+        (token[:i], token[i:]) not in pairs
+        for token in known
+        for i in range(1, len(token))
+        if token[:i] in known and token[i:] in known
+    )
     order = ["".join(merge) for merge in merges]
     mixed = len({token for token, before in zip(order, ["", *order], strict=False) if token != before}) < sum(
         token != before for token, before in zip(order, ["", *order], strict=False)
     )
     if apart or mixed:
-        text = f"llama.cpp joins {apart} pairs of tokens that the tokenizer's merges leave apart" if apart else (
-            "llama.cpp joins tokens in another order than the tokenizer's merges"
+        text = (
+            f"llama.cpp joins {apart} pairs of tokens that the tokenizer's merges leave apart"
+            if apart
+            else ("llama.cpp joins tokens in another order than the tokenizer's merges")
         )
         notes.append(f"{text}: some texts become other tokens there")
     if sum(kind == BYTE for kind in types) < 256:

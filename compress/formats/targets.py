@@ -127,12 +127,13 @@ _DECOMPRESSED = FormatFact("plain", "decompresses the weights when it loads them
 _ROUNDED_INPUTS = FormatFact(
     "slow", "decompresses the weights when it loads them, and rounds inputs in float: a smaller file, slower than float"
 )
-_NO_ROUNDED_INPUTS = FormatFact("refused", "rounds inputs in its own way, beside weights alone; use scheme: W4A16 or Q4_K")
+_NO_ROUNDED_INPUTS = FormatFact(
+    "refused", "rounds inputs in its own way, beside weights alone; use scheme: W4A16 or Q4_K"
+)
 _NO_WIDE_OFFSETS = FormatFact("refused", "has no offsets beside more than 5 bits; set symmetric: true")
 _ROUNDED_CACHE = FormatFact(
     "slow", "rounds keys and values by the stored scales and keeps them in float: a little slower"
 )
-
 
 
 def _fact_of_more_bits(bits: int) -> FormatFact:
@@ -269,7 +270,9 @@ _OWN: dict[str, Target] = {
             **{f"w{bits}-asym": _NO_WIDE_OFFSETS for bits in (6, 7, 8)},
             **dict.fromkeys(K_FORMATS, FormatFact("fast", "its own format of 256 weights")),
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _NO_ROUNDED_INPUTS),
-            **dict.fromkeys(("kv-int8", "kv-fp8"), FormatFact("refused", "stores no scales of a cache; it has --cache-type-k")),
+            **dict.fromkeys(
+                ("kv-int8", "kv-fp8"), FormatFact("refused", "stores no scales of a cache; it has --cache-type-k")
+            ),
             **dict.fromkeys(("int8-static", "fp8-static", "int8-dynamic", "float16", "bfloat16"), _NO_GRAPH),
         },
         (32, 64, 128, 256),

@@ -323,7 +323,9 @@ def _group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target,
         return None
     if weights.scales == "six-bit":
         odd = inputs % SUPER_BLOCK
-        text = f"{kind}: {layer.name} has {inputs} inputs, which the {SUPER_BLOCK} of {scheme.name} do not divide; {ways}"
+        text = (
+            f"{kind}: {layer.name} has {inputs} inputs, which the {SUPER_BLOCK} of {scheme.name} do not divide; {ways}"
+        )
         return text if odd else None
     kernels = target.kernels(weights.bits)
     if size == 0 or (size > 0 and inputs % size):

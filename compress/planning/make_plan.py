@@ -26,7 +26,15 @@ from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
-from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, student_spec, text_fill
+from compress.planning.inputs import (
+    IMAGE_BATCH,
+    TEXTS,
+    Inputs,
+    calibration_tokens,
+    read_inputs,
+    student_spec,
+    text_fill,
+)
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
@@ -164,7 +172,9 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
     recipe = inputs.recipe
     index, export = next(((i, e) for i, e in enumerate(recipe.export) if isinstance(e, GgufExport)), (0, None))
     if export is None or inputs.facts.source == "onnx" or not recipe.model.generates:
-        text = f"export.{index}: a GGUF file holds a model that generates text, and this one's task is {recipe.model.task}"
+        text = (
+            f"export.{index}: a GGUF file holds a model that generates text, and this one's task is {recipe.model.task}"
+        )
         return [] if export is None or recipe.model.generates else [text], []
     spec = recipe.model
     for pass_ in recipe.passes:
@@ -193,7 +203,9 @@ def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:
     if not why:
         return []
     if any(isinstance(export, GgufExport) for export in written):
-        raise PlanError(f"export: a GGUF file cannot say the sizes that prune_channels leaves ({why}); use other ratios")
+        raise PlanError(
+            f"export: a GGUF file cannot say the sizes that prune_channels leaves ({why}); use other ratios"
+        )
     text = (
         f"no config.json can say the sizes that prune_channels leaves ({why}): the checkpoint gets a shapes.json, by "
         "which `dir:` loads it, and transformers and vLLM do not; other ratios or dimensions may leave what it can say"

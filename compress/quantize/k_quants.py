@@ -23,15 +23,14 @@ from compress.quantize.grid import CHUNK, Grid, finite
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 
 ROUNDS = 2
-"""Of choosing the groups' whole numbers and the super-blocks' half floats in turn; two more gain 0.2 % in twice the time."""
+"""Of choosing the groups' whole numbers and the super-blocks' half floats in turn; two more gain 0.2 % of the error."""
 STARTS = (1.0, 0.94, 1.06)
 """First half floats that are tried, as parts of what the largest group needs."""
-LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True)
 class _Format:
-    """What one K format holds. `scales`: least and greatest whole number of a group; `offset`: greatest, 0: it has none."""
+    """What one K format holds. `scales`: least and greatest whole number of a group; `offset`: greatest, 0: none."""
 
     low: int
     high: int
@@ -49,7 +48,7 @@ _FORMATS = {
 
 
 class _Fit(NamedTuple):
-    """`d`, `m` [blocks] (half floats in float32); `scales`, `offsets` [blocks, groups] whole numbers; `error` [blocks]."""
+    """`d`, `m` [blocks] (half floats in float32), `scales`, `offsets` [blocks, groups] (whole), `error` [blocks]."""
 
     d: Tensor
     m: Tensor
@@ -147,7 +146,7 @@ class _KGrid:
         return self.pack_levels(self.levels_grid(scheme.bits).levels(shifted), scheme)
 
     def pack_levels(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
-        """Return the record of levels [out, in]; `stored` holds d, scales and, of formats with offsets, m and offsets."""
+        """Return the record of levels [out, in], whose `stored` holds d, scales and, with offsets, m and offsets."""
         scale, offset = self.real()
         form = _FORMATS[scheme.bits]
         stored = {"d": self.d.half().numpy(), "scales": self.scales.to(torch.int8).numpy()}
@@ -183,7 +182,9 @@ def _fit_grid(weight: Tensor, scheme: WeightScheme, importance: Tensor | None) -
     if not (finite(d) and finite(m)):
         raise ValueError("a weight is larger than the half floats of a K format hold")
     grouped = (rows, n_supers * n_groups)
-    return _KGrid(d.reshape(rows, n_supers), m.reshape(rows, n_supers), scales.reshape(grouped), offsets.reshape(grouped))
+    return _KGrid(
+        d.reshape(rows, n_supers), m.reshape(rows, n_supers), scales.reshape(grouped), offsets.reshape(grouped)
+    )
 
 
 def _fit_blocks(blocks: _Blocks) -> _Fit:
@@ -193,7 +194,10 @@ def _fit_blocks(blocks: _Blocks) -> _Fit:
     best = fits[0]
     for fit in fits[1:]:
         better = fit.error < best.error
-        choose = [torch.where(better.reshape(-1, *[1] * (new.dim() - 1)), new, old) for new, old in zip(fit, best, strict=True)]
+        choose = [
+            torch.where(better.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+            for new, old in zip(fit, best, strict=True)
+        ]
         best = _Fit(*choose)
     return best
 
@@ -208,7 +212,9 @@ def _fit_groups(blocks: _Blocks) -> tuple[Tensor, Tensor]:
     else:
         signed = torch.gather(x, -1, x.abs().argmax(-1, keepdim=True))[..., 0]
         first = torch.where(signed == 0, 1.0, signed) / form.low
-        candidates = [(first * shrinkage * sign, torch.zeros_like(first)) for shrinkage in _SHRINKAGES for sign in (1, -1)]
+        candidates = [
+            (first * shrinkage * sign, torch.zeros_like(first)) for shrinkage in _SHRINKAGES for sign in (1, -1)
+        ]
     best = (torch.full_like(first, torch.inf), first, torch.zeros_like(first))
     for scale, offset in candidates:
         for _ in range(2):
@@ -226,7 +232,12 @@ _SHRINKAGES = (1.12, 1.06, 1.0, 0.96, 0.92, 0.88, 0.84, 0.78, 0.7, 0.6)
 def _list_ranges() -> list[tuple[float, float]]:
     """Return parts of a range's scale and of its lower end to try: both alike, and each with the other whole."""
     some = (0.92, 0.8, 0.65)
-    return [(s, min(s, 1.0)) for s in _SHRINKAGES] + [(s, 1.0) for s in some] + [(0.96 * s, s) for s in some] + [(0.9, 0.0)]
+    return (
+        [(s, min(s, 1.0)) for s in _SHRINKAGES]
+        + [(s, 1.0) for s in some]
+        + [(0.96 * s, s) for s in some]
+        + [(0.9, 0.0)]
+    )
 
 
 def _fit_whole(blocks: _Blocks, scale: Tensor, offset: Tensor, start: float) -> _Fit:
@@ -264,7 +275,7 @@ def _keep_better(old: _Fit, new: _Fit) -> _Fit:
 def _choose_whole(
     blocks: _Blocks, scale: Tensor, offset: Tensor, d: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return of each group the whole scale and offset near the real ones of least error, their levels and that error."""
+    """Return of each group the whole scale and offset near the real ones of least error, its levels and that error."""
     form, nearby = blocks.form, (0.0, -1.0, 1.0)
     units = [_divide(scale, d), _divide(offset, m)]
     best: list[Tensor] = []

@@ -17,7 +17,15 @@ from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
 from compress.quantize.gptq import SMALL
 from compress.quantize.state import GraphState
-from compress.work.block_layers import BlockLayers, InputRanges, block_layers, find_shared_peaks, matrix, nearest, remark
+from compress.work.block_layers import (
+    BlockLayers,
+    InputRanges,
+    block_layers,
+    find_shared_peaks,
+    matrix,
+    nearest,
+    remark,
+)
 
 
 def apply_rtn(

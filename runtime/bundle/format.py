@@ -40,8 +40,8 @@ from runtime.bundle.files import (
     model_size,
     regular_files,
     sha256_of,
-    write_whole,
     single_file,
+    write_whole,
 )
 from runtime.bundle.manifest import (
     FORMAT_VERSION,
@@ -443,6 +443,8 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        what = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file"}.get(artifact.kind, "with external data")
+        what = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file"}.get(
+            artifact.kind, "with external data"
+        )
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []
