@@ -58,7 +58,7 @@ class Target:
     """It has ONNX Runtime's operators for CPUs, into which its graphs are rewritten."""
 
     def fact(self, name: Format) -> FormatFact:
-        return self.formats.get(name, _OF_LLAMA_CPP) if name in K_FORMATS else self.formats[name]
+        return self.formats[name]
 
     def kernels(self, bits: int) -> tuple[int, ...]:
         """Return the group sizes that kernels for weights of so many bits have; empty: any."""
@@ -66,7 +66,9 @@ class Target:
 
 
 K_FORMATS: tuple[Format, ...] = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
-_OF_LLAMA_CPP = FormatFact("refused", "has no such weights; use target: llama.cpp, or scheme: W4A16")
+_NO_K_FORMATS = dict.fromkeys(
+    K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
+)
 
 
 def _repeat_fact(fact: FormatFact, *bits: int) -> dict[str, FormatFact]:
@@ -90,6 +92,7 @@ _CHECKPOINTS_ONLY = {
     "fp8-static": _NO_FP8_PRODUCTS,
     "kv-int8": _NO_KV_CACHE,
     "kv-fp8": _NO_KV_CACHE,
+    **_NO_K_FORMATS,
 }
 _ONNX_WIDTHS = {**_repeat_fact(_AS_INT4, 2, 3), **_repeat_fact(_AS_INT8, 5, 6, 7), **_CHECKPOINTS_ONLY}
 
@@ -123,6 +126,9 @@ _TENSORRT_FORMATS = {
 }
 _NO_VLLM_KERNEL = "has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16, or target: transformers"
 _NO_GRAPH = FormatFact("refused", "reads checkpoints, not graphs; use rtn or gptq with scheme: W8A8, or an ONNX target")
+_NO_GRAPH_IN_GGUF = FormatFact(
+    "refused", "reads GGUF files, not graphs; use gptq with scheme: Q4_K, or an ONNX target"
+)
 _DECOMPRESSED = FormatFact("plain", "decompresses the weights when it loads them: a smaller file, the speed of float")
 _ROUNDED_INPUTS = FormatFact(
     "slow", "decompresses the weights when it loads them, and rounds inputs in float: a smaller file, slower than float"
@@ -130,7 +136,7 @@ _ROUNDED_INPUTS = FormatFact(
 _NO_ROUNDED_INPUTS = FormatFact(
     "refused", "rounds inputs in its own way, beside weights alone; use scheme: W4A16 or Q4_K"
 )
-_NO_WIDE_OFFSETS = FormatFact("refused", "has no offsets beside more than 5 bits; set symmetric: true")
+_NO_WIDE_OFFSETS = FormatFact("refused", "has no offsets beside more than 5 bits; use symmetric: true")
 _ROUNDED_CACHE = FormatFact(
     "slow", "rounds keys and values by the stored scales and keeps them in float: a little slower"
 )
@@ -217,6 +223,7 @@ _OWN: dict[str, Target] = {
         "s8s8",
         {
             **_repeat_fact(FormatFact("refused", _NO_VLLM_KERNEL), 2, 3, 5, 6, 7),
+            **_NO_K_FORMATS,
             "w4": FormatFact("fast", "runs in its Marlin kernels"),
             "w8": FormatFact("fast", "runs in its Marlin kernels"),
             "w4-asym": FormatFact("fast", "runs in its Marlin kernels, zero points packed"),
@@ -247,6 +254,7 @@ _OWN: dict[str, Target] = {
         "s8s8",
         {
             **_repeat_fact(_DECOMPRESSED, *range(2, 9)),
+            **_NO_K_FORMATS,
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _ROUNDED_INPUTS),
             "kv-int8": _ROUNDED_CACHE,
             "kv-fp8": _ROUNDED_CACHE,
@@ -271,9 +279,9 @@ _OWN: dict[str, Target] = {
             **dict.fromkeys(K_FORMATS, FormatFact("fast", "its own format of 256 weights")),
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _NO_ROUNDED_INPUTS),
             **dict.fromkeys(
-                ("kv-int8", "kv-fp8"), FormatFact("refused", "stores no scales of a cache; it has --cache-type-k")
+                ("kv-int8", "kv-fp8"), FormatFact("refused", "stores no scales of a cache; use its --cache-type-k")
             ),
-            **dict.fromkeys(("int8-static", "fp8-static", "int8-dynamic", "float16", "bfloat16"), _NO_GRAPH),
+            **dict.fromkeys(("int8-static", "fp8-static", "int8-dynamic", "float16", "bfloat16"), _NO_GRAPH_IN_GGUF),
         },
         (32, 64, 128, 256),
         (32, 64, 128, 256),

@@ -84,6 +84,8 @@ def describe_scheme(scheme: Scheme) -> tuple[str, str, str]:
     weights, inputs = scheme.weights, scheme.activations
     integers = f"{weights.bits} bits{'' if weights.symmetric else ', zero points'}"
     bits = "float8 (E4M3)" if weights.kind == "float" else integers
+    if weights.scales == "six-bit":
+        return f"{bits.partition(',')[0]}, llama.cpp's format", f"{weights.group_size} inputs, below 256", "float"
     groups = {-1: "each output channel", 0: "the tensor"}.get(weights.group_size, f"{weights.group_size} inputs")
     if inputs is None:
         return bits, groups, "float"

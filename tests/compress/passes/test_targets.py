@@ -30,12 +30,16 @@ PASS_FOR: dict[str, Pass] = {
     "kv-fp8": KvCache(),
     **{f"w{bits}": Rtn(bits=bits) for bits in range(2, 9)},
     **{f"w{bits}-asym": Rtn(bits=bits, symmetric=False) for bits in range(2, 9)},
+    **{f"q{bits}-k": Rtn(scheme=f"Q{bits}_K") for bits in range(2, 7)},
 }
 EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
 
 
 def plan(target: Target, one: str) -> PassPlan:
     facts = replace(facts_of(graphs.transformer()), source="torch", structure=ONE_BLOCK)
+    if one.endswith("-k"):  # blocks of 256 inputs
+        wide = (replace(layer, shape=(layer.shape[0], 8 * layer.shape[1])) for layer in facts.layers)
+        facts = replace(facts, layers=tuple(wide))
     return PASS_FOR[one].check(facts, target)
 
 
