@@ -1,4 +1,4 @@
-"""Claims about GGUF files: llama.cpp computes of them what torch computes of the weights that were stored.
+"""Claims about GGUF files, made by recipes like recipes/int4-llm-llamacpp.yaml: llama.cpp computes what torch computes.
 
 Structure: random models of each architecture that is written, in float32: no logit of 48 tokens differs by more than
 1e-4 of the logits' standard deviation from transformers' (3e-3 where GELU is computed, which llama.cpp looks up in a
@@ -169,7 +169,7 @@ def measure_numbers(call: Call) -> Measured:
     for name, answer in answers.items():
         report = json.loads((bundles[name] / "report.json").read_text(encoding="utf-8"))
         stated = report["candidate"]["metrics"]["nll"]
-        greedy = surely_wrong(with_file(load_causal(folder), files[name], folder), stories[0], answer["greedy"])
+        greedy = surely_wrong(read_file(files[name]), stories[0], answer["greedy"])
         row: Row = {"model": "tinystories656k", "backend": f"llama.cpp {name}", "nats": answer["nats"]}
         row |= {"reported": stated, "bytes": answer["bytes"], "greedy tokens surely wrong": greedy}
         rows.append(row)
@@ -298,11 +298,10 @@ def encode(folder: Path, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def with_file(model: nn.Module, file: Path, folder: Path) -> nn.Module:
-    """The float model of transformers with the weights that its own reader takes from a GGUF file, a Llama's."""
+def read_file(file: Path) -> nn.Module:
+    """A GGUF file as transformers reads it."""
     from transformers import AutoModelForCausalLM
 
-    del model, folder
     read: nn.Module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     return read.eval()
 

@@ -69,7 +69,7 @@ class Usage:
 def usage_of(manifest: Manifest) -> Usage:
     """Return how people run the bundle's candidate, by its task and by what its samples are."""
     candidate = manifest.artifact("candidate")
-    if candidate.kind == "checkpoint":
+    if candidate.is_checkpoint:
         return _describe_checkpoint_usage(manifest, str(PurePosixPath(candidate.path).parent))
     kind = manifest.preprocess["kind"]
     if manifest.generates:

@@ -225,9 +225,9 @@ def _describe_pieces(tokens: Sequence[str], types: Sequence[int], merges: Sequen
             if apart
             else ("llama.cpp joins tokens in another order than the tokenizer's merges")
         )
-        notes.append(f"{text}: some texts become other tokens there")
+        notes.append(f"{text}: some texts may become other tokens there")
     if sum(kind == BYTE for kind in types) < 256:
-        notes.append("the tokenizer has no token for each byte: llama.cpp refuses texts with characters that it lacks")
+        notes.append("the tokenizer has no token for each byte: llama.cpp ends at texts with characters that it lacks")
     return notes
 
 

@@ -126,9 +126,7 @@ _TENSORRT_FORMATS = {
 }
 _NO_VLLM_KERNEL = "has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16, or target: transformers"
 _NO_GRAPH = FormatFact("refused", "reads checkpoints, not graphs; use rtn or gptq with scheme: W8A8, or an ONNX target")
-_NO_GRAPH_IN_GGUF = FormatFact(
-    "refused", "reads GGUF files, not graphs; use gptq with scheme: Q4_K, or an ONNX target"
-)
+_NO_GRAPH_IN_GGUF = FormatFact("refused", "reads GGUF files, not graphs; use gptq with scheme: Q4_K, or an ONNX target")
 _DECOMPRESSED = FormatFact("plain", "decompresses the weights when it loads them: a smaller file, the speed of float")
 _ROUNDED_INPUTS = FormatFact(
     "slow", "decompresses the weights when it loads them, and rounds inputs in float: a smaller file, slower than float"

@@ -190,7 +190,8 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
     problems += described.problems
     if source.shapes is not None:
         problems.append(f"{source.shapes.name} has sizes that config.json cannot say, and a GGUF file says no more")
-    return [f"export.{index}: {text}" for text in problems], [Note("info", f"gguf: {text}") for text in described.notes]
+    notes = [Note("warning", f"gguf: {text}") for text in described.notes]
+    return [f"export.{index}: {text}" for text in problems], notes
 
 
 def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:

@@ -58,7 +58,9 @@ def test_k_formats_have_groups_of_their_own_and_fall_back_where_256_does_not_div
     assert not fitted.problems
     names = {layer: scheme.name for layer, scheme in fitted.schemes.items()}
     assert names["layers.0.mlp.down"] == "Q4_K" and names["layers.0.mlp.up"] == "W5A16"
-    assert any("layers.0.mlp.up has 128 inputs" in note.text and "W5A16, group 32" in note.text for note in fitted.notes)
+    assert any(
+        "layers.0.mlp.up has 128 inputs" in note.text and "W5A16, group 32" in note.text for note in fitted.notes
+    )
     assert "awq: does not round to Q4_K; use gptq or rtn" in Awq(scheme="Q4_K").check(decoder(256), target).problems
 
 
