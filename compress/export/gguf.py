@@ -6,6 +6,7 @@ be written, or why it cannot be, to a plan already.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -36,18 +37,24 @@ FILE = "model.gguf"
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 WORST_CHANGE = 0.01
 """Of a layer's weights, relative RMS, as their scales become half floats; more is a warning."""
-OUTPUT, EMBEDDINGS = "output.weight", "token_embd.weight"
+OUTPUT = "output.weight"
+_EXPERT = re.compile(r".*\.layers\.(?P<block>\d+)\..*experts\.\d+\.(?P<part>gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the file. `name`: the module's; `kind`: GGUF's type; `heads`: of q and k whose rows are reordered."""
+    """A tensor of the file.
+
+    `name`: the module's, of stacked experts the first's; `kind`: GGUF's type; `heads`: of q and k whose rows are
+    reordered; `experts`: the module's names of all that are stacked.
+    """
 
     name: str
     written: str
     kind: str
     heads: int = 0
     offset: float = 0.0
+    experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,9 +151,12 @@ def _list_tensors(
     tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     parts = {plain(name): part for name, part in module.named_modules()}
     files = file_names(module, tensors)
-    entries, problems = [], []
+    entries, problems, stacks = [], [], dict[str, list[str]]()
     for name, tensor in tensors.items():
         written = names.get_name(files.tensor(name), try_suffixes=(".weight", ".bias")) or ""
+        if expert := _EXPERT.fullmatch(name):
+            written = f"blk.{expert['block']}.ffn_{expert['part']}_exps.weight"
+            stacks.setdefault(written, []).append(name)
         stem = written.split(".")[2] if written.startswith("blk.") else written.partition(".")[0]
         if name in tied and not (written == OUTPUT and architecture.tied is False):
             continue
@@ -157,12 +167,18 @@ def _list_tensors(
         heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}.get(stem)
         if architecture.paired and stem == "attn_qkv":
             problems.append(f"{name} holds queries and keys in one, whose rows llama.cpp wants in another order")
-        type_, problem = FLOAT_TYPES[export.dtype] if tensor.dim() > 1 else "F32", ""
+        # llama.cpp computes a router in float32
+        type_, problem = FLOAT_TYPES[export.dtype] if tensor.dim() > 1 and stem != "ffn_gate_inp" else "F32", ""
         if name.endswith(".weight") and layer in schemes:
             part = parts[layer]
             shape = weight_shape(part) if is_layer(part) else tuple(tensor.shape)
             type_, problem = find_block_type(schemes[layer], shape[1])
         problems += [f"{layer}: {problem}"] if problem else []
+        if len(stacks.get(written, ())) > 1:
+            first = next(entry for entry in entries if entry.written == written)
+            if first.kind != type_:
+                problems.append(f"{layer}: a GGUF file stacks a layer's experts, and others are {first.kind}")
+            continue
         entries.append(
             TensorEntry(
                 name,
@@ -172,7 +188,7 @@ def _list_tensors(
                 architecture.norm_offset if stem.endswith("norm") else 0.0,
             )
         )
-    return entries, problems
+    return [replace(entry, experts=tuple(stacks.get(entry.written, ()))) for entry in entries], problems
 
 
 def _with_problems(description: Description, problems: Iterable[str]) -> Description:
@@ -267,6 +283,8 @@ class _Writing:
     def _announce(self, entry: TensorEntry) -> tuple[Any, ...]:
         """Return shape, dtype, bytes and raw type as the writer asks for them."""
         shape, kind = self.model.store.shape(entry.name), self.gguf.GGMLQuantizationType[entry.kind]
+        if entry.experts:
+            shape = (len(entry.experts), *shape)
         if entry.kind in ("F32", "F16"):
             dtype = np.dtype(np.float32 if entry.kind == "F32" else np.float16)
             return shape, dtype, int(np.prod(shape)) * dtype.itemsize, None
@@ -275,6 +293,8 @@ class _Writing:
 
     def _make_bytes(self, entry: TensorEntry) -> np.ndarray:
         """Return a tensor as the file has it."""
+        if entry.experts:
+            return np.stack([self._make_bytes(part) for part in _list_parts(entry)])
         if entry.kind not in FLOAT_TYPES.values():
             weight = self.model.store.quantized(entry.name.removesuffix(".weight"))
             assert weight is not None
@@ -288,6 +308,8 @@ class _Writing:
 
     def _make_values(self, entry: TensorEntry) -> np.ndarray:
         """Return the float32 values that a reader is to get."""
+        if entry.experts:
+            return np.stack([self._make_values(part) for part in _list_parts(entry)])
         if entry.kind not in FLOAT_TYPES.values():
             return reorder_rows(self._as_stored(entry).dequantize(), entry.heads)
         return self._make_float(entry).float().numpy()
@@ -310,6 +332,11 @@ class _Writing:
         if not finite(tensor):
             raise ExportError(f"'{entry.name}' does not fit into {dtype}; set export.dtype: bfloat16 or float32")
         return tensor
+
+
+def _list_parts(entry: TensorEntry) -> list[TensorEntry]:
+    """Return stacked experts one by one."""
+    return [replace(entry, name=name, experts=()) for name in entry.experts]
 
 
 _FILE_TYPES = {"": "MOSTLY_F16", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S"}

@@ -32,7 +32,7 @@ class Architecture:
     (True) or must not be (False) one tensor. `square`: heads fill the width. `partial`: rope may turn a part of a head.
     `factors`: rope's frequencies may have factors. `keys`: configuration -> GGUF key, for what this one alone has.
     `scalar`: queries are divided by the root of `query_pre_attn_scalar`, which must be the head's size, or, with so
-    many layers, the width over the heads.
+    many layers, the width over the heads. `required`: what the configuration must say, as the graph computes it.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Architecture:
     factors: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     scalar: int | None = None
+    required: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LLAMA = Architecture("llama", paired=True, biases=(*_QKV, "attn_output", *_FFN), factors=True)
@@ -54,8 +55,12 @@ _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_so
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _LLAMA,
     "qwen2": Architecture("qwen2", square=True),
     "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture(
+        "qwen3moe", required={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    ),
     "gemma": Architecture("gemma", activation=GELU, norm_offset=1.0, tied=True),
     "gemma2": Architecture(
         "gemma2", activation=GELU, norm_offset=1.0, tied=True, sliding=True, keys=_SOFTCAPS, scalar=46
@@ -96,6 +101,12 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "vocab_size": "vocab_size",
 }
+_EXPERTS = {
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _EPSILONS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon",
@@ -130,6 +141,7 @@ def describe_config(config: Mapping[str, Any], architecture: Architecture) -> Me
     for key, name in _EPSILONS.items():
         if config.get(key) is not None:
             made.values[name] = float(config[key])
+    made.values.update({name: config[key] for key, name in _EXPERTS.items() if config.get(key)})
     if made.problems:
         return made
     _add_heads(config, architecture, made)
@@ -255,6 +267,9 @@ def _add_peculiarities(config: Mapping[str, Any], architecture: Architecture, ma
     for key, written in architecture.keys.items():
         if config.get(key) is not None:
             made.values[written] = float(config[key])
+    for key, wanted in architecture.required.items():
+        if config.get(key, wanted) != wanted:
+            made.problems.append(f"{key} is {config[key]}, and llama.cpp's {name} computes with {wanted}")
     act = config.get("hidden_activation") or config.get("hidden_act")
     if act not in architecture.activation:
         made.problems.append(f"its activation is {act}, and that of llama.cpp's {name} is {architecture.activation[0]}")

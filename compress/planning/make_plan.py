@@ -182,6 +182,7 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
             spec = student_spec(spec, student)
     source = locate(spec, recipe.root)
     module, _ = module_on_meta(spec, source, recipe.root)
+    unstack_experts(module)
     problems = list(find_tied_problems(inputs.facts, schemes))
     try:
         described = describe_gguf(module, schemes, export, source.folder, {}, tied_names(module))

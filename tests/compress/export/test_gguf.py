@@ -14,6 +14,7 @@ from checkpoints import IDS, decoder, linears, scheme, streamed
 from tiny_lm import write_tokenizer
 from torch import nn
 
+from compress.blocks.experts import unstack_experts
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.export.gguf import describe_gguf, reorder_rows, write_gguf
@@ -64,6 +65,35 @@ def test_transformers_reads_what_was_stored(kind: str, name: str, tmp_path: Path
     assert "each tensor as it was stored" in notes[0].text
     wanted, found = logits(with_halves(model)), logits(read(path))
     assert torch.allclose(wanted, found, atol=1e-5)
+
+
+def test_tables_in_few_bits_are_stored_as_layers_are(tmp_path: Path) -> None:
+    module = decoder()
+    write_tokenizer(tmp_path)
+    tables = ["model.embed_tokens", "lm_head"]
+    schemes = dict.fromkeys([*linears(module), *tables], scheme("W4A16"))
+    model = streamed(module, schemes, tmp_path, folder=tmp_path)
+    write_gguf(tmp_path / "out/model.gguf", model, GgufExport(), "tiny")
+    assert torch.allclose(logits(with_halves(model)), logits(read(tmp_path / "out/model.gguf")), atol=1e-5)
+
+
+def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
+    module = decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    unstack_experts(module)
+    write_tokenizer(tmp_path)
+    schemes = dict.fromkeys(linears(module, ("lm_head", "gate.")), scheme("W4A16"))
+    one = "model.layers.0.mlp.experts.1.up_proj"
+    assert one in schemes
+    write_gguf(tmp_path / "a.gguf", streamed(module, schemes, tmp_path, folder=tmp_path), GgufExport(), "tiny")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    stack = tensors["blk.0.ffn_up_exps.weight"]
+    assert list(stack.shape) == [64, 96, 4] and stack.tensor_type.name == "Q4_0"
+    assert tensors["blk.0.ffn_gate_inp.weight"].tensor_type.name == "F32"
+    mixed = streamed(module, schemes | {one: scheme("W8A16")}, tmp_path, folder=tmp_path)
+    with pytest.raises(
+        ExportError, match=r"experts\.1\.up_proj: a GGUF file stacks a layer's experts, and others are Q4_0"
+    ):
+        write_gguf(tmp_path / "b.gguf", mixed, GgufExport(), "tiny")
 
 
 def test_norms_of_gemma_hold_what_is_computed_with(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def test_a_window_is_written_or_ends_the_context() -> None:
         ("gemma2", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8, and llama.cpp's gemma2 computes with 16"),
         ("gemma2", {"tie_word_embeddings": False}, "llama.cpp's gemma2 takes the embeddings"),
         ("llama", {"vocab_size": None}, "no vocab_size"),
+        (
+            "qwen3_moe",
+            {"norm_topk_prob": False},
+            "norm_topk_prob is False, and llama.cpp's qwen3moe computes with True",
+        ),
     ],
 )
 def test_what_no_key_says_is_refused(kind: str, changes: dict[str, Any], words: str) -> None:
