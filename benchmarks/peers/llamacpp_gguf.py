@@ -31,7 +31,7 @@ def main(job: Job) -> None:
             continue
         first = score(model, rows[0])
         logits[name] = first
-        total = sum(nats(score(model, row), row) for row in rows)
+        total = nats(first, rows[0]) + sum(nats(score(model, row), row) for row in rows[1:])
         prompt = rows[0][: max(2, len(rows[0]) // 4)]
         answers[name] = {
             "nats": total / sum(len(row) - 1 for row in rows),
