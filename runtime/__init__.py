@@ -203,7 +203,7 @@ def open_bundle(
     with name_file(root):
         manifest = format_.verify(root) if verify else format_.read_manifest(root)
         candidate = manifest.candidate_for(backend)
-        if candidate.kind == "checkpoint":
+        if candidate.is_checkpoint:
             raise UsageError(
                 f"{root}: the candidate is a checkpoint for {candidate.target}: open {candidate.path} with that"
             )

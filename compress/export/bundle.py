@@ -19,6 +19,7 @@ from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
 from compress.export.first_token import write_first_token
 from compress.export.genai import write_genai_config
+from compress.export.gguf import FILE, write_gguf
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import HostNote, Note
@@ -26,7 +27,7 @@ from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.quantize.state import FLOAT8, GraphState
-from compress.recipe.exports import CheckpointExport, Engine, EngineExport
+from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport
 from compress.recipe.schema import Recipe
 from compress.version import __version__
 from runtime.boxes.spec import Detections
@@ -183,7 +184,10 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
     for export in recipe.export:
         target = recipe.target_of(export)
         main = target == recipe.target
-        if isinstance(export, CheckpointExport):
+        if isinstance(export, GgufExport):
+            folder = staging / ("model" if main else "gguf")
+            artifact, file_notes = _write_gguf(folder, "candidate" if main else "gguf", export, contents)
+        elif isinstance(export, CheckpointExport):
             folder = staging / ("model" if main else "checkpoint")
             artifact, file_notes = _write_checkpoint(folder, "candidate" if main else "checkpoint", export, contents)
         else:
@@ -235,18 +239,38 @@ def _write_checkpoint(
     target = contents.recipe.target_of(export)
     if contents.load_back is not None:
         notes += check_loads_back(folder, model, export, target, contents.load_back)
-    schemes = sorted({scheme.name for scheme in model.schemes.values()})
     return Artifact(
         name=name,
         path=f"{folder.name}/config.json",
         target=target,
-        precision=" + ".join(schemes) or "as it was",
+        precision=_name_schemes(model),
         inputs=(),
         outputs=(),
         size_bytes=checkpoint_size(folder / "config.json"),
         kind="checkpoint",
         remote_code=trusted,
     ), notes
+
+
+def _write_gguf(folder: Path, name: str, export: GgufExport, contents: Contents) -> tuple[Artifact, list[Note]]:
+    """Write the file that llama.cpp loads."""
+    model, path = contents.streamed, folder / FILE
+    assert model is not None
+    notes = write_gguf(path, model, export, contents.recipe.name)
+    return Artifact(
+        name=name,
+        path=f"{folder.name}/{FILE}",
+        target=contents.recipe.target_of(export),
+        precision=_name_schemes(model),
+        inputs=(),
+        outputs=(),
+        size_bytes=path.stat().st_size,
+        kind="gguf",
+    ), notes
+
+
+def _name_schemes(model: StreamedModel) -> str:
+    return " + ".join(sorted({scheme.name for scheme in model.schemes.values()})) or "as it was"
 
 
 def precision(state: GraphState) -> str:

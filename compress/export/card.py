@@ -69,7 +69,7 @@ class Usage:
 def usage_of(manifest: Manifest) -> Usage:
     """Return how people run the bundle's candidate, by its task and by what its samples are."""
     candidate = manifest.artifact("candidate")
-    if candidate.kind == "checkpoint":
+    if candidate.is_checkpoint:
         return _describe_checkpoint_usage(manifest, str(PurePosixPath(candidate.path).parent))
     kind = manifest.preprocess["kind"]
     if manifest.generates:
@@ -104,12 +104,15 @@ def usage_of(manifest: Manifest) -> Usage:
 
 def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
     """Return how the engine that a checkpoint is for opens its folder; the report can be made again everywhere."""
-    target = manifest.artifact("candidate").target
+    candidate = manifest.artifact("candidate")
+    target = candidate.target
     sample = {"image": "image.png", "audio": "sound.wav", "language": "Once upon a time"}.get(
         str(manifest.preprocess["kind"]), "a text"
     )
     command = f"vllm serve DIR/{folder}"
-    if target != "vllm":
+    if candidate.kind == "gguf":
+        command = f"llama-cli -m DIR/{candidate.path} -p '{sample}'"
+    elif target != "vllm":
         call = f"pipeline('{manifest.task}', 'DIR/{folder}')('{sample}')"
         command = f'python -c "from transformers import pipeline; print({call})"'
     return Usage(

@@ -40,7 +40,7 @@ def checkpoint_problems(
         layer = layers[name]
         problem = layer_problem(name, layer.type, layer.shape, scheme, export.format)
         problems += [problem] if problem else []
-    problems += _find_tied_problems(facts, schemes)
+    problems += find_tied_problems(facts, schemes)
     problems += _find_expert_problems([layer.name for layer in facts.layers], schemes)
     if export.format == "gptq":
         problems += _find_gptq_problems(schemes, kv_cache)
@@ -139,7 +139,7 @@ def layer_problem(name: str, kind: str, shape: tuple[int, ...], scheme: Scheme, 
 _OTHER = "use format: compressed-tensors"
 
 
-def _find_tied_problems(facts: ModelFacts, schemes: Mapping[str, Scheme]) -> Iterator[str]:
+def find_tied_problems(facts: ModelFacts, schemes: Mapping[str, Scheme]) -> Iterator[str]:
     """Yield a sentence on each embedding that is quantized while the output layer that shares its weight is not."""
     owners = {layer.weight: layer.name for layer in facts.layers if layer.weight == f"{layer.name}.weight"}
     for layer in facts.layers:

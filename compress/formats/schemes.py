@@ -10,6 +10,10 @@ from typing import Literal
 
 DEFAULT_GROUP_SIZE = 128
 """Of the W<bits>A16 presets, as in compressed-tensors."""
+SUPER_BLOCK = 256
+"""Inputs that share the half floats above the scales of llama.cpp's K formats."""
+K_GROUPS = {2: (16, False), 3: (16, True), 4: (32, False), 5: (32, False), 6: (16, True)}
+"""Bits of a K format -> its group size, and whether it is symmetric."""
 
 
 LARGEST_FLOATS = {4: 6.0, 8: 448.0}
@@ -85,6 +89,8 @@ class Scheme:
     def name(self) -> str:
         """Return the usual name, without the group size: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ..."""
         weights, inputs = self.weights, self.activations
+        if weights.scales == "six-bit":
+            return f"Q{weights.bits}_K"
         if weights.kind == "float" and weights.scales != "float":
             family = "NVFP" if weights.scales == "e4m3" else "MXFP"
             return f"{family}{weights.bits}{'A16' if inputs is None else ''}"
@@ -122,13 +128,26 @@ def _make_presets() -> dict[str, Scheme]:
         mx = WeightScheme(bits, 32, kind="float", scales="e8m0")
         presets[f"MXFP{bits}A16"] = Scheme(mx)
         presets[f"MXFP{bits}"] = Scheme(mx, ActivationScheme("float", True, bits, 32, "e8m0"))
+    for bits, (group, symmetric) in K_GROUPS.items():
+        presets[f"Q{bits}_K"] = Scheme(WeightScheme(bits, group, symmetric, scales="six-bit"))
     return presets
 
 
+K_FALLBACKS = {
+    2: Scheme(WeightScheme(4, 32)),
+    3: Scheme(WeightScheme(4, 32)),
+    4: Scheme(WeightScheme(5, 32)),
+    5: Scheme(WeightScheme(5, 32, symmetric=False)),
+    6: Scheme(WeightScheme(8, 32)),
+}
+"""Bits of a K format -> what layers get whose inputs 256 does not divide: as llama.cpp's quantizer has it."""
+K_BITS = {2: 2.625, 3: 3.4375, 4: 4.5, 5: 5.5, 6: 6.5625}
+"""Bits of a K format -> what each weight takes, its share of the scales included."""
 PRESETS: dict[str, Scheme] = _make_presets()
 """Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor,
 FP8_BLOCK: for each 128 x 128 weights and each 128 of a token's inputs. NVFP4 and MXFP4, MXFP8: OCP's small floats in
-groups of 16 and 32, A16: inputs stay in 16 bits; W4AFP8: integers, inputs in FP8."""
+groups of 16 and 32, A16: inputs stay in 16 bits; W4AFP8: integers, inputs in FP8. Q4_K and its like: llama.cpp's
+formats of 256 weights."""
 
 KvScheme = Literal["int8", "fp8"]
 """How a KV cache is stored: one scale for each layer's keys and one for its values, from calibration."""

@@ -12,7 +12,7 @@ from typing import Literal
 from runtime.plugins import BACKEND_GROUP, PluginTable, check_entry
 
 TargetName = Literal[
-    "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers"
+    "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers", "llama.cpp"
 ]
 WeightFormat = Literal[
     "w2", "w3", "w4", "w5", "w6", "w7", "w8",
@@ -23,9 +23,11 @@ Format = Literal[
     "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
     "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8", "fp8-static",
     "fp8-block", "w4afp8", "nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "mxfp8", "mxfp8a16",
+    "q2-k", "q3-k", "q4-k", "q5-k", "q6-k",
 ]  # fmt: skip
 """int8-static, int8-dynamic, fp8-static: of the graph passes `int8` and `fp8`. w8a8 and what follows: schemes as
-compressed-tensors names them (w8a8: inputs dynamic for each token), and those of a KV cache."""
+compressed-tensors names them (w8a8: inputs dynamic for each token), and those of a KV cache. q4-k and its like: of
+llama.cpp."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Target:
     formats: dict[str, FormatFact] = field(default_factory=dict)
     group_sizes: tuple[int, ...] = ()
     group_sizes_8bit: tuple[int, ...] = ()
-    reads: Literal["onnx", "checkpoint"] = "onnx"
+    reads: Literal["onnx", "checkpoint", "gguf"] = "onnx"
     """The kind of export that it loads."""
     negative_scales: bool = True
     """A weight's scale may be negative."""
@@ -62,6 +64,12 @@ class Target:
     def kernels(self, bits: int) -> tuple[int, ...]:
         """Return the group sizes that kernels for weights of so many bits have; empty: any."""
         return self.group_sizes if bits <= 4 else self.group_sizes_8bit
+
+
+K_FORMATS: tuple[Format, ...] = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
+_NO_K_FORMATS = dict.fromkeys(
+    K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
+)
 
 
 def _repeat_fact(fact: FormatFact, *bits: int) -> dict[str, FormatFact]:
@@ -91,6 +99,7 @@ _CHECKPOINTS_ONLY = {
     "fp8-static": _NO_FP8_PRODUCTS,
     "kv-int8": _NO_KV_CACHE,
     "kv-fp8": _NO_KV_CACHE,
+    **_NO_K_FORMATS,
 }
 _ONNX_WIDTHS = {**_repeat_fact(_AS_INT4, 2, 3), **_repeat_fact(_AS_INT8, 5, 6, 7), **_CHECKPOINTS_ONLY}
 
@@ -130,13 +139,24 @@ _TENSORRT_FORMATS = {
 }
 _NO_VLLM_KERNEL = "has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16, or target: transformers"
 _NO_GRAPH = FormatFact("refused", "reads checkpoints, not graphs; use rtn or gptq with scheme: W8A8, or an ONNX target")
+_NO_GRAPH_IN_GGUF = FormatFact("refused", "reads GGUF files, not graphs; use gptq with scheme: Q4_K, or an ONNX target")
 _DECOMPRESSED = FormatFact("plain", "decompresses the weights when it loads them: a smaller file, the speed of float")
 _ROUNDED_INPUTS = FormatFact(
     "slow", "decompresses the weights when it loads them, and rounds inputs in float: a smaller file, slower than float"
 )
+_NO_ROUNDED_INPUTS = FormatFact(
+    "refused", "rounds inputs in its own way, beside weights alone; use scheme: W4A16 or Q4_K"
+)
+_NO_WIDE_OFFSETS = FormatFact("refused", "has no offsets beside more than 5 bits; use symmetric: true")
 _ROUNDED_CACHE = FormatFact(
     "slow", "rounds keys and values by the stored scales and keeps them in float: a little slower"
 )
+
+
+def _fact_of_more_bits(bits: int) -> FormatFact:
+    """Return the fact of a width that llama.cpp stores in more bits."""
+    return FormatFact("plain", f"GGUF has no such type: stored in {bits} bits, a file as large as with W{bits}A16")
+
 
 _OWN: dict[str, Target] = {
     "onnxruntime-cpu": Target(
@@ -214,6 +234,7 @@ _OWN: dict[str, Target] = {
         "s8s8",
         {
             **_repeat_fact(FormatFact("refused", _NO_VLLM_KERNEL), 2, 3, 5, 6, 7),
+            **_NO_K_FORMATS,
             "w4": FormatFact("fast", "runs in its Marlin kernels"),
             "w8": FormatFact("fast", "runs in its Marlin kernels"),
             "w4-asym": FormatFact("fast", "runs in its Marlin kernels, zero points packed"),
@@ -263,6 +284,7 @@ _OWN: dict[str, Target] = {
         "s8s8",
         {
             **_repeat_fact(_DECOMPRESSED, *range(2, 9)),
+            **_NO_K_FORMATS,
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _ROUNDED_INPUTS),
             **dict.fromkeys(("fp8-block", "w4afp8", "nvfp4", "mxfp4", "mxfp8"), _ROUNDED_INPUTS),
             **dict.fromkeys(("nvfp4a16", "mxfp4a16", "mxfp8a16"), _DECOMPRESSED),
@@ -275,6 +297,27 @@ _OWN: dict[str, Target] = {
             "bfloat16": _NO_GRAPH,
         },
         reads="checkpoint",
+    ),
+    "llama.cpp": Target(
+        "llama.cpp",
+        "s8s8",
+        {
+            **_repeat_fact(_fact_of_more_bits(4), 2, 3),
+            **_repeat_fact(FormatFact("fast", "read as Q4_0, or Q4_1 with zero points"), 4),
+            **_repeat_fact(FormatFact("fast", "read as Q5_0, or Q5_1 with zero points"), 5),
+            **_repeat_fact(_fact_of_more_bits(8), 6, 7),
+            **_repeat_fact(FormatFact("fast", "read as Q8_0"), 8),
+            **{f"w{bits}-asym": _NO_WIDE_OFFSETS for bits in (6, 7, 8)},
+            **dict.fromkeys(K_FORMATS, FormatFact("fast", "its own format of 256 weights")),
+            **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _NO_ROUNDED_INPUTS),
+            **dict.fromkeys(
+                ("kv-int8", "kv-fp8"), FormatFact("refused", "stores no scales of a cache; use its --cache-type-k")
+            ),
+            **dict.fromkeys(("int8-static", "fp8-static", "int8-dynamic", "float16", "bfloat16"), _NO_GRAPH_IN_GGUF),
+        },
+        (32, 64, 128, 256),
+        (32, 64, 128, 256),
+        reads="gguf",
     ),
 }
 

@@ -14,6 +14,7 @@ class Gptq(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 12.0
+    takes_k_formats: ClassVar[bool] = True
 
     kind: Literal["gptq"] = "gptq"
     damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from compress.passes.weight_only import WeightPass
+from compress.facts import ModelFacts, PassPlan
+from compress.formats.targets import Target
+from compress.passes.weight_only import WeightPass, with_problems
 
 
 class Rtn(WeightPass):
-    """Round-to-nearest quantization of the matrix products; needs no data but for stored input scales (FP8)."""
+    """Round-to-nearest quantization of the matrix products; needs no data but for stored input scales (FP8) and for
+    `importance`."""
+
+    takes_k_formats: ClassVar[bool] = True
 
     kind: Literal["rtn"] = "rtn"
+    importance: bool = False
+    """Scales are chosen by each input's mean square on the calibration data, as with an importance matrix of llama.cpp;
+    of a torch model."""
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
-        """Return whether a scheme stores input scales."""
-        return any(scheme.activations and scheme.activations.has_stored_scale for scheme in self.schemes())
+        """Return whether a scheme stores input scales, or inputs are weighed."""
+        return self.importance or any(s.activations and s.activations.has_stored_scale for s in self.schemes())
 
     @property
     def calibration_runs(self) -> float:  # type: ignore[override]
         return 1.1 if self.needs_calibration else 0.0
+
+    def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        graph = self.importance and self.stage_on(facts) == "graph"
+        text = "rtn: importance needs a torch model, and an onnx: source is none; use gptq"
+        return with_problems(super().check(facts, target), [text] if graph else [])

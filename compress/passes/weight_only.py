@@ -21,7 +21,7 @@ from compress.facts import (
     assign_roles,
     matches,
 )
-from compress.formats.schemes import PRESETS, Scheme, WeightScheme
+from compress.formats.schemes import K_BITS, K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
@@ -75,6 +75,9 @@ class _Numbers(Record):
         if self.scheme is None:
             return self
         weights = PRESETS[self.scheme].weights
+        size: int | None = getattr(self, "group_size", None)
+        if weights.scales == "six-bit" and size not in (None, weights.group_size):
+            raise ValueError(f"scheme {self.scheme} has groups of its own; leave group_size out")
         for key, value in (("bits", weights.bits), ("symmetric", weights.symmetric)):
             given = getattr(self, key)
             if given is not None and given != value:
@@ -111,6 +114,8 @@ class WeightPass(_Numbers, Pass):
     """Weights of matrix products in few bits; a pass says how each weight is rounded."""
 
     lowest_opset: ClassVar[int] = LOWEST_OPSET
+    takes_k_formats: ClassVar[bool] = False
+    """Whether it rounds to the numbers of llama.cpp's K formats."""
 
     # The scheme's numbers are filled in, not looked up later: what is written out then says what is done.
     bits: Bits = _make_scheme_field("bits", 4)
@@ -171,6 +176,8 @@ class WeightPass(_Numbers, Pass):
         scheme = self.find_scheme(layer)
         if self.indivisible == "refuse" or scheme.weights.group_size < 1 or scheme.weights.kind == "float":
             return scheme
+        if scheme.weights.scales == "six-bit":
+            return scheme if layer.shape[1] % SUPER_BLOCK == 0 else K_FALLBACKS[scheme.weights.bits]
         size = fit_group_size(scheme.weights.group_size, layer.shape[1], target.kernels(scheme.weights.bits))
         return scheme.with_group(size)
 
@@ -218,6 +225,9 @@ class WeightPass(_Numbers, Pass):
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
         problems += more
+        k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
+        if k_formats and not self.takes_k_formats:
+            problems.append(f"{self.kind}: does not round to {k_formats[0]}; use gptq or rtn")
         problems += [
             text
             for layer in taken
@@ -250,9 +260,12 @@ class WeightPass(_Numbers, Pass):
     def decision(self, layer: LayerFacts, target: Target) -> LayerDecision:
         scheme = self.setting(layer, target)
         weights = scheme.weights
-        action = f"w{weights.bits}" if weights.kind == "int" and scheme.activations is None else scheme.name.lower()
+        plain = weights.kind == "int" and weights.scales == "float" and scheme.activations is None
+        action = f"w{weights.bits}" if plain else scheme.name.lower()
         reason = describe_scheme(scheme)
-        if (size := self.find_scheme(layer).weights.group_size) != weights.group_size:
+        if (wanted := self.find_scheme(layer)).name != scheme.name:
+            reason += f": {layer.shape[1]} inputs, which the {SUPER_BLOCK} of {wanted.name} do not divide"
+        elif (size := wanted.weights.group_size) != weights.group_size:
             reason += f": {layer.shape[1]} inputs, which {size} does not divide"
         if layer.role == "tied" and self.table_scheme(layer):
             reason += ", one table for embeddings and output layer"
@@ -260,7 +273,11 @@ class WeightPass(_Numbers, Pass):
 
     def fit_remark(self, layer: LayerFacts, target: Target) -> str | None:
         """Return a sentence for a layer that gets other groups than the recipe asks for, or None."""
-        wanted, size = self.find_scheme(layer).weights.group_size, self.setting(layer, target).weights.group_size
+        asked, given = self.find_scheme(layer), self.setting(layer, target)
+        wanted, size = asked.weights.group_size, given.weights.group_size
+        if asked.name != given.name:
+            inputs = f"{layer.shape[1]} inputs, which the {SUPER_BLOCK} of {asked.name} do not divide"
+            return f"{self.kind}: {layer.name} has {inputs}: {describe_scheme(given)}"
         if wanted == size:
             return None
         how = f"group_size {size}" if size > 0 else "one scale for each output channel"
@@ -357,7 +374,10 @@ class WeightPass(_Numbers, Pass):
         odd = {
             scheme.name
             for scheme in settings.values()
-            if scheme.activations or scheme.weights.kind == "float" or scheme.weights.bits not in (4, 8)
+            if scheme.activations
+            or scheme.weights.kind == "float"
+            or scheme.weights.scales != "float"
+            or scheme.weights.bits not in (4, 8)
         }
         return [
             f"{self.kind}: {name} needs a torch model; weights of an onnx: source get 4 or 8 bits (W4A16, W8A16)"
@@ -368,6 +388,8 @@ class WeightPass(_Numbers, Pass):
 def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
     """Return the bits that each weight takes, its share of the scales included."""
     weights, inputs = scheme.weights, layer.shape[1]
+    if weights.scales == "six-bit":
+        return K_BITS[weights.bits]
     size = weights.group_size
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
     return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
@@ -375,7 +397,7 @@ def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
 
 def format_of(scheme: Scheme) -> Format:
     """Return the name under which targets have a fact about the scheme."""
-    if scheme.activations is None and scheme.weights.kind == "int":
+    if scheme.activations is None and scheme.weights.kind == "int" and scheme.weights.scales == "float":
         return cast(Format, f"w{scheme.weights.bits}{'' if scheme.weights.symmetric else '-asym'}")
     return cast(Format, scheme.name.lower().replace("_", "-"))
 
@@ -383,6 +405,8 @@ def format_of(scheme: Scheme) -> Format:
 def describe_scheme(scheme: Scheme) -> str:
     """Format the scheme's name and its groups for the report."""
     size, rows = scheme.weights.group_size, scheme.weights.rows
+    if scheme.weights.scales == "six-bit":
+        return f"{scheme.name}, blocks of {SUPER_BLOCK}"
     groups = f"blocks of {rows} x {size}" if rows > 1 else f"group {size}"
     return f"{scheme.name}, " + (groups if size > 0 else "per channel" if size else "one scale")
 
@@ -414,6 +438,12 @@ def _group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target,
             text = f"{kind}: {layer.name} has {inputs} inputs, which the groups of {scheme.name}, {size}, do not divide"
             return f"{text}; ignore it, or give it another scheme under overrides"
         return None
+    if weights.scales == "six-bit":
+        odd = inputs % SUPER_BLOCK
+        text = (
+            f"{kind}: {layer.name} has {inputs} inputs, which the {SUPER_BLOCK} of {scheme.name} do not divide; {ways}"
+        )
+        return text if odd else None
     kernels = target.kernels(weights.bits)
     if size == 0 or (size > 0 and inputs % size):
         return f"{kind}: {layer.name} has {inputs} inputs, which group_size {size} does not divide; " + _suggest_sizes(

@@ -10,10 +10,12 @@ import numpy as np
 
 from compress.blocks.device import choose_device, describe_device
 from compress.blocks.experts import unstack_experts
+from compress.blocks.materialise import tied_names
 from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.training import n_rows
-from compress.errors import PlanError, SourceError
-from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, scoring_gaps
+from compress.errors import ExportError, PlanError, SourceError
+from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
+from compress.export.gguf import describe_gguf
 from compress.facts import ModelFacts, Note, SampleShapes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
@@ -26,7 +28,15 @@ from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
-from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
+from compress.planning.inputs import (
+    IMAGE_BATCH,
+    TEXTS,
+    Inputs,
+    calibration_tokens,
+    read_inputs,
+    student_spec,
+    text_fill,
+)
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
@@ -35,7 +45,7 @@ from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
 from compress.prune.shrink import remove_all
 from compress.prune.surgery import remove
-from compress.recipe.exports import CheckpointExport
+from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
@@ -78,6 +88,7 @@ def make_plan(
     filled = text_fill(inputs, "train")
     expected = forecast(recipe, before, after, samples, batch, tokens, filled, decisions, find_timed_batch(inputs))
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
+    checkpoints.append(_check_gguf(inputs, schemes))
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
         problems = [problem for found, _ in checkpoints for problem in found]
@@ -160,15 +171,47 @@ def _check_checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[lis
     return [f"export.{index}: {problem}" for problem in checkpoint_problems(*about)], notes
 
 
+def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]]:
+    """Return why a GGUF file cannot be written of the model, and notes on it; nothing where none is asked for."""
+    recipe = inputs.recipe
+    index, export = next(((i, e) for i, e in enumerate(recipe.export) if isinstance(e, GgufExport)), (0, None))
+    if export is None or inputs.facts.source == "onnx" or not recipe.model.generates:
+        text = (
+            f"export.{index}: a GGUF file holds a model that generates text, and this one's task is {recipe.model.task}"
+        )
+        return [] if export is None or recipe.model.generates else [text], []
+    spec = recipe.model
+    for pass_ in recipe.passes:
+        if (student := pass_.find_student()) is not None:
+            spec = student_spec(spec, student)
+    source = locate(spec, recipe.root)
+    module, _ = module_on_meta(spec, source, recipe.root)
+    unstack_experts(module)
+    problems = list(find_tied_problems(inputs.facts, schemes))
+    try:
+        described = describe_gguf(module, schemes, export, source.folder, {}, tied_names(module))
+    except ExportError as error:
+        return [f"export.{index}: {error}"], []
+    problems += described.problems
+    if source.shapes is not None:
+        problems.append(f"{source.shapes.name} has sizes that config.json cannot say, and a GGUF file says no more")
+    notes = [Note("warning", f"gguf: {text}") for text in described.notes]
+    return [f"export.{index}: {text}" for text in problems], notes
+
+
 def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:
     """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
     recipe, units = inputs.recipe, dict[str, int]()
     for pass_, facts in zip(recipe.passes, before, strict=True):
         units |= pass_.plan_units(facts)
-    checkpoint = any(isinstance(export, CheckpointExport) for export in recipe.export)
-    why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if checkpoint and units else ""
+    written = [export for export in recipe.export if isinstance(export, CheckpointExport | GgufExport)]
+    why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if written and units else ""
     if not why:
         return []
+    if any(isinstance(export, GgufExport) for export in written):
+        raise PlanError(
+            f"export: a GGUF file cannot say the sizes that prune_channels leaves ({why}); use other ratios"
+        )
     text = (
         f"no config.json can say the sizes that prune_channels leaves ({why}): the checkpoint gets a shapes.json, by "
         "which `dir:` loads it, and transformers and vLLM do not; other ratios or dimensions may leave what it can say"

@@ -17,7 +17,7 @@ from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
-from compress.recipe.exports import Engine, GraphExport, OnnxExport
+from compress.recipe.exports import CheckpointExport, Engine, GgufExport, GraphExport, OnnxExport
 from compress.recipe.schema import Recipe
 from compress.tasks import TORCH_TASKS, find_torch_task
 from runtime.backends import BACKENDS
@@ -167,8 +167,10 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         for pass_ in recipe.passes:
             if name != recipe.target and (text := pass_.explain_refusal(target)):
                 problems.append(f"{where}: {text}")
-            if export.kind == "checkpoint" and pass_.stage_on(facts) == "graph":
-                problems.append(f"{where}: {pass_.kind} rewrites the ONNX graph, which a checkpoint is not made from")
+            if isinstance(export, CheckpointExport | GgufExport) and pass_.stage_on(facts) == "graph":
+                problems.append(
+                    f"{where}: {pass_.kind} rewrites the ONNX graph, which kind: {export.kind} is not made from"
+                )
     if recipe.target not in {name for _, name in seen}:
         missing = f"{{kind: {TARGETS[recipe.target].reads}, target: {recipe.target}}}"
         problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {missing}")
@@ -179,8 +181,9 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
             problems.append(
                 f"export.{index}: an encoder-decoder is written as ONNX files, not as {export.kind}; use {{kind: onnx}}"
             )
-    if facts.source == "onnx" and any(export.kind == "checkpoint" for export in recipe.export):
-        problems.append("export: a checkpoint is made from a torch model, and an onnx: source is none")
+    for kind in dict.fromkeys(e.kind for e in recipe.export if isinstance(e, CheckpointExport | GgufExport)):
+        if facts.source == "onnx":
+            problems.append(f"export: kind: {kind} is made from a torch model, and an onnx: source is none")
     return problems
 
 

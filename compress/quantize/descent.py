@@ -31,14 +31,15 @@ def descend(
     sweeps: int,
     compute: Compute = "float32",
     gone: Tensor | None = None,
+    rescale: bool = True,
 ) -> tuple[Tensor, Grid]:
     """Return better levels [out, in] and scales for `weight` [out, in] than those given, under a damped Gram matrix.
 
     That is `gram`, float32 [in, in], with `added` [in] on its diagonal, which makes that positive. Nothing given is
     changed. `compute`: the type of the large products; in bfloat16 a level may come out one beside the best.
-    `gone` [out, in]: True where the level stays that of zero, which it is in `levels`.
+    `gone` [out, in]: True where the level stays that of zero, which it is in `levels`. `rescale`: scales may change.
     """
-    work = _Descent(weight, gram, added, levels, grid, getattr(torch, compute), gone)
+    work = _Descent(weight, gram, added, levels, grid, getattr(torch, compute), gone, rescale)
     for _ in range(sweeps):
         work.sweep()
     return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
@@ -56,7 +57,9 @@ class _Descent:
         grid: Grid,
         dtype: torch.dtype,
         gone: Tensor | None,
+        rescale: bool = True,
     ) -> None:
+        self.rescale = rescale
         power = power_of_two(gram.diagonal().amax())  # 1 over the pivots of tiny inputs is no float32
         self.gram, self.added = gram.float() / power, added.float() / power
         self.numbers, self.rule = grid.numbers, grid.rule
@@ -76,11 +79,11 @@ class _Descent:
         for start in range(0, n, width):
             stop = min(start + width, n)
             residual = self._relevel(start, stop, self._compute_residual(start, stop))
-            if self.size <= BLOCK:
+            if self.rescale and self.size <= BLOCK:
                 for first in range(start, stop, self.size):
                     self._rescale(first, start, stop, residual)
             self.rough_left[start:stop] = self.left[start:stop]
-        if self.size > BLOCK:
+        if self.rescale and self.size > BLOCK:
             for first in range(0, n, self.size):
                 stop = first + self.size
                 self._rescale(first, first, stop, self._compute_residual(first, stop))

@@ -184,6 +184,7 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         first.bits,
         first.group_size,
         join([part.offsets for part in parts]),
+        {name: np.concatenate([part.stored[name] for part in parts]) for name in first.stored},
     )
 
 

@@ -19,6 +19,7 @@ else:
 
 CHECKPOINT_TARGET: TargetName = "transformers"
 """What a checkpoint is for where the recipe does not say."""
+GGUF_TARGET: TargetName = "llama.cpp"
 
 
 class GraphExport(Record):
@@ -48,6 +49,14 @@ class CheckpointExport(Record):
     """Of everything that stays float; default: what the source checkpoint has each tensor in."""
     max_shard_gib: Annotated[float, Field(gt=0)] = 5
     """The largest file."""
+
+
+class GgufExport(Record):
+    """One GGUF file with its tokenizer, as llama.cpp and what is built on it (Ollama, LM Studio) load."""
+
+    kind: Literal["gguf"] = "gguf"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float16"
+    """Of matrices that stay float; vectors are float32."""
 
 
 Size = Annotated[int, Field(ge=0)]
@@ -103,5 +112,5 @@ class TensorrtRtxExport(EngineExport):
 
 
 Engine = TensorrtExport | TensorrtRtxExport
-Export = OnnxExport | CheckpointExport | TensorrtExport | TensorrtRtxExport
+Export = OnnxExport | CheckpointExport | GgufExport | TensorrtExport | TensorrtRtxExport
 """All of them; `kind` tells them apart."""

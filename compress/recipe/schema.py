@@ -14,7 +14,16 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 
 from compress.formats.targets import TargetName
 from compress.passes import KINDS, Pass
-from compress.recipe.exports import CHECKPOINT_TARGET, AnyTarget, CheckpointExport, Export, GraphExport, OnnxExport
+from compress.recipe.exports import (
+    CHECKPOINT_TARGET,
+    GGUF_TARGET,
+    AnyTarget,
+    CheckpointExport,
+    Export,
+    GgufExport,
+    GraphExport,
+    OnnxExport,
+)
 from compress.specs import ChatSpec, DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Judgement, Postprocess
 from runtime.metrics import is_own
@@ -206,6 +215,8 @@ class Recipe(Record):
         """Return the runtime that a file is for."""
         if isinstance(export, CheckpointExport):
             return export.target or CHECKPOINT_TARGET
+        if isinstance(export, GgufExport):
+            return GGUF_TARGET
         return (export.target or self.target) if isinstance(export, OnnxExport) else export.kind
 
     def __eq__(self, other: object) -> bool:

@@ -29,6 +29,7 @@ from compress.graph.run import clone
 from compress.passes.gptq import Gptq
 from compress.quantize.gptq import Hessian, RoundedWeight, Rules, gptq_round, gptq_round_together, invert_hessian
 from compress.quantize.gram import Gram, gram_matrix
+from compress.quantize.k_quants import gptq_round_k
 from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
@@ -189,7 +190,9 @@ class _BlockRounding:
         weights = [matrix(self.knobs, self.block, name) for name in names]
         rules = _gptq_rules(self.knobs, scheme, self.target)
         with _name_errors(names):
-            if len(weights) == 1:
+            if scheme.weights.scales == "six-bit":
+                all_rounded = [gptq_round_k(weight, hessian, scheme.weights, rules) for weight in weights]
+            elif len(weights) == 1:
                 all_rounded = [gptq_round(weights[0], hessian, scheme.weights, rules)]
             else:
                 all_rounded = gptq_round_together(weights, hessian, scheme.weights, rules)

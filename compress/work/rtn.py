@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
+from compress.facts import Reading
 from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
+from compress.quantize.gptq import SMALL
 from compress.quantize.state import GraphState
 from compress.work.block_layers import (
+    BlockLayers,
     InputRanges,
     block_layers,
     find_shared,
@@ -47,18 +52,42 @@ def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassRes
     return PassResult(state, (*(knobs.decision(facts, target) for facts in taken), *kept))
 
 
+class _Importance:
+    """The mean square of each input of a block's layers."""
+
+    def __init__(self, layers: BlockLayers) -> None:
+        self.layers, self.totals = layers, dict[str, Tensor]()
+
+    def see(self, reading: Reading, rows: Tensor) -> None:
+        """Add rows [n, in] that layers of the block read."""
+        squares = rows.double().square().sum(0)
+        for layer in self.layers.of(reading.layers):
+            self.totals[layer] = self.totals[layer] + squares if layer in self.totals else squares
+
+    def of(self, layer: str) -> Tensor | None:
+        """Return the weight of each input [in] over all processes; None where no data reached the layer."""
+        zeros = torch.zeros(self.layers.facts[layer].shape[1], dtype=torch.float64)
+        total = sum_over_processes(self.totals.get(layer, zeros))
+        mean = total.mean()
+        # what was always zero here counts a little, because serving may use it
+        return (total / mean + SMALL).float() if mean > 0 else None
+
+
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=knobs.needs_calibration, tables=knobs.takes_tables)
     for block in stream:
         layers = block_layers(knobs, block, context.target)
         inputs = InputRanges.of(layers.schemes)
+        seen = _Importance(layers) if knobs.importance else None
         try:
             if inputs.schemes:
                 block.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
+            if seen is not None:
+                block.collect(seen.see, [reading for reading in block.readings if layers.of(reading.layers)])
             shared = find_shared(knobs, block, layers.schemes)
             for layer, scheme in layers.schemes.items():
-                values = matrix(knobs, block, layer)
-                weight = nearest(values, scheme, context.target, shared=shared.get(layer))
+                values, weighting = matrix(knobs, block, layer), None if seen is None else seen.of(layer)
+                weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
         except ValueError as error:
             raise PassError(f"rtn: {block.name}: {error}") from error

@@ -124,11 +124,11 @@ def find_encoder(model: Path) -> Path | None:
     return encoder if model != encoder and encoder.is_file() else None
 
 
-def engine_files(engine: Path) -> tuple[Path, ...]:
-    """Return the engine's own file. BundleError if it is missing."""
-    if not engine.is_file():
-        raise BundleError(f"{engine}: the engine's file is missing")
-    return (engine,)
+def single_file(path: Path) -> tuple[Path, ...]:
+    """Return the one file of an engine or of a GGUF model. BundleError if it is missing."""
+    if not path.is_file():
+        raise BundleError(f"{path}: the file is missing")
+    return (path,)
 
 
 def model_size(model: Path) -> int:

@@ -35,12 +35,12 @@ from runtime.bundle.files import (
     checkpoint_files,
     checkpoint_size,
     code_problem,
-    engine_files,
     inside,
     model_files,
     model_size,
     regular_files,
     sha256_of,
+    single_file,
     write_whole,
 )
 from runtime.bundle.manifest import (
@@ -126,7 +126,7 @@ FOLDERS = ("model/", "baseline/", "evaluation/")
 WRITTEN_AFTERWARDS = re.compile(r"report\.(?:json|md|xml|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log")
 """Names of what validation writes, a draft that a kill left of it included."""
 MAX_MANIFEST_BYTES = 64 * 2**20
-FILES_OF = {"onnx": model_files, "checkpoint": checkpoint_files, "engine": engine_files}
+FILES_OF = {"onnx": model_files, "checkpoint": checkpoint_files, "gguf": single_file, "engine": single_file}
 """Kind of artifact -> the files that its size counts."""
 
 
@@ -443,6 +443,8 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        what = {"checkpoint": "in its tensors", "engine": "in the file"}.get(artifact.kind, "with external data")
+        what = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file"}.get(
+            artifact.kind, "with external data"
+        )
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []

@@ -98,13 +98,18 @@ class Artifact:
     """The file and its external data; all the folder's safetensors of a checkpoint."""
     cache: KvCacheSpec | None = None
     """A decoder's; None: each call reads whole texts."""
-    kind: Literal["onnx", "checkpoint", "engine"] = "onnx"
-    """A checkpoint is not run here: its quality was measured when it was built."""
+    kind: Literal["onnx", "checkpoint", "gguf", "engine"] = "onnx"
+    """A checkpoint, and a GGUF file, is not run here: its quality was measured when it was built."""
     engine: EngineRecord | None = None
     """An engine's: what it was compiled with and for."""
     remote_code: bool = False
     """A checkpoint's whose recipe said `trust_remote_code`: *.py files beside its config.json are the model's own. They
     are never run here."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Return whether it holds weights alone, for an engine that has the model's code, and is not run here."""
+        return self.kind in ("checkpoint", "gguf")
 
     def __post_init__(self) -> None:
         if (self.kind == "engine") != (self.engine is not None):

@@ -53,7 +53,7 @@ class Case:
     @property
     def is_checkpoint(self) -> bool:
         """Return whether the candidate is a checkpoint, which is not run here."""
-        return self.manifest.candidate_for(self.backend).kind == "checkpoint"
+        return self.manifest.candidate_for(self.backend).is_checkpoint
 
 
 @dataclass(frozen=True)

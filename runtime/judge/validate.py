@@ -160,7 +160,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     if not backends and not manifest.generates:
         others = available_others(manifest, main)
     candidate = manifest.candidate_for(main)
-    if candidate.kind == "checkpoint":
+    if candidate.is_checkpoint:
         backend_note = (
             f"Quality was measured by {_name_scorer(manifest)} at the build: {_NOT_RUN.format(candidate.target)}."
         )

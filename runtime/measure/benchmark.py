@@ -203,7 +203,7 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
         raise BundleError(f"the bundle has no artifact 'baseline' to compare with; it has {', '.join(sorted(names))}")
     before, after = manifest.baseline_for(backend), manifest.candidate_for(backend)
     for artifact in (before, after):
-        if artifact.kind == "checkpoint":
+        if artifact.is_checkpoint:
             raise BundleError(f"the {artifact.name} is a checkpoint for {artifact.target}, which is not run here")
     return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
 

@@ -32,14 +32,15 @@ PASS_FOR: dict[str, Pass] = {
     "kv-fp8": KvCache(),
     **{f"w{bits}": Rtn(bits=bits) for bits in range(2, 9)},
     **{f"w{bits}-asym": Rtn(bits=bits, symmetric=False) for bits in range(2, 9)},
+    **{f"q{bits}-k": Rtn(scheme=f"Q{bits}_K") for bits in range(2, 7)},
 }
 EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
 
 
 def plan(target: Target, one: str) -> PassPlan:
     facts = replace(facts_of(graphs.transformer()), source="torch", structure=ONE_BLOCK)
-    wide = tuple(replace(layer, shape=tuple(4 * size for size in layer.shape)) for layer in facts.layers)
-    facts = replace(facts, layers=wide)  # which blocks of 128 divide
+    wide = tuple(replace(layer, shape=tuple(8 * size for size in layer.shape)) for layer in facts.layers)
+    facts = replace(facts, layers=wide)  # which blocks of 128 and 256 divide
     return PASS_FOR[one].check(facts, target)
 
 

@@ -43,7 +43,25 @@ def decoder(ffn: int = 172, **bits: float) -> ModelFacts:
 def test_every_preset_is_taken_by_its_name_in_any_case(name: str) -> None:
     assert Rtn(scheme=name.lower()).find_scheme(layer("a")) == PRESETS[name]
     assert format_of(PRESETS[name]) in ANY.formats
-    assert not Rtn(scheme=name).check(decoder(256), ANY).problems
+    k_format = name.endswith("_K")
+    target, targets = (TARGETS["llama.cpp"], ("re:.*down",)) if k_format else (ANY, ())
+    assert not Rtn(scheme=name, targets=targets).check(decoder(256), target).problems
+
+
+def test_k_formats_have_groups_of_their_own_and_fall_back_where_256_does_not_divide() -> None:
+    with pytest.raises(ValidationError, match="scheme Q4_K has groups of its own; leave group_size out"):
+        Rtn(scheme="Q4_K", group_size=64)
+    target = TARGETS["llama.cpp"]
+    refused = Rtn(scheme="Q4_K").check(decoder(256), target).problems
+    assert "has 128 inputs, which the 256 of Q4_K do not divide; set indivisible: fit" in refused[0]
+    fitted = Gptq(scheme="Q4_K", indivisible="fit").check(decoder(256), target)
+    assert not fitted.problems
+    names = {layer: scheme.name for layer, scheme in fitted.schemes.items()}
+    assert names["layers.0.mlp.down"] == "Q4_K" and names["layers.0.mlp.up"] == "W5A16"
+    assert any(
+        "layers.0.mlp.up has 128 inputs" in note.text and "W5A16, group 32" in note.text for note in fitted.notes
+    )
+    assert "awq: does not round to Q4_K; use gptq or rtn" in Awq(scheme="Q4_K").check(decoder(256), target).problems
 
 
 def test_without_a_scheme_groups_are_of_32() -> None:

@@ -1,0 +1,422 @@
+"""Claims about GGUF files, made by recipes like recipes/int4-llm-llamacpp.yaml: llama.cpp computes what torch computes.
+
+Structure: random models of each architecture that is written, in float32: no logit of 48 tokens differs by more than
+1e-4 of the logits' standard deviation from transformers' (3e-3 where GELU is computed, which llama.cpp looks up in a
+table of half floats), and texts become the same tokens. Numbers: tinystories656k in
+Q4_0, Q4_1 and Q8_0: nats per token in llama.cpp, which rounds inputs to eight bits, within 0.005 of the report's, and
+the same 24 greedy tokens as torch gives wherever its first choice leads by 0.05. K formats: the same model made 256
+wide by a random rotation (the same function; no row of 128 inputs fits one), its layers in Q4_K: nats per token of
+`rtn` with `importance`, and of `gptq`, below those of llama.cpp's own quantizer with an importance matrix from the same
+tokens, all three scored in llama.cpp on every second story.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Call, Claim, Measured, Peer, Row, apply_recipe, at_most, run_job, run_script
+from language import CALIBRATED, EVALUATED, encode_stories, load_causal, nats_per_token, read_stories
+from torch import Tensor, nn
+
+MODEL = "models/tinystories656k-hf"
+NEEDS = (f"{MODEL}/config.json", "data/tinystories/stories.jsonl")
+RUN, QUANTIZE = (
+    Peer("llama.cpp", "llamacpp_gguf.py", venv="llamacpp"),
+    Peer("llama.cpp's quantizer", "llamacpp_quantize.py", venv="llamacpp"),
+)
+TEXT = "Hello there, it's 2026! I've 12345 apples;\n\n  we're   fine. Ünïcode \U0001f680 日本"
+BYTE_LEVEL = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA = {"head_dim": 48, "query_pre_attn_scalar": 48, "sliding_window": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with biases, tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama, scaled rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama, yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"head_dim": 48, "sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 48}),
+    "qwen3, experts": (
+        "qwen3_moe",
+        {
+            "head_dim": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma": ("gemma", {"head_dim": 48}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3, long rope": (
+        "phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.1 * i for i in range(16)],
+                "long_factor": [2.0 + 0.1 * i for i in range(16)],
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+}
+"""Name -> transformers' model type, and what its configuration has beside SHAPE."""
+TOKENS = 48
+STRUCTURE, GELU, NATS = 1e-4, 3e-3, 0.005
+SURE = 0.05
+RECIPE = """\
+version: 1
+name: gguf
+model: {{source: "dir:{model}", task: text-generation}}
+preprocess: {{kind: language, max_length: 512, bos_token_id: 1}}
+data:
+  calibration: {{source: "jsonl:{data}", skip: {first}, samples: {n_calibration}, shuffle: false}}
+  evaluation: {{source: "jsonl:{data}", skip: 200, samples: {n_evaluation}, shuffle: false}}
+target: llama.cpp
+passes: [{passes}]
+export:
+  - {{kind: gguf, dtype: {dtype}}}
+"""
+STORED = {
+    "Q4_0": "{kind: gptq, scheme: W4A16, group_size: 32}",
+    "Q4_1": "{kind: gptq, scheme: W4A16_ASYM, group_size: 32}",
+    "Q8_0": "{kind: rtn, scheme: W8A16, group_size: 32}",
+}
+K_FORMATS = {"Q4_K": 12, "Q3_K": 11, "Q2_K": 10}
+"""Format -> GGML's number; the claim is about the first."""
+
+
+def measure(call: Call) -> Measured:
+    structure, rows = measure_structure(call)
+    numbers, more = measure_numbers(call)
+    k_formats, most = measure_k_formats(call)
+    return [*structure, *numbers, *k_formats], [*rows, *more, *most]
+
+
+def measure_structure(call: Call) -> Measured:
+    """Random models of every architecture."""
+    files, wanted, texts = {}, {}, {}
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(5, 500, TOKENS)
+    for name in list(FAMILIES)[: 4 if call.quick else None]:
+        folder = write_random(call, name)
+        bundle = write_bundle(call, f"family-{name}", folder, "", "float32", (4, 4))
+        files[name] = bundle / "model/model.gguf"
+        with torch.no_grad():
+            wanted[name] = load_causal(folder)(input_ids=torch.from_numpy(tokens)[None]).logits[0].numpy()
+        texts[name] = encode(folder, TEXT)
+    answers, logits = ask(call, "structure", files, [tokens], [TEXT])
+    rows, claims = [], []
+    for name, answer in answers.items():
+        row: Row = {"model": name, "backend": "llama.cpp F32", "failed": answer.get("failed")}
+        if not row["failed"]:
+            row["difference"] = float(np.abs(logits[name] - wanted[name]).max() / wanted[name].std())
+            row["tokenized alike"] = answer["tokenized"][0] == texts[name]
+        rows.append(row)
+        bar = GELU if FAMILIES[name][0].startswith(("gemma", "starcoder")) else STRUCTURE
+        claims.append(at_most(f"logits of {name}", row.get("difference"), bar))
+        claims.append(at_most(f"tokens of {name}, otherwise", float(not row.get("tokenized alike")), 0))
+    return claims, rows
+
+
+def measure_numbers(call: Call) -> Measured:
+    """Our integers of a real model."""
+    folder = call.bench / MODEL
+    stories = encode_stories(folder, read_stories(call.bench, EVALUATED))[: 10 if call.quick else None]
+    counts = (16, 10) if call.quick else (CALIBRATED[1] - CALIBRATED[0], EVALUATED[1] - EVALUATED[0])
+    bundles = {name: write_bundle(call, name, folder, passes, "float16", counts) for name, passes in STORED.items()}
+    files = {name: bundle / "model/model.gguf" for name, bundle in bundles.items()}
+    answers, _ = ask(call, "numbers", files, [np.array(story) for story in stories], [], 24)
+    rows, claims = [], []
+    for name, answer in answers.items():
+        report = json.loads((bundles[name] / "report.json").read_text(encoding="utf-8"))
+        stated = report["candidate"]["metrics"]["nll"]
+        greedy = surely_wrong(read_file(files[name]), stories[0], answer["greedy"])
+        row: Row = {"model": "tinystories656k", "backend": f"llama.cpp {name}", "nats": answer["nats"]}
+        row |= {"reported": stated, "bytes": answer["bytes"], "greedy tokens surely wrong": greedy}
+        rows.append(row)
+        claims.append(at_most(f"{name}: nats beside the report's", abs(answer["nats"] - stated), NATS))
+        claims.append(at_most(f"{name}: greedy tokens surely wrong", float(greedy), 0))
+    return claims, rows
+
+
+def measure_k_formats(call: Call) -> Measured:
+    """Q4_K by us and by llama.cpp, of the same model and tokens."""
+    source = call.bench / MODEL
+    folder = write_wide(source, call.out / "wide")
+    stories = encode_stories(source, read_stories(call.bench, EVALUATED))[: 20 if call.quick else None : 2]
+    calibration = encode_stories(source, read_stories(call.bench, CALIBRATED))[: 16 if call.quick else None]
+    same = abs(nats_per_token(load_causal(folder), stories[:4]) - nats_per_token(load_causal(source), stories[:4]))
+    counts = (len(calibration), 4)
+    files = {"float16": write_bundle(call, "wide-float", folder, "", "float16", counts) / "model/model.gguf"}
+    importance = call.out / "importance.npz"
+    np.savez(importance, **gather_importance(load_causal(folder), calibration))
+    for name in list(K_FORMATS)[: 1 if call.quick else None]:
+        theirs = call.out / f"llamacpp-{name}.gguf"
+        job = {"source": str(files["float16"]), "out": str(theirs), "type": K_FORMATS[name]}
+        run_job(QUANTIZE, job | {"importance": str(importance)}, call.out, f"quantize-{name}")
+        files[f"{name} llama.cpp, imatrix"] = theirs
+        for kind, passes in (("rtn, importance", "rtn, importance: true"), ("gptq", "gptq")):
+            made = write_bundle(
+                call, f"wide-{name}-{kind}", folder, f"{{kind: {passes}, scheme: {name}}}", "float16", counts
+            )
+            files[f"{name} {kind}"] = made / "model/model.gguf"
+    answers, _ = ask(call, "k-formats", files, [np.array(story) for story in stories], [])
+    rows: list[Row] = [
+        {"model": "tinystories656k, 256 wide", "backend": f"llama.cpp {name}", "nats": a["nats"], "bytes": a["bytes"]}
+        for name, a in answers.items()
+    ]
+    nats = {name: answer["nats"] for name, answer in answers.items()}
+    claims: list[Claim] = [at_most("the wide model is the same function, nats", same, 1e-4)]
+    for kind in ("rtn, importance", "gptq"):
+        gained = nats[f"Q4_K {kind}"] - nats["Q4_K llama.cpp, imatrix"]
+        claims.append(at_most(f"Q4_K {kind}: nats beside llama.cpp's with an imatrix", gained, 0.0))
+    return claims, rows
+
+
+def write_bundle(call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int]) -> Path:
+    slug = name.replace(", ", "-").replace(" ", "-").replace("'", "")
+    recipe = call.out / f"{slug}.yaml"
+    data = call.bench / "data/tinystories/stories.jsonl"
+    text = RECIPE.format(
+        model=folder,
+        data=data,
+        first=CALIBRATED[0],
+        n_calibration=counts[0],
+        n_evaluation=counts[1],
+        passes=passes,
+        dtype=dtype,
+    )
+    recipe.write_text(text, encoding="utf-8")
+    apply_recipe(recipe, (), call.out / slug, call.out / "cache")
+    return call.out / slug
+
+
+def ask(
+    call: Call, name: str, files: Mapping[str, Path], rows: Sequence[np.ndarray], texts: Sequence[str], greedy: int = 0
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What llama.cpp answers of each file, and its logits of the first row."""
+    tokens, logits = call.out / f"{name}-tokens.npz", call.out / f"{name}-logits.npz"
+    np.savez(tokens, **{f"row-{i:05}": row for i, row in enumerate(rows)})
+    job = {"models": {key: str(path) for key, path in files.items()}, "tokens": str(tokens), "logits": str(logits)}
+    answers = run_job(RUN, job | {"texts": list(texts), "greedy": greedy}, call.out, name)["models"]
+    with np.load(logits) as arrays:
+        return answers, dict(arrays)
+
+
+def write_random(call: Call, name: str) -> Path:
+    """A random model whose weights, norms and biases included, all matter, with a byte-level tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, more = FAMILIES[name]
+    folder = call.out / f"random-{name.replace(', ', '-').replace(' ', '-')}"
+    vocabulary = write_byte_tokenizer(folder, call, 1 if kind.startswith("qwen") else 3)
+    torch.manual_seed(0)
+    settings = {
+        **SHAPE,
+        "vocab_size": vocabulary,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.08,
+        **more,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_byte_tokenizer(folder: Path, call: Call, digits: int) -> int:
+    """A BPE of the stories' bytes, split as Llama 3 (3 digits) or Qwen 2 (1) split; the rows of its embeddings."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(ignore_merges=digits == 3))
+    split = pre_tokenizers.Split(Regex(BYTE_LEVEL % ("{1,3}" if digits == 3 else "")), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(read_stories(call.bench, (0, 100)), trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    whole.save_pretrained(folder)
+    return 512
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@torch.no_grad()
+def read_file(file: Path) -> nn.Module:
+    """A GGUF file as transformers reads it."""
+    from transformers import AutoModelForCausalLM
+
+    read: nn.Module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    return read.eval()
+
+
+@torch.no_grad()
+def surely_wrong(model: nn.Module, story: Sequence[int], made: Sequence[int]) -> int:
+    """How many greedy tokens are not the model's first choice although that leads by more than SURE, each judged on
+    the tokens before it."""
+    prompt = list(story[: max(2, len(story) // 4)])
+    logits = model(input_ids=torch.tensor([prompt + list(made)])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits[torch.arange(len(made)), torch.tensor(made)]
+    return int((logits.amax(1) - chosen > SURE).sum())
+
+
+@torch.no_grad()
+def gather_importance(model: nn.Module, stories: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """GGUF's tensor -> mean square of each of its inputs, as llama-imatrix gathers them."""
+    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+    names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+
+    def watch(written: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
+            sums[written] = sums.get(written, torch.zeros(seen.shape[1], dtype=torch.float64)) + seen.square().sum(0)
+            rows[written] = rows.get(written, 0) + len(seen)
+
+        return hook
+
+    hooks = []
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if parts[-1] in names:
+            hooks.append(module.register_forward_pre_hook(watch(f"blk.{parts[2]}.{names[parts[-1]]}.weight")))
+    for story in stories:
+        model(input_ids=torch.tensor([list(story)]))
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / rows[name]).float().numpy() for name, total in sums.items()}
+
+
+@torch.no_grad()
+def write_wide(source: Path, out: Path) -> Path:
+    """The same Llama with twice the width: its residual stream rotated into 256 dimensions, its heads into 32, a third
+    of its neurons in two halves. No weight is zero but rows of q and k."""
+    import shutil
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = load_causal(source)
+    config = small.config
+    torch.manual_seed(0)
+    width, wide, heads, kv = (
+        config.hidden_size,
+        2 * config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    size = width // heads
+    rotation = torch.linalg.qr(torch.randn(wide, width, dtype=torch.float64))[0].float()  # [wide, width]
+    settings = {
+        **config.to_dict(),
+        "hidden_size": wide,
+        "intermediate_size": 512,
+        "head_dim": 2 * size,
+        "rms_norm_eps": config.rms_norm_eps / 2,
+        "tie_word_embeddings": False,
+    }
+    made = LlamaForCausalLM(LlamaConfig(**settings)).float()
+    root = 2**0.5  # the mean square over twice as many dimensions is half as large
+    made.model.embed_tokens.weight.copy_(small.model.embed_tokens.weight @ rotation.T)
+    made.model.norm.weight.fill_(1 / root)
+    made.lm_head.weight.copy_((small.lm_head.weight * small.model.norm.weight) @ rotation.T)
+    for old, new in zip(small.model.layers, made.model.layers, strict=True):
+        new.input_layernorm.weight.fill_(1 / root)
+        new.post_attention_layernorm.weight.fill_(1 / root)
+        turn = old.input_layernorm.weight
+        # a pair of rows turns at the frequency of its number: pair i of 8 is pair 2 i of 16
+        places = torch.cat([torch.arange(0, size, 2), size + torch.arange(0, size, 2)])
+        for name, count, factor in (("q_proj", heads, root), ("k_proj", kv, 1.0)):
+            weight = (getattr(old.self_attn, name).weight * turn) @ rotation.T * factor
+            target = torch.zeros(count, 2 * size, wide)
+            target[:, places] = weight.reshape(count, size, wide)
+            getattr(new.self_attn, name).weight.copy_(target.reshape(-1, wide))
+        spread = torch.linalg.qr(torch.randn(kv, 2 * size, size))[0]  # [kv, 2 size, size]
+        values = ((old.self_attn.v_proj.weight * turn) @ rotation.T).reshape(kv, size, wide)
+        new.self_attn.v_proj.weight.copy_((spread @ values).reshape(-1, wide))
+        output = (rotation @ old.self_attn.o_proj.weight).reshape(wide, heads, size)
+        each = spread.repeat_interleave(heads // kv, 0)  # [heads, 2 size, size]
+        new.self_attn.o_proj.weight.copy_(torch.einsum("whs,hts->wht", output, each).reshape(wide, -1))
+        turn = old.post_attention_layernorm.weight
+        neurons = torch.cat([torch.arange(384), torch.arange(128)])
+        part = torch.rand(128)
+        shares = torch.cat([part, torch.ones(256), 1 - part])
+        for name in ("gate_proj", "up_proj"):
+            weight = (getattr(old.mlp, name).weight * turn) @ rotation.T
+            getattr(new.mlp, name).weight.copy_(weight[neurons])
+        new.mlp.down_proj.weight.copy_((rotation @ old.mlp.down_proj.weight)[:, neurons] * shares)
+    made.save_pretrained(out)
+    for path in source.glob("tokenizer*"):
+        shutil.copyfile(path, out / path.name)
+    return out
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(__doc__, NEEDS, measure))

@@ -1,0 +1,65 @@
+"""A GGUF file in a bundle: beside an ONNX graph, by itself with a verdict, refused before any work by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from makers import write_recipe
+from tiny_lm import language_folder, language_recipe
+from typer.testing import CliRunner, Result
+
+from compress.cli import app
+
+pytest.importorskip("gguf")
+W4: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
+GGUF = {"target": "llama.cpp", "export": [{"kind": "gguf"}]}
+
+
+def run(command: str, folder: Path, recipe: dict[str, Any]) -> Result:
+    file = write_recipe(folder / "recipe.yaml", recipe)
+    out = ["--out", str(folder / "out"), "--quiet"] if command == "apply" else []
+    done = CliRunner().invoke(app, [command, str(file), *out, "--cache", str(folder / "cache")])
+    assert "Traceback" not in done.output and "a defect" not in done.output, done.output
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_file_is_listed_with_its_size_and_judged(beside: bool, tmp_path: Path) -> None:
+    from runtime.bundle.format import verify
+
+    more = {"export": [{"kind": "onnx"}, {"kind": "gguf"}]} if beside else GGUF
+    done = run("apply", tmp_path, language_recipe(tmp_path, [W4], **more))
+    assert done.exit_code == 0, done.output
+    manifest = verify(tmp_path / "out")
+    artifact = manifest.artifact("gguf" if beside else "candidate")
+    assert (artifact.kind, artifact.target, artifact.precision) == ("gguf", "llama.cpp", "W4A16")
+    assert artifact.size_bytes == (tmp_path / "out" / artifact.path).stat().st_size
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["verdict"] == "pass" and report["candidate"]["metrics"]["nll"] > 0
+    if not beside:
+        assert f"llama-cli -m DIR/{artifact.path}" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("passes", "change", "said"),
+    [
+        ([W4 | {"group_size": 16}], GGUF, "kernels for group_size 32, 64, 128, 256"),
+        ([{"kind": "rtn", "scheme": "FP8_DYNAMIC"}], GGUF, "use scheme: W4A16 or Q4_K"),
+        ([{"kind": "gptq", "scheme": "Q4_K"}], GGUF, "has 64 inputs, which the 256 of Q4_K do not divide"),
+        ([{"kind": "awq", "scheme": "Q4_K"}], GGUF, "awq: does not round to Q4_K; use gptq or rtn"),
+        ([W4], {**GGUF, "target": "vllm"}, "target vllm"),
+    ],
+)
+def test_a_plan_refuses(passes: list[dict[str, Any]], change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    done = run("plan", tmp_path, language_recipe(tmp_path, passes, **change))
+    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
+
+
+def test_a_model_that_llama_cpp_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    language_folder(tmp_path / "lm", "llama", hidden_act="relu")
+    done = run("plan", tmp_path, language_recipe(tmp_path, [W4], **GGUF))
+    assert done.exit_code == 2 and "export.0: its activation is relu" in " ".join(done.output.split()), done.output
