@@ -77,6 +77,37 @@ class Resident(Protocol):
         ...
 
 
+class CacheState(Protocol):
+    """The keys and values of one batch, kept by the session that made them."""
+
+    def reset(self) -> None:
+        """Forget all that was read."""
+        ...
+
+    def run(self, feeds: Feeds) -> Feeds:
+        """Run one call on all inputs but the past, which follows what was read; outputs hold until the next call."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A session of a decoder that keeps keys and values itself; its `run` begins with nothing read."""
+
+    path: Path
+    past: tuple[TensorSpec, ...]
+    """The inputs of the file that became state; () where the file has the state itself."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+
+    def make_state(self) -> CacheState:
+        """Return a new state, which has read nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """One runtime."""
