@@ -219,13 +219,13 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
         config["INFERENCE_PRECISION_HINT"] = precision
     with _name_failure(path):
         model = core().read_model(path)
-        past = _keep_cache(path, model)
+        past = keep_decoder_cache(path, model)
         compiled = core().compile_model(model, "CPU", config)
     if past is not None:
         if options.get("static"):
             raise UsageError("openvino: static is for models whose calls keep their shapes; a decoder's do not")
-        inputs = tuple(spec for spec in _read_specs(compiled.inputs) if spec.name != BEAMS)
-        return OpenVinoDecoder(path, inputs, _read_specs(compiled.outputs), past, compiled)
+        inputs = tuple(spec for spec in read_specs(compiled.inputs) if spec.name != BEAMS)
+        return OpenVinoDecoder(path, inputs, read_specs(compiled.outputs), past, compiled)
 
     def specialize(feeds: Feeds) -> InferRequest:
         fixed = model.clone()
@@ -234,21 +234,21 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
 
     return OpenVinoSession(
         path,
-        _read_specs(compiled.inputs),
-        _read_specs(compiled.outputs),
+        read_specs(compiled.inputs),
+        read_specs(compiled.outputs),
         compiled.create_infer_request(),
         specialize if options.get("static") else None,
     )
 
 
-def _keep_cache(path: Path, model: Model) -> tuple[TensorSpec, ...] | None:
+def keep_decoder_cache(path: Path, model: Model) -> tuple[TensorSpec, ...] | None:
     """Make a decoder's keys and values its state, in place; return the inputs that became one, None of other models.
 
     BundleError for one whose attention OpenVINO computes otherwise than ONNX Runtime.
     """
     if path.suffix == IR:
         return () if has_operator(model, READ_STATE) else None
-    specs = _read_specs(model.inputs)
+    specs = read_specs(model.inputs)
     cache = find_decoder_cache(specs)
     if cache is None:
         return None
@@ -310,7 +310,8 @@ def _import_openvino() -> ModuleType:
     return library
 
 
-def _read_specs(ports: Sequence[Port]) -> tuple[TensorSpec, ...]:
+def read_specs(ports: Sequence[Port]) -> tuple[TensorSpec, ...]:
+    """Return the ports' names, numpy's names of their types, and shapes."""
     return tuple(TensorSpec(port.get_any_name(), port.element_type.to_dtype().name, _shape(port)) for port in ports)
 
 

@@ -245,7 +245,7 @@ def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None
 
 def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
     """Return rows for every way to run the bundle; with one backend only, what the benchmark timed."""
-    if not case.others and case.backend != "openvino":
+    if not case.others and (case.backend != "openvino" or case.manifest.generates):
         return only_main(case.manifest, case.backend, timed.latency_s)
     return compare(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
 
