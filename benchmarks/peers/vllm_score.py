@@ -1,7 +1,7 @@
 """Peer: vLLM on checkpoints, on the CPU: the nats of texts, and greedy answers to prompts.
 
 Job: folders {name: path}, dtype, context, texts ([[ids]]), prompts ([[ids]]), new_tokens. Answer: by name nats (for
-each predicted token of all texts) and answers ([[ids]]); or refused, the engine's own words, where it does not load one.
+each predicted token of all texts) and answers ([[ids]]); or refused, the engine's own words, where it loads none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def try_folder(job: Job, folder: str) -> dict[str, Any]:
 
     try:
         return score(job, folder)
-    except Exception as error:  # whatever an engine says to a checkpoint that it does not take
+    except Exception as error:  # noqa: BLE001 - whatever an engine says to a checkpoint that it does not take
         traceback.print_exc()
         return {"refused": first_line(str(error))}
     finally:
