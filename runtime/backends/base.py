@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -121,6 +121,8 @@ class Backend:
     """Imports what the backend needs, so that a model's memory can be told from its library's. MissingDependency."""
     decoders: bool = False
     """Whether it generates text: keys and values stay in its sessions between calls."""
+    exact: Options = field(default_factory=dict)
+    """Options with which what the file has in float32 is computed in float32: a baseline that is measured against."""
     planned_as: str = ""
     """Of a plug-in: the target as for which a recipe that names this backend is planned and its graph written."""
 

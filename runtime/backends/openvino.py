@@ -213,6 +213,7 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
         raise UsageError(
             f"openvino: precision is {precision!r}; give {', '.join(PRECISIONS)}, or none for OpenVINO's default"
         )
+    _import_openvino()
     (ir_files if path.suffix == IR else model_files)(path)
     config: dict[str, object] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     if precision is not None:
@@ -325,4 +326,6 @@ def _last_line(error: Exception) -> str:
     return [line for line in str(error).splitlines() if line.strip()][-1].strip()
 
 
-BACKEND = Backend("openvino", why_unavailable, open_session, _import_openvino, decoders=True)
+BACKEND = Backend(
+    "openvino", why_unavailable, open_session, _import_openvino, decoders=True, exact={"precision": "f32"}
+)
