@@ -81,7 +81,7 @@ def test_engines_that_triton_cannot_run(
         deploy(with_engine(image_bundle, runtime, **record), "triton", tmp_path / "models", serving)
 
 
-def test_refusals(image_bundle: Path, tmp_path: Path) -> None:
+def test_refusals(image_bundle: Path, make_decoder_bundle: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(PlaceError, match="is there already; choose another --out"):
         deploy(image_bundle, "docker", tmp_path / "there", Serving())
@@ -94,6 +94,8 @@ def test_refusals(image_bundle: Path, tmp_path: Path) -> None:
         deploy(image_bundle, "docker", image_bundle / "image", Serving())
     with pytest.raises(PlaceError, match="--instances: --to docker takes no such option"):
         deploy(image_bundle, "docker", tmp_path / "image", Serving(instances=2))
+    with pytest.raises(ExportError, match="is a decoder for onnxruntime-cpu, whose attention OpenVINO does not run"):
+        deploy(make_decoder_bundle(shared=True), "docker", tmp_path / "image", Serving(backend="openvino"))
     with pytest.raises(PlaceError, match="--to heroku: known: triton, docker, genai"):
         find_place("heroku")
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name or path.name == "genai"] == []

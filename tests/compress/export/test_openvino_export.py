@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from decoder_graphs import ALWAYS, exported, kinds, tokens
+from graphs import images, residual_cnn
 from makers import apply
 from tiny_lm import language_recipe
 
@@ -62,6 +63,16 @@ def test_the_same_graph_gives_the_same_bytes_and_weights_in_four_bits(tmp_path: 
     assert made[0] == made[1]
     weights = len(made[0][1])
     assert weights < 1.05 * graph.stat().st_size
+
+
+def test_a_model_that_writes_no_text(tmp_path: Path) -> None:
+    graph = tmp_path / "model.onnx"
+    save_graph(residual_cnn(), graph)
+    path, _, outputs = ir_export.write_ir(graph, tmp_path / "ir")
+    feeds = images(1)[0]
+    runs = (("onnxruntime-cpu", graph, {}), ("openvino", path, PRECISE))
+    found = [BACKENDS[name].open(file, 1, more).run(feeds)[outputs[0].name] for name, file, more in runs]
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
 
 
 RECIPE: dict[str, Any] = {"export": [{"kind": "openvino"}], "target": "openvino"}
