@@ -8,6 +8,7 @@ scales.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import PreprocessSpec
 
 MODEL, TOKENIZER, DETOKENIZER = "openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"
+COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")
+"""A name that OpenVINO made: of an operator's kind, and a number."""
 COMPARED = 32
 """Texts on which the converted tokenizer is held against the one that it was made from."""
 Specs = tuple[TensorSpec, ...]
@@ -99,7 +102,12 @@ def _split_otherwise(tokenizer: Any, request: Any, texts: Sequence[str]) -> Iter
 
 
 def _name_by_place(model: Any) -> None:
-    """Name operators by their place in the graph, where OpenVINO named them by how many it had made before."""
+    """Name by its place in the graph what was named by how many operators had been made before: Constant_5297."""
     for place, operator in enumerate(model.get_ordered_ops()):
-        if operator.get_friendly_name() == operator.get_name():
-            operator.set_friendly_name(f"{operator.get_type_name()}_{place}")
+        kind = operator.get_type_name()
+        if COUNTED.fullmatch(operator.get_friendly_name()):
+            operator.set_friendly_name(f"{kind}_{place}")
+        for output in operator.outputs():
+            counted = {name for name in output.get_names() if COUNTED.fullmatch(name) and name.startswith(f"{kind}_")}
+            if counted:
+                output.set_names((output.get_names() - counted) | {f"{kind}_{place}"})

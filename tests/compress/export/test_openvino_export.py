@@ -11,7 +11,7 @@ import pytest
 from decoder_graphs import ALWAYS, exported, kinds, tokens
 from graphs import images, residual_cnn
 from makers import apply
-from tiny_lm import language_recipe
+from tiny_lm import language_recipe, write_tokenizer
 
 from compress.errors import PlanError
 from compress.export import openvino as ir_export
@@ -104,3 +104,14 @@ def test_what_is_missing_is_told_before_any_work(tmp_path: Path, monkeypatch: py
     recipe = language_recipe(tmp_path, [{"kind": "rtn", "group_size": 32}], **RECIPE)
     with pytest.raises(PlanError, match=r"export\.0: openvino needs the packages openvino and openvino-tokenizers"):
         apply(recipe, tmp_path / "bundle", tmp_path / "cache", tmp_path)
+
+
+def test_the_same_tokenizer_gives_the_same_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("openvino_tokenizers")
+    write_tokenizer(tmp_path)
+    made = []
+    for _ in range(2):
+        assert ir_export.write_tokenizer(tmp_path, ["abc", "the end of it", ""]) == []
+        made.append({file.name: file.read_bytes() for file in tmp_path.glob("openvino_*")})
+    assert made[0] == made[1]
+    assert len(made[0]) == 4
