@@ -1,6 +1,7 @@
 """OpenVINO on the CPU: reads the same ONNX file, or its own IR, and is often faster on Q/DQ operators.
 
-A decoder keeps keys and values as its state, in OpenVINO's memory.
+A decoder is rewritten to keep keys and values itself, as OpenVINO GenAI needs it too: what its file has as inputs
+(past) and outputs (present) becomes state, which stays where the model computes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,13 +26,16 @@ from runtime.backends.base import (
     check_open,
     choose_outputs,
 )
-from runtime.backends.openvino_state import BEAMS, READ_STATE, SHARED_ATTENTION, has_operator, keep_cache
 from runtime.bundle.columns import Array
 from runtime.bundle.files import ir_files, model_files
 from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
+BEAMS = "beam_idx"
+"""A decoder's input, int32 [batch]: which row of the state each row of a call goes on from; OpenVINO GenAI's name."""
+READ_STATE, SHARED_ATTENTION = "ReadValue", "GroupQueryAttention"
+"""OpenVINO's names of what reads a state, and of ONNX Runtime's own attention."""
 IR = ".xml"
 """End of the name of OpenVINO's own format, whose weights lie beside it in a .bin."""
 TOKENS = "input_ids"
@@ -263,6 +267,44 @@ def keep_decoder_cache(path: Path, model: Model) -> tuple[TensorSpec, ...] | Non
     tokens = next(spec.name for spec in specs if spec.name.endswith(TOKENS))
     keep_cache(model, dict(cache.pairs()), tokens)
     return tuple(spec for spec in specs if spec.name in names)
+
+
+def has_operator(model: Any, kind: str) -> bool:
+    """Return whether an OpenVINO model has an operator of one kind."""
+    return any(operator.get_type_name() == kind for operator in model.get_ops())
+
+
+def keep_cache(model: Any, pairs: Mapping[str, str], tokens: str) -> None:
+    """Make the inputs `pairs` (past -> the output that is its present) a state of an OpenVINO model, in place.
+
+    `tokens`: the input whose first size is the batch. A state that was reset holds no token, for the batch of the call.
+    """
+    import openvino.opset13 as ops
+    from openvino._offline_transformations import apply_make_stateful_transformation
+
+    beams = ops.parameter([-1], np.int32, name=BEAMS)
+    beams.output(0).set_names({BEAMS})
+    axis = ops.constant(0, np.int64)
+    for past in pairs:
+        port = model.input(past)
+        readers = port.get_target_inputs()
+        chosen = ops.gather(port, beams, axis)  # [batch, heads, past, size]
+        for reader in readers:
+            reader.replace_source_output(chosen.output(0))
+    model.add_parameters([beams])
+    model.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(model, dict(pairs))
+    # Free sizes of a state begin at 0, the batch too, and to join that with one row reads beyond its memory (2026.4):
+    # every state begins as [batch, heads, 0, size] instead.
+    shape = ops.shape_of(model.input(tokens), output_type="i64")
+    batch = ops.gather(shape, ops.constant([0], np.int64), axis)
+    for operator in model.get_ops():
+        if operator.get_type_name() == READ_STATE:
+            fixed = [size.get_length() if size.is_static else 0 for size in operator.get_output_partial_shape(0)]
+            sizes = ops.concat([batch, *(ops.constant([size], np.int64) for size in fixed[1:])], 0)
+            empty = ops.constant(0, dtype=operator.get_output_element_type(0))
+            operator.set_arguments([ops.broadcast(empty, sizes)])
+    model.validate_nodes_and_infer_types()
 
 
 def find_decoder_cache(inputs: Sequence[TensorSpec]) -> KvCacheSpec | None:
