@@ -287,7 +287,10 @@ def run_job(peer: Peer, job: Mapping[str, Any], folder: Path, name: str) -> dict
 
 
 def peer_python(venv: str) -> Path:
-    """The interpreter of benchmarks/.venvs/<venv>, made of peers/<venv>.txt unless it is there with these pins."""
+    """The interpreter of benchmarks/.venvs/<venv>, made of peers/<venv>.txt unless it is there with these pins.
+
+    A line "# uninstall: NAME ..." there names packages that are asked for, but must not be there.
+    """
     folder, pins = HERE / ".venvs" / venv, HERE / "peers" / f"{venv}.txt"
     python, stamp = folder / "bin" / "python", folder / "pins.txt"
     if python.exists() and stamp.is_file() and stamp.read_bytes() == pins.read_bytes():
@@ -297,6 +300,8 @@ def peer_python(venv: str) -> Path:
     log = folder.parent / f"{venv}-install.log"
     _run([sys.executable, "-m", "venv", "--clear", str(folder)], log, ROOT)
     _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(pins)], log, ROOT)
+    for names in re.findall(r"^# uninstall: (.+)$", pins.read_text(encoding="utf-8"), re.MULTILINE):
+        _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *names.split()], log, ROOT)
     shutil.copyfile(pins, stamp)
     return python
 

@@ -106,6 +106,44 @@ def write_outliers(folder: Path, out: Path, n_channels: int = 3, factor: float =
     return out
 
 
+def write_wider_heads(folder: Path, out: Path) -> Path:
+    """A Llama's folder with heads twice as wide, of zeros: the same function, for engines that take no small heads.
+
+    Channel i of a head of n turns with i + n / 2 at base^(-2i / n); in a head of 2n, channels 2i and 2i + n turn as
+    fast, so that they go there. Queries grow by the root of 2, which the softmax's scale takes back. Returns `out`.
+    """
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    n_heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // n_heads
+    places = torch.arange(size) * 2  # i -> 2i, and i + n / 2 -> 2i + n
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        layer = name.split(".")[-2]
+        if layer in ("q_proj", "k_proj", "v_proj"):
+            heads = weight.reshape(-1, size, weight.shape[1])  # [heads, size, in]
+            wide = heads.new_zeros(len(heads), 2 * size, weight.shape[1])
+            wide[:, places] = heads * 2**0.5 if layer == "q_proj" else heads
+            weights[name] = wide.reshape(-1, weight.shape[1])
+        elif layer == "o_proj":
+            heads = weight.reshape(len(weight), n_heads, size)  # [out, heads, size]
+            wide = heads.new_zeros(len(weight), n_heads, 2 * size)
+            wide[:, :, places] = heads
+            weights[name] = wide.reshape(len(weight), -1)
+    if config.get("tie_word_embeddings") and "lm_head.weight" in weights:
+        weights["model.embed_tokens.weight"] = weights.pop(
+            "lm_head.weight"
+        )  # vLLM reads a tied table by this name only
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    text = json.dumps({**config, "head_dim": 2 * size}, indent=2)
+    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    return out
+
+
 def write_random_llama(folder: Path, shape: dict[str, Any], seed: int = 0) -> Path:
     """A Llama of random weights as a folder (float32, shards of at most 1 GB), with a tokenizer; returns it."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -80,7 +80,7 @@ class Bundle:
 
     def _run_frozen_samples(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the candidate's outputs over the frozen samples; a decoder's are scored beside the baseline's."""
-        from runtime.backends import open_artifact
+        from runtime.backends import find_backend, open_artifact
         from runtime.tasks.predict import facts_of, run_samples
 
         task, batch_size = self.manifest.task, self.manifest.judgement.batch_size
@@ -89,7 +89,8 @@ class Bundle:
                 self.session, self.preprocessor, task, columns, batch_size, facts=facts_of(self.manifest)
             )
         baseline = self.manifest.baseline_for(self.backend)
-        reference = open_artifact(self.root, baseline, self.backend, self.threads)
+        exact = find_backend(self.backend).exact
+        reference = open_artifact(self.root, baseline, self.backend, self.threads, exact)
         try:
             return run_samples(self.session, self.preprocessor, task, columns, batch_size, reference)
         finally:

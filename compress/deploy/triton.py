@@ -74,7 +74,10 @@ def write_repository(bundle: Path, out: Path, serving: Serving) -> tuple[Path, .
             "triton: a long text is several rows of the model, and an ensemble keeps one for each sample; use "
             "`compress-run serve`"
         )
-    artifact = manifest.candidate_for(serving.backend or manifest.target)
+    backend = serving.backend or manifest.target
+    artifact = manifest.candidate_for(backend)
+    if artifact.kind == "openvino":
+        artifact = manifest.graph_for(backend)  # Triton's ONNX Runtime reads the graph that the IR was made from
     if artifact.kind not in PLATFORMS:
         raise ExportError(f"triton: the {artifact.name} is a {artifact.kind}, which no backend of Triton loads")
     encoded = manifest.preprocess["kind"] in ENCODED

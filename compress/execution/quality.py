@@ -41,19 +41,26 @@ Columns = dict[str, np.ndarray]
 
 
 def run_graph(
-    path: Path, inputs: Inputs, specs: tuple[TensorSpec, ...], columns: Mapping[str, Any], beside: Path | None = None
+    path: Path,
+    inputs: Inputs,
+    specs: tuple[TensorSpec, ...],
+    columns: Mapping[str, Any],
+    beside: Path | None = None,
+    exact: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the outputs of a model file over samples, from the backend that will judge the bundle.
 
-    `beside`: of a language model, the file of the float one, which its tokens are compared with.
+    `beside`: of a language model, the file of the float one, which its tokens are compared with. `exact`: compute what
+    is float32 in float32, as `beside` always is.
     """
     recipe = inputs.recipe
     name = graph_backend(recipe.target, recipe.model.generates)  # the plan says where it is not the target
     with ExitStack() as stack:
         sessions = []
-        for file in (path, beside):
+        backend, threads = find_backend(name), recipe.validate_.benchmark.threads
+        for file, options in ((path, backend.exact if exact else {}), (beside, backend.exact)):
             if file is not None:
-                sessions.append(open_model(find_backend(name), file, recipe.validate_.benchmark.threads, {}))
+                sessions.append(open_model(backend, file, threads, options))
                 stack.callback(sessions[-1].close)
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         facts = BatchFacts(

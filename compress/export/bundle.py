@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ from compress.export.genai import write_genai_config
 from compress.export.gguf import FILE, write_gguf
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
+from compress.export.openvino import reads_texts, write_ir, write_tokenizer
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.quantize.state import FLOAT8, GraphState
-from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport
+from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
 from compress.recipe.schema import Recipe
 from compress.version import __version__
 from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder
-from runtime.bundle.files import write_whole
+from runtime.bundle.files import ir_files, write_whole
 from runtime.bundle.format import (
     HOST,
     Artifact,
@@ -58,8 +59,8 @@ FOLDER_FILES = (
     "preprocessor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
     "special_tokens_map.json",
+    "chat_template.jinja",
     "vocab.txt",
     "vocab.json",
     "merges.txt",
@@ -197,6 +198,10 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
             )
         artifacts.append(artifact)
         notes += file_notes
+        if isinstance(export, OpenVinoExport):
+            ir_artifact, file_notes = _write_openvino(staging, artifact, contents)
+            artifacts.append(ir_artifact)
+            notes += file_notes
         if isinstance(export, EngineExport):
             pair = (artifact, artifacts[0])
             made = _write_engines(
@@ -223,6 +228,27 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
         if artifact.cache is not None and artifact.cache.shared_buffer and (folder / "config.json").is_file():
             write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
     return artifact, notes
+
+
+def _write_openvino(staging: Path, graph: Artifact, contents: Contents) -> tuple[Artifact, list[Note]]:
+    """Write the folder openvino/ from a graph that lies in the bundle: the IR, the tokenizer, the model's settings."""
+    folder = staging / "openvino"
+    path, inputs, outputs = write_ir(staging / graph.path, folder)
+    notes: list[Note] = []
+    if contents.folder is not None:
+        _copy_folder_files(contents.folder, folder, contents.tokenizer)
+        if reads_texts(contents.preprocess):
+            columns = [column for column in contents.samples.values() if len(column) and isinstance(column[0], str)]
+            notes = write_tokenizer(folder, [text for column in columns for text in column])
+    return replace(
+        graph,
+        name=f"ir-{graph.target}",
+        path=f"{folder.name}/{path.name}",
+        inputs=inputs,
+        outputs=outputs,
+        size_bytes=sum(file.stat().st_size for file in ir_files(path)),
+        kind="openvino",
+    ), notes
 
 
 def _write_checkpoint(

@@ -10,6 +10,7 @@ from compress.blocks.device import explain_no_device
 from compress.data.chat import MESSAGES
 from compress.engine.compile import list_capabilities, why_not_here
 from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
+from compress.export.openvino import missing_packages, reads_texts
 from compress.facts import LOWEST_OPSET, ModelFacts, Note
 from compress.formats.targets import TARGETS
 from compress.passes import Pass
@@ -17,7 +18,7 @@ from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
-from compress.recipe.exports import CheckpointExport, Engine, GgufExport, GraphExport, OnnxExport
+from compress.recipe.exports import CheckpointExport, Engine, GgufExport, GraphExport, OnnxExport, OpenVinoExport
 from compress.recipe.schema import Recipe
 from compress.tasks import TORCH_TASKS, find_torch_task
 from runtime.backends import BACKENDS
@@ -55,6 +56,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *benchmark_problems(inputs),
         *judging_problems(recipe),
         *engine_problems(inputs),
+        *openvino_problems(inputs),
         *limit_problems(recipe, expected, root),
         *device_problems(recipe),
     ]
@@ -317,6 +319,17 @@ def engine_problems(inputs: Inputs) -> list[str]:
         problems += [f"export.{index}: {text}" for text in profile_problems(ranges, specs, needed)]
         problems += [f"export.{index}: {text}" for text in _capability_problems(export, recipe)]
     return problems
+
+
+def openvino_problems(inputs: Inputs) -> list[str]:
+    """Report what writing OpenVINO's IR and tokenizer lacks here."""
+    missing = missing_packages(reads_texts(inputs.preprocess))
+    return [
+        f"export.{index}: openvino needs the packages {' and '.join(missing)}, which are not installed: pip install "
+        f"{' '.join(missing)}; or use {{kind: onnx, target: openvino}}"
+        for index, export in enumerate(inputs.recipe.export)
+        if isinstance(export, OpenVinoExport) and missing
+    ]
 
 
 def engine_notes(inputs: Inputs) -> list[Note]:

@@ -111,6 +111,15 @@ class TensorrtRtxExport(EngineExport):
     """GPUs that it is for, such as "8.6" (RTX 30) or "8.9" (RTX 40)."""
 
 
+class OpenVinoExport(GraphExport):
+    """OpenVINO's IR, with the tokenizer as a model: a folder that OpenVINO GenAI and optimum-intel load.
+
+    The ONNX graph that it is made from is in the bundle, too. A decoder keeps keys and values as its state.
+    """
+
+    kind: Literal["openvino"] = "openvino"
+
+
 Engine = TensorrtExport | TensorrtRtxExport
-Export = OnnxExport | CheckpointExport | GgufExport | TensorrtExport | TensorrtRtxExport
+Export = OnnxExport | CheckpointExport | GgufExport | TensorrtExport | TensorrtRtxExport | OpenVinoExport
 """All of them; `kind` tells them apart."""

@@ -17,6 +17,7 @@ from runtime.backends.base import (
     Options,
     Resident,
     Session,
+    Stateful,
     open_model,
 )
 from runtime.backends.tensorrt import HOST_CODE, WEIGHTS, check_engine
@@ -33,6 +34,7 @@ __all__ = [
     "Feeds",
     "Resident",
     "Session",
+    "Stateful",
     "find_backend",
     "open_artifact",
     "open_model",

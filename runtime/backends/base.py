@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -77,6 +77,37 @@ class Resident(Protocol):
         ...
 
 
+class CacheState(Protocol):
+    """The keys and values of one batch, kept by the session that made them."""
+
+    def reset(self) -> None:
+        """Forget all that was read."""
+        ...
+
+    def run(self, feeds: Feeds) -> Feeds:
+        """Run one call on all inputs but the past, which follows what was read; outputs hold until the next call."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A session of a decoder that keeps keys and values itself; its `run` begins with nothing read."""
+
+    path: Path
+    past: tuple[TensorSpec, ...]
+    """The inputs of the file that became state; () where the file has the state itself."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+
+    def make_state(self) -> CacheState:
+        """Return a new state, which has read nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """One runtime."""
@@ -90,6 +121,8 @@ class Backend:
     """Imports what the backend needs, so that a model's memory can be told from its library's. MissingDependency."""
     decoders: bool = False
     """Whether it generates text: keys and values stay in its sessions between calls."""
+    exact: Options = field(default_factory=dict)
+    """Options with which what the file has in float32 is computed in float32: a baseline that is measured against."""
     planned_as: str = ""
     """Of a plug-in: the target as for which a recipe that names this backend is planned and its graph written."""
 

@@ -1,22 +1,45 @@
-"""OpenVINO on the CPU: reads the same ONNX file, and is often faster on its Q/DQ operators."""
+"""OpenVINO on the CPU: reads the same ONNX file, or its own IR, and is often faster on Q/DQ operators.
+
+A decoder is rewritten to keep keys and values itself, as OpenVINO GenAI needs it too: what its file has as inputs
+(past) and outputs (present) becomes state, which stays where the model computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.backends.base import (
+    Backend,
+    Feeds,
+    Options,
+    Session,
+    check_call,
+    check_feeds,
+    check_open,
+    choose_outputs,
+)
 from runtime.bundle.columns import Array
-from runtime.bundle.files import model_files
+from runtime.bundle.files import ir_files, model_files
+from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
+BEAMS = "beam_idx"
+"""A decoder's input, int32 [batch]: which row of the state each row of a call goes on from; OpenVINO GenAI's name."""
+READ_STATE, SHARED_ATTENTION = "ReadValue", "GroupQueryAttention"
+"""OpenVINO's names of what reads a state, and of ONNX Runtime's own attention."""
+IR = ".xml"
+"""End of the name of OpenVINO's own format, whose weights lie beside it in a .bin."""
+TOKENS = "input_ids"
+"""End of the name of what a decoder reads: input_ids, or decoder_input_ids."""
 PRECISIONS = ("f32", "bf16")
 MOST_SHAPES = 8
 """Compiled at once with `static`; the one used longest ago goes."""
@@ -27,7 +50,9 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 class InferRequest(Protocol):
     """What is used of OpenVINO's class of that name."""
 
-    def infer(self, feeds: Feeds, *, share_inputs: bool) -> Mapping[int, Array]: ...
+    def infer(self, feeds: Feeds, *, share_inputs: bool, share_outputs: bool = False) -> Mapping[int, Array]: ...
+
+    def reset_state(self) -> None: ...
 
 
 class PortSize(Protocol):
@@ -59,6 +84,9 @@ class Port(Protocol):
 
 class Model(Protocol):
     """A model that was read and can be bound to sizes."""
+
+    @property
+    def inputs(self) -> Sequence[Port]: ...
 
     def clone(self) -> Model: ...
 
@@ -124,13 +152,64 @@ class OpenVinoSession:
         self.special.clear()
 
 
+@dataclass
+class OpenVinoDecoder:
+    """A compiled decoder that keeps keys and values as its state; `run` begins with nothing read."""
+
+    path: Path
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    past: tuple[TensorSpec, ...]
+    compiled: CompiledModel | None
+    whole: OpenVinoState | None = None
+    """Of calls that read whole texts, once there was one."""
+
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        check_feeds(self.inputs, feeds)
+        names = choose_outputs(self.outputs, outputs)
+        self.whole = self.whole or self.make_state()
+        self.whole.reset()
+        results = self.whole.run(feeds)
+        return {name: results[name].copy() for name in names}
+
+    def make_state(self) -> OpenVinoState:
+        request = check_open(self.path, self.compiled).create_infer_request()
+        return OpenVinoState(self.path, tuple(spec.name for spec in self.outputs), request)
+
+    def close(self) -> None:
+        self.compiled = self.whole = None
+
+
+@dataclass
+class OpenVinoState:
+    """The keys and values of one batch: the state of an inference request."""
+
+    path: Path
+    outputs: tuple[str, ...]
+    request: InferRequest
+
+    def reset(self) -> None:
+        self.request.reset_state()
+
+    def run(self, feeds: Feeds) -> Feeds:
+        n_rows = len(next(iter(feeds.values())))
+        given = {**feeds, BEAMS: np.arange(n_rows, dtype=np.int32)}
+        try:
+            results = self.request.infer(given, share_inputs=True, share_outputs=True)
+        except RuntimeError as error:  # OpenVINO has no classes of its own
+            raise UsageError(
+                f"{self.path}: OpenVINO could not run the decoder on these inputs: {_last_line(error)}"
+            ) from error
+        return {name: results[index] for index, name in enumerate(self.outputs)}
+
+
 def open_session(path: Path, threads: int, options: Options) -> Session:
     """Compile for the device CPU, tuned for latency, in one stream of `threads` threads.
 
     The option `precision` is "f32", "bf16" or None (OpenVINO's default: bf16 where the CPU has it) and rules what the
     operators that are not quantized compute in. The option `static` (default False) compiles the model again for each
     new set of input shapes, which takes as long as loading it and makes every later call with them some per cent
-    faster: for callers whose shapes seldom change.
+    faster: for callers whose shapes seldom change. A decoder, whose shapes change with every token, has no such option.
     """
     check_call("openvino", threads, options, ("precision", "static"))
     precision = options.get("precision")
@@ -138,32 +217,111 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
         raise UsageError(
             f"openvino: precision is {precision!r}; give {', '.join(PRECISIONS)}, or none for OpenVINO's default"
         )
-    openvino = _import_openvino()
-    model_files(path)
+    _import_openvino()
+    (ir_files if path.suffix == IR else model_files)(path)
     config: dict[str, object] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     if precision is not None:
         config["INFERENCE_PRECISION_HINT"] = precision
-    try:
-        model = _core().read_model(path)
-        compiled = _core().compile_model(model, "CPU", config)
-    except RuntimeError as error:
-        raise BundleError(
-            f"{path}: OpenVINO {openvino.__version__} cannot load the model: {_last_line(error)}; "
-            "use the backend onnxruntime-cpu"
-        ) from error
+    with _name_failure(path):
+        model = core().read_model(path)
+        past = keep_decoder_cache(path, model)
+        compiled = core().compile_model(model, "CPU", config)
+    if past is not None:
+        if options.get("static"):
+            raise UsageError("openvino: static is for models whose calls keep their shapes; a decoder's do not")
+        inputs = tuple(spec for spec in read_specs(compiled.inputs) if spec.name != BEAMS)
+        return OpenVinoDecoder(path, inputs, read_specs(compiled.outputs), past, compiled)
 
     def specialize(feeds: Feeds) -> InferRequest:
         fixed = model.clone()
         fixed.reshape({name: list(values.shape) for name, values in feeds.items()})
-        return _core().compile_model(fixed, "CPU", config).create_infer_request()
+        return core().compile_model(fixed, "CPU", config).create_infer_request()
 
     return OpenVinoSession(
         path,
-        _read_specs(compiled.inputs),
-        _read_specs(compiled.outputs),
+        read_specs(compiled.inputs),
+        read_specs(compiled.outputs),
         compiled.create_infer_request(),
         specialize if options.get("static") else None,
     )
+
+
+def keep_decoder_cache(path: Path, model: Model) -> tuple[TensorSpec, ...] | None:
+    """Make a decoder's keys and values its state, in place; return the inputs that became one, None of other models.
+
+    BundleError for one whose attention OpenVINO computes otherwise than ONNX Runtime.
+    """
+    if path.suffix == IR:
+        return () if has_operator(model, READ_STATE) else None
+    specs = read_specs(model.inputs)
+    cache = find_decoder_cache(specs)
+    if cache is None:
+        return None
+    if has_operator(model, SHARED_ATTENTION):
+        # Its rows have lengths of their own, which OpenVINO (2026.4) reads of the first row alone.
+        raise BundleError(
+            f"{path}: its attention is {SHARED_ATTENTION}, written for onnxruntime-cpu; for OpenVINO add {{kind: "
+            "openvino}, or {kind: onnx, target: openvino}, to the recipe's export"
+        )
+    names = {past for past, _ in cache.pairs()}
+    tokens = next(spec.name for spec in specs if spec.name.endswith(TOKENS))
+    keep_cache(model, dict(cache.pairs()), tokens)
+    return tuple(spec for spec in specs if spec.name in names)
+
+
+def has_operator(model: Any, kind: str) -> bool:
+    """Return whether an OpenVINO model has an operator of one kind."""
+    return any(operator.get_type_name() == kind for operator in model.get_ops())
+
+
+def keep_cache(model: Any, pairs: Mapping[str, str], tokens: str) -> None:
+    """Make the inputs `pairs` (past -> the output that is its present) a state of an OpenVINO model, in place.
+
+    `tokens`: the input whose first size is the batch. A state that was reset holds no token, for the batch of the call.
+    """
+    import openvino.opset13 as ops
+    from openvino._offline_transformations import apply_make_stateful_transformation
+
+    beams = ops.parameter([-1], np.int32, name=BEAMS)
+    beams.output(0).set_names({BEAMS})
+    axis = ops.constant(0, np.int64)
+    for past in pairs:
+        port = model.input(past)
+        readers = port.get_target_inputs()
+        chosen = ops.gather(port, beams, axis)  # [batch, heads, past, size]
+        for reader in readers:
+            reader.replace_source_output(chosen.output(0))
+    model.add_parameters([beams])
+    model.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(model, dict(pairs))
+    # Free sizes of a state begin at 0, the batch too, and to join that with one row reads beyond its memory (2026.4):
+    # every state begins as [batch, heads, 0, size] instead.
+    shape = ops.shape_of(model.input(tokens), output_type="i64")
+    batch = ops.gather(shape, ops.constant([0], np.int64), axis)
+    for operator in model.get_ops():
+        if operator.get_type_name() == READ_STATE:
+            fixed = [size.get_length() if size.is_static else 0 for size in operator.get_output_partial_shape(0)]
+            sizes = ops.concat([batch, *(ops.constant([size], np.int64) for size in fixed[1:])], 0)
+            empty = ops.constant(0, dtype=operator.get_output_element_type(0))
+            operator.set_arguments([ops.broadcast(empty, sizes)])
+    model.validate_nodes_and_infer_types()
+
+
+def find_decoder_cache(inputs: Sequence[TensorSpec]) -> KvCacheSpec | None:
+    """Return the cache of a decoder, or of an encoder-decoder's decoder, by its inputs' names; None of other models."""
+    return find_cache(inputs) or find_cache(inputs, SELF_PAST, SELF_PRESENT)
+
+
+@contextmanager
+def _name_failure(path: Path) -> Iterator[None]:
+    """Turn what OpenVINO raises as it loads a model into a BundleError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BundleError(
+            f"{path}: OpenVINO {_import_openvino().__version__} cannot load the model: {_last_line(error)}; "
+            "use the backend onnxruntime-cpu"
+        ) from error
 
 
 def why_unavailable() -> str | None:
@@ -176,14 +334,14 @@ def why_unavailable() -> str | None:
 
 
 @cache
-def _core() -> Core:
+def core() -> Core:
     """Return the one Core of the process, which is never given up.
 
     Its CPU plugin makes memory of its own the stack of signal handlers, and frees that with itself: the next signal
     would end the process by a segmentation fault (2026.4).
     """
-    core: Core = _import_openvino().Core()
-    return core
+    made: Core = _import_openvino().Core()
+    return made
 
 
 def _import_openvino() -> ModuleType:
@@ -195,7 +353,8 @@ def _import_openvino() -> ModuleType:
     return library
 
 
-def _read_specs(ports: Sequence[Port]) -> tuple[TensorSpec, ...]:
+def read_specs(ports: Sequence[Port]) -> tuple[TensorSpec, ...]:
+    """Return the ports' names, numpy's names of their types, and shapes."""
     return tuple(TensorSpec(port.get_any_name(), port.element_type.to_dtype().name, _shape(port)) for port in ports)
 
 
@@ -209,4 +368,6 @@ def _last_line(error: Exception) -> str:
     return [line for line in str(error).splitlines() if line.strip()][-1].strip()
 
 
-BACKEND = Backend("openvino", why_unavailable, open_session, _import_openvino)
+BACKEND = Backend(
+    "openvino", why_unavailable, open_session, _import_openvino, decoders=True, exact={"precision": "f32"}
+)

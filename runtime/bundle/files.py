@@ -131,6 +131,15 @@ def single_file(path: Path) -> tuple[Path, ...]:
     return (path,)
 
 
+def ir_files(xml: Path) -> tuple[Path, ...]:
+    """Return an OpenVINO IR's .xml and the .bin beside it, its weights. BundleError if one is missing."""
+    weights = xml.with_suffix(".bin")
+    missing = [path.name for path in (xml, weights) if not path.is_file()]
+    if missing:
+        raise BundleError(f"{xml}: a file of the IR is missing: {', '.join(missing)}")
+    return xml, weights
+
+
 def model_size(model: Path) -> int:
     """Return the bytes of an .onnx file with its external data; errors as in `model_files`."""
     return sum(file.stat().st_size for file in model_files(model))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from runtime.bundle.files import (
     checkpoint_size,
     code_problem,
     inside,
+    ir_files,
     model_files,
     model_size,
     regular_files,
@@ -126,7 +127,13 @@ FOLDERS = ("model/", "baseline/", "evaluation/")
 WRITTEN_AFTERWARDS = re.compile(r"report\.(?:json|md|xml|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log")
 """Names of what validation writes, a draft that a kill left of it included."""
 MAX_MANIFEST_BYTES = 64 * 2**20
-FILES_OF = {"onnx": model_files, "checkpoint": checkpoint_files, "gguf": single_file, "engine": single_file}
+FILES_OF = {
+    "onnx": model_files,
+    "checkpoint": checkpoint_files,
+    "gguf": single_file,
+    "engine": single_file,
+    "openvino": ir_files,
+}
 """Kind of artifact -> the files that its size counts."""
 
 
@@ -397,17 +404,21 @@ def _path_problems(root: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name}: the same file as {folded[name.casefold()]} where case is not told apart"
 
 
-def _use_problems(manifest: Manifest, names: Iterable[str], used: Sequence[str]) -> Iterator[str]:
+def _use_problems(manifest: Manifest, names: Collection[str], used: Sequence[str]) -> Iterator[str]:
     """Yield a problem for each file that something could run, or whose folder holds nothing of the bundle's.
 
     Such a folder may be a package's: whoever stands in the bundle's folder and starts Python would run it. A
-    checkpoint's own code is told by its manifest, and lies where nothing but transformers looks for it.
+    checkpoint's own code is told by its manifest, and lies where nothing but transformers looks for it; a .bin is
+    weights where it lies with an .xml of its name in the folder of an IR.
     """
     homes = {name.partition("/")[0] for name in (*used, *FOLDERS)}
     own_code = {a.path.rpartition("/")[0] for a in manifest.artifacts if a.remote_code and "/" in a.path}
+    irs = {a.path.rpartition("/")[0] for a in manifest.artifacts if a.kind == "openvino" and "/" in a.path}
     for name in names:
         top, _, rest = name.partition("/")
         folder, _, file = name.rpartition("/")
+        if folder in irs and file.endswith(".bin") and name.removesuffix(".bin") + ".xml" in names:
+            continue
         if rest and top not in homes:
             yield f"{name}: no model of the manifest lies in the folder {top}; a bundle has no use for it"
         elif not (folder in own_code and file.endswith(".py")) and (problem := code_problem(name)):
@@ -443,8 +454,7 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        what = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file"}.get(
-            artifact.kind, "with external data"
-        )
+        whats = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file"}
+        what = (whats | {"openvino": "with its weights"}).get(artifact.kind, "with external data")
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
@@ -11,6 +11,7 @@ from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder, EngineRecord
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
+from runtime.errors import BundleError
 
 FORMAT_VERSION = 1
 RULES = ("max_drop", "min_retained", "min", "max", "min_speedup")
@@ -30,6 +31,8 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
         raise ValueError(f"{name} is {value}, above {most}")
 
 
+PAST, PRESENT = "past_key_values.{layer}.{kind}", "present.{layer}.{kind}"
+"""A decoder's earlier tokens: names of an input and an output; layer from 0, kind is key or value."""
 SELF_PAST, SELF_PRESENT = "past_key_values.{layer}.decoder.{kind}", "present.{layer}.decoder.{kind}"
 """In an encoder-decoder: its decoder's own earlier tokens."""
 CROSS = "cross.{layer}.{kind}"
@@ -51,9 +54,9 @@ class KvCacheSpec:
     head_size: int
     dtype: str = "float32"
     shared_buffer: bool = False
-    past: str = "past_key_values.{layer}.{kind}"
+    past: str = PAST
     """Name of an input; layer from 0, kind is key or value."""
-    present: str = "present.{layer}.{kind}"
+    present: str = PRESENT
     """Name of an output."""
 
     def __post_init__(self) -> None:
@@ -76,14 +79,34 @@ class KvCacheSpec:
         return pattern.replace("{layer}", str(layer)).replace("{kind}", kind)
 
 
+def find_cache(inputs: Iterable[TensorSpec], past: str = PAST, present: str = PRESENT) -> KvCacheSpec | None:
+    """Return the cache of a decoder whose inputs are named after `past`; None without one.
+
+    BundleError for one whose heads or size are free.
+    """
+    named = {spec.name: spec for spec in inputs}
+    count = 0
+    while past.format(layer=count, kind="key") in named:
+        count += 1
+    if not count:
+        return None
+    spec = named[past.format(layer=0, kind="key")]
+    heads, size = spec.shape[1], spec.shape[3]
+    if not isinstance(heads, int) or not isinstance(size, int):
+        raise BundleError(f"cache input '{spec.name}' {spec.shape}: heads and size must be numbers")
+    return KvCacheSpec(count, heads, size, spec.dtype, False, past, present)
+
+
 @dataclass(frozen=True)
 class Artifact:
-    """One model of the bundle: an .onnx file, a checkpoint's folder that another engine loads, or a compiled engine."""
+    """One model of the bundle: an .onnx file, a checkpoint's folder that another engine loads, a compiled engine, or
+    OpenVINO's IR."""
 
     name: str
-    """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend."""
+    """"candidate", "baseline", or "candidate-<target>" for a flavour made for another backend; "ir-openvino"."""
     path: str
-    """Of the .onnx file, of a checkpoint's config.json, or of an engine; relative to the bundle's folder.
+    """Of the .onnx file, of a checkpoint's config.json, of an engine, or of an IR's .xml; relative to the bundle's
+    folder.
 
     Of an encoder-decoder the decoder's .onnx file, beside which its encoder lies as encoder.onnx; `inputs`, `outputs`
     and `size_bytes` are of both together.
@@ -98,7 +121,7 @@ class Artifact:
     """The file and its external data; all the folder's safetensors of a checkpoint."""
     cache: KvCacheSpec | None = None
     """A decoder's; None: each call reads whole texts."""
-    kind: Literal["onnx", "checkpoint", "gguf", "engine"] = "onnx"
+    kind: Literal["onnx", "checkpoint", "gguf", "engine", "openvino"] = "onnx"
     """A checkpoint, and a GGUF file, is not run here: its quality was measured when it was built."""
     engine: EngineRecord | None = None
     """An engine's: what it was compiled with and for."""
@@ -422,12 +445,14 @@ class Manifest:
         return tuple(order for order in self.orders if order.name not in built)
 
     def candidate_for(self, backend: str) -> Artifact:
-        """Return the compressed model to run on `backend`: its engine or flavour if there is one, else "candidate"."""
-        return self._pick_first(f"engine-{backend}", f"candidate-{backend}", "candidate")
+        """Return the compressed model to run on `backend`: its engine, IR or flavour, else "candidate"."""
+        return self._pick_first(f"engine-{backend}", f"ir-{backend}", f"candidate-{backend}", "candidate")
 
     def graph_for(self, backend: str) -> Artifact:
-        """Return the ONNX file that `candidate_for` is, or was compiled from."""
+        """Return the ONNX file that `candidate_for` is, or was made from."""
         chosen = self.candidate_for(backend)
+        if chosen.kind == "openvino":
+            return self._pick_first(f"candidate-{backend}", "candidate")
         graphs = {order.name: order.graph for order in self.orders}
         return self.artifact(graphs.get(chosen.name, chosen.name))
 

@@ -3,7 +3,7 @@
 In ONNX Runtime no copy of the cache passes through numpy: a plain graph gives keys and values of all tokens so far as
 new tensors, which are bound as the next call's past as they are; a graph with `shared_buffer` writes into one buffer
 for each layer, made once and bound as past and as present. In an engine's device memory, what a call gives as present,
-the next reads as past.
+the next reads as past. In OpenVINO they are the model's state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session
+from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session, Stateful
 from runtime.backends.base import check_open
 from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec
+from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import positions
 from runtime.encode.seq2seq import DECODER_IDS
@@ -47,13 +47,15 @@ class Decoder:
     """
 
     def __init__(self, session: Session, cache: KvCacheSpec | None) -> None:
-        if not isinstance(session, (OnnxRuntimeSession, Resident)):
+        if not isinstance(session, (OnnxRuntimeSession, Resident, Stateful)):
             raise UsageError("text is not generated on this backend: it keeps no cache between calls")
         if cache is None:
             raise BundleError(f"{session.path}: its manifest describes no key-value cache; build the bundle again")
         self.cache = cache
         self._inputs = {spec.name: spec for spec in session.inputs}
-        wanted = {"input_ids", "attention_mask", "logits"} | {name for pair in cache.pairs() for name in pair}
+        wanted = {"input_ids", "attention_mask", "logits"}
+        if not isinstance(session, Stateful):
+            wanted |= {name for pair in cache.pairs() for name in pair}
         missing = sorted(wanted - self._inputs.keys() - {spec.name for spec in session.outputs})
         if missing:
             raise BundleError(f"{session.path}: the graph has no {missing[0]}, which its cache in the manifest names")
@@ -117,14 +119,16 @@ class EncodedDecoder:
     """
 
     def __init__(self, session: Session, start_tokens: Sequence[int]) -> None:
-        if not isinstance(session, EncoderDecoderSession) or not isinstance(session.decoder, OnnxRuntimeSession):
-            raise UsageError("text of an encoder-decoder is generated on ONNX Runtime, from its two files")
+        if not isinstance(session, EncoderDecoderSession) or not isinstance(
+            session.decoder, (OnnxRuntimeSession, Stateful)
+        ):
+            raise UsageError("text of an encoder-decoder is generated on ONNX Runtime or OpenVINO, from its two files")
         self._session, self._start = session, np.array(start_tokens, np.int64)
         names = {spec.name: spec for spec in session.decoder.inputs}
-        cache = find_cache(session.decoder)
+        cache = find_cache(_list_inputs(session.decoder), SELF_PAST, SELF_PRESENT)
         if cache is None or DECODER_IDS not in names or len(session.cross) != len(cache.pairs()):
             raise BundleError(f"{session.path}: the decoder's graph has no {DECODER_IDS}, or no cache of its own")
-        self.cache, self.keys = cache, BoundKeys(session.decoder, cache)
+        self.cache, self.keys = cache, _make_keys(session.decoder, cache)
 
     def room(self, prompts: Feeds, n_new: int) -> int:
         """Return the tokens that answers of `n_new` take."""
@@ -151,24 +155,16 @@ class EncodedDecoder:
         return result
 
 
-def find_cache(session: Session) -> KvCacheSpec | None:
-    """Return the cache that a decoder's inputs name as those of encoder-decoders do; None without one."""
-    inputs = {spec.name: spec for spec in session.inputs}
-    count = 0
-    while SELF_PAST.format(layer=count, kind="key") in inputs:
-        count += 1
-    if not count:
-        return None
-    spec = inputs[SELF_PAST.format(layer=0, kind="key")]
-    heads, size = spec.shape[1], spec.shape[3]
-    if not isinstance(heads, int) or not isinstance(size, int):
-        raise BundleError(f"cache input '{spec.name}' {spec.shape}: heads and size must be numbers")
-    return KvCacheSpec(count, heads, size, spec.dtype, False, SELF_PAST, SELF_PRESENT)
+def _list_inputs(session: Session) -> tuple[TensorSpec, ...]:
+    """Return a decoder's inputs, those too that its session keeps as state."""
+    return (*session.inputs, *(session.past if isinstance(session, Stateful) else ()))
 
 
-def _make_keys(session: OnnxRuntimeSession | Resident, cache: KvCacheSpec) -> Keys:
+def _make_keys(session: OnnxRuntimeSession | Resident | Stateful, cache: KvCacheSpec) -> Keys:
     if isinstance(session, OnnxRuntimeSession):
         return BoundKeys(session, cache)
+    if isinstance(session, Stateful):
+        return StateKeys(session)
     return ResidentKeys(session, cache)
 
 
@@ -249,6 +245,22 @@ def _make_value(array: Array, device: str) -> DeviceValue:
 
     value: DeviceValue = OrtValue.ortvalue_from_numpy(array, device)
     return value
+
+
+class StateKeys:
+    """Keep `Keys` of a session that has them as its state."""
+
+    def __init__(self, session: Stateful) -> None:
+        self._state, self._given = session.make_state(), Feeds()
+
+    def begin(self, n_rows: int, capacity: int, given: Feeds | None = None) -> None:
+        """Begin a batch with nothing read yet; the state grows by what each call reads."""
+        self._state.reset()
+        self._given = dict(given or {})
+
+    def call(self, feeds: Feeds) -> Array:
+        """Run one call; return logits [n, t, vocab]. UsageError for inputs that do not fit the model."""
+        return self._state.run({**self._given, **feeds})["logits"]
 
 
 class ResidentKeys:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import (
@@ -219,7 +220,8 @@ def run_candidate(case: Case) -> Outputs:
         before, after = pair(manifest, case.backend)
         session = open_variant(stack, case.root, after, threads)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
-        reference = open_variant(stack, case.root, before, threads) if manifest.generates else None
+        exact = replace(before, options=find_backend(case.backend).exact)
+        reference = open_variant(stack, case.root, exact, threads) if manifest.generates else None
         size, facts = manifest.judgement.batch_size, facts_of(manifest)
         outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, facts)
     if reference is not None:
@@ -245,7 +247,7 @@ def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None
 
 def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
     """Return rows for every way to run the bundle; with one backend only, what the benchmark timed."""
-    if not case.others and case.backend != "openvino":
+    if not case.others and (case.backend != "openvino" or case.manifest.generates):
         return only_main(case.manifest, case.backend, timed.latency_s)
     return compare(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
 

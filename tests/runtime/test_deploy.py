@@ -95,8 +95,8 @@ def test_refusals(image_bundle: Path, make_decoder_bundle: Callable[..., Path], 
         deploy(image_bundle, "docker", image_bundle / "image", Serving())
     with pytest.raises(PlaceError, match="--instances: --to docker takes no such option"):
         deploy(image_bundle, "docker", tmp_path / "image", Serving(instances=2))
-    with pytest.raises(ExportError, match="docker: openvino does not run decoders"):
-        deploy(make_decoder_bundle(), "docker", tmp_path / "image", Serving(backend="openvino"))
+    with pytest.raises(ExportError, match="is a decoder for onnxruntime-cpu, whose attention OpenVINO does not run"):
+        deploy(make_decoder_bundle(shared=True), "docker", tmp_path / "image", Serving(backend="openvino"))
     with pytest.raises(PlaceError, match="--to heroku: known: triton, docker, genai"):
         find_place("heroku")
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name or path.name == "genai"] == []

@@ -13,6 +13,7 @@ import pytest
 
 from runtime import open_bundle
 from runtime.__main__ import main
+from runtime.backends import BACKENDS
 from runtime.bundle.format import (
     Artifact,
     Benchmark,
@@ -210,10 +211,21 @@ def test_gates_that_are_refused(make_decoder_bundle: MakeBundle, gate: Gate, pro
         validate(make_decoder_bundle(gates=[gate]))
 
 
-def test_decoders_run_on_one_backend(make_decoder_bundle: MakeBundle) -> None:
+def test_a_backend_that_keeps_no_cache_runs_no_decoder(
+    make_decoder_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS.own, "plain", replace(BACKENDS["onnxruntime-cpu"], name="plain", decoders=False))
+    with pytest.raises(UsageError, match="backend 'plain' does not run decoders; use one of onnxruntime-cpu, "):
+        benchmark(make_decoder_bundle(), "plain")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_decoder_is_judged_on_openvino(make_decoder_bundle: MakeBundle) -> None:
     pytest.importorskip("openvino")
-    with pytest.raises(UsageError, match="backend 'openvino' does not run decoders; use one of onnxruntime-cpu, "):
-        benchmark(make_decoder_bundle(), "openvino")
+    report = validate(make_decoder_bundle(noise=0.0, gates=[Gate("kl_token", max=0.01)]), ["openvino"])
+    assert (report.backend, report.verdict) == ("openvino", "pass")
+    assert [row["name"] for row in report.backends] == ["openvino", "openvino"]
+    assert not any("error" in row for row in report.backends)
 
 
 # checkpoints
