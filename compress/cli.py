@@ -40,6 +40,9 @@ Cache = Annotated[
     Path | None,
     typer.Option("--cache", metavar="DIR", help="Where finished work is kept; default: $COMPRESS_CACHE."),
 ]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read the weight files' digests anew, not as the cache remembers them.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -72,6 +75,7 @@ def apply(
     as_json: AsJson = False,
     cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+    verify: Verify = False,
 ) -> None:
     """Do what a recipe says, write the bundle and judge it."""
     with ending(as_json):
@@ -80,7 +84,7 @@ def apply(
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
 
-            report = apply_recipe(loaded, out, cache, quiet or as_json)
+            report = apply_recipe(loaded, out, cache, quiet or as_json, verify)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out)
 
@@ -91,6 +95,7 @@ def plan(
     overrides: Overrides = [],  # noqa: B006
     as_json: AsJson = False,
     cache: Cache = None,
+    verify: Verify = False,
 ) -> None:
     """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
     with ending(as_json):
@@ -99,7 +104,7 @@ def plan(
         with quiet_stdout(as_json):
             from compress.planning.make_plan import make_plan
 
-            made = make_plan(loaded, cache)
+            made = make_plan(loaded, cache, verify=verify)
         if as_json:
             print_json(made.to_dict())
         else:
