@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import asdict
@@ -98,6 +99,7 @@ def plan(
     verify: Verify = False,
 ) -> None:
     """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
+    gc.set_threshold(50_000, 20, 100)  # walking again and again over what imports make is a fifth of a plan's time
     with ending(as_json):
         loaded = _load(recipe, overrides)
         _tell_code(loaded)

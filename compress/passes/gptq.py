@@ -8,7 +8,11 @@ from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
+from compress.passes.base import BlockWorkload
 from compress.passes.weight_only import WeightPass, float_problems, with_problems
+
+DEFAULT_SWEEPS = {True: 1, False: 3}
+"""With 4 bits and more, and with fewer: as `compress.quantize.gptq.Rules`."""
 
 
 class Gptq(WeightPass):
@@ -34,3 +38,13 @@ class Gptq(WeightPass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         return with_problems(super().check(facts, target), float_problems("gptq", self.schemes()))
+
+    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
+        bits = self.base().weights.bits
+        return BlockWorkload(
+            forwards=1.0 if self.sequential else 2.0,
+            compute=self.compute,
+            grams=True,
+            inversions=True,
+            sweeps=self.sweeps if self.sweeps is not None else DEFAULT_SWEEPS[bits >= 4],
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from compress.facts import ModelFacts
+from compress.passes.base import BlockWorkload
 from compress.passes.weight_only import WeightPass
 
 
@@ -20,3 +22,6 @@ class Rtn(WeightPass):
     @property
     def calibration_runs(self) -> float:  # type: ignore[override]
         return 1.1 if self.needs_calibration else 0.0
+
+    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
+        return BlockWorkload(forwards=2.0 if self.needs_calibration else 0.0, searches=1)

@@ -55,6 +55,8 @@ from runtime.errors import UsageError
 from runtime.metrics import METRICS
 from runtime.tasks.predict import encoding_views
 
+MOST_COUNTED = 512
+"""Texts whose tokens a plan counts."""
 BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
@@ -235,15 +237,21 @@ def generation_of(inputs: Inputs) -> Generation | None:
     return replace(generation, context_length=target.most_tokens, eos_token_ids=target.end_tokens)
 
 
-def calibration_tokens(inputs: Inputs) -> int:
-    """Count the tokens of a language model's calibration set, which is read for it, so that a plan knows the work."""
-    if "calibration" not in inputs.data:
+def count_tokens(inputs: Inputs, name: str) -> int:
+    """Count the tokens of a set of a language model, which is read for it, so that a plan knows the work; else 0.
+
+    Of more than MOST_COUNTED texts some are counted, and stand for all.
+    """
+    if name not in inputs.data or not inputs.recipe.model.generates:
         return 0
-    samples = load_set(inputs, "calibration", None)
+    samples = load_set(inputs, name, None)
+    feeds = Batches(samples, inputs, inputs.facts.inputs)
+    counted = feeds[:: -(-len(feeds) // MOST_COUNTED)]
     if inputs.recipe.model.encodes:
-        feeds = Batches(samples, inputs, inputs.facts.inputs)
-        return sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in feeds)
-    return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
+        n = sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted)
+    else:
+        n = sum(len(each["input_ids"][0]) for each in counted)
+    return n * len(feeds) // max(len(counted), 1)
 
 
 def text_fill(inputs: Inputs, name: str) -> float:

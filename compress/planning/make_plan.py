@@ -23,8 +23,8 @@ from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
-from compress.planning.forecast import find_timed_batch, forecast
-from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, settle_digests, text_fill
+from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
+from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, count_tokens, read_inputs, settle_digests, text_fill
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
@@ -80,10 +80,11 @@ def make_plan(
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
-    tokens = calibration_tokens(inputs) if recipe.model.generates else 0
+    tokens, scored = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
-    filled = text_fill(inputs, "train")
-    expected = forecast(recipe, before, after, samples, batch, tokens, filled, decisions, find_timed_batch(inputs))
+    unread = sum(path.stat().st_size for path in inputs.unread)
+    volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), unread)
+    expected = forecast(recipe, before, after, volumes, decisions, find_timed_batch(inputs))
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
@@ -94,8 +95,8 @@ def make_plan(
     first = [
         PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
         for name, key, notes in (
-            ("export to float ONNX", keys.float_graph, cleaned),
-            ("baseline outputs", keys.baseline, ()),
+            (EXPORT, keys.float_graph, cleaned),
+            (BASELINE, keys.baseline, ()),
         )
     ]
     work = (*first, *(planned.work for planned in done))

@@ -16,6 +16,7 @@ from compress.planning.forecast import (
     LIBRARIES_BYTES,
     ONNX_BYTES,
     Forecast,
+    Volumes,
     forecast,
     matrix_rate,
 )
@@ -43,10 +44,12 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass of the model takes a millisecond."""
     monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
     monkeypatch.setattr(room.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(room.time, "process_time", lambda: 1e3)
+    monkeypatch.setattr(room, "held_bytes", lambda: 0)
 
 
 def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SAMPLES, batch: int = 32) -> Forecast:
-    return forecast(recipe, facts, facts.with_bits({"fc": 8}), samples, batch)
+    return forecast(recipe, facts, facts.with_bits({"fc": 8}), Volumes(samples, batch))
 
 
 def test_the_terms() -> None:
@@ -86,7 +89,7 @@ def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() ->
 
     def seconds(filled: float = 1.0, **knobs: Any) -> float:
         recipe = RECIPE.model_copy(update={"passes": (Distill(epochs=10, held_out=0, **knobs),)})
-        return forecast(recipe, FACTS, FACTS, samples, 32, filled=filled).seconds
+        return forecast(recipe, FACTS, FACTS, Volumes(samples, 32, filled=filled)).seconds
 
     whole = seconds() - seconds(filled=0.0)
     assert whole > 10
