@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compress.blocks.activations import ROWS
 from compress.blocks.store import Stored, WeightStore
 from compress.formats.schemes import WeightScheme
 from compress.quantize.autoround import autoround_block
@@ -95,7 +96,7 @@ class Rates:
     def touch(self) -> float:
         """Return bytes/s of an operation on each number of a large float32 tensor, bytes read and written counted."""
         values = torch.ones(LARGE_BYTES // 4)
-        return 2 * LARGE_BYTES / _time_best(lambda: values.mul_(1.0), 3)
+        return 2 * LARGE_BYTES / _time_mean(lambda: values.mul_(1.0), 2)
 
     @cached_property
     def read(self) -> float:
@@ -104,19 +105,19 @@ class Rates:
             path = Path(folder) / "weights.safetensors"
             save_file({"w": torch.ones(PIECE_BYTES // SIDE, SIDE, dtype=torch.bfloat16)}, path)
             store = WeightStore({"w": Stored(path, "w")})
-            return PIECE_BYTES / _time_best(lambda: store.read("w"), 3)
+            return PIECE_BYTES / _time_mean(lambda: store.read("w"), 2)
 
     @cached_property
     def hash(self) -> float:
         """Return bytes/s of sha256 on one thread."""
         data = bytes(PIECE_BYTES)
-        return PIECE_BYTES / _time_best(lambda: hashlib.sha256(data).digest(), 2)
+        return PIECE_BYTES / _time_mean(lambda: hashlib.sha256(data).digest(), 2)
 
     @cached_property
     def compare(self) -> float:
         """Return logits/s at which a float and a compressed model's are compared, as `reduce_sample` does it."""
         pair = [np.random.default_rng(n).standard_normal((REDUCED_AT_ONCE // COMPARED, COMPARED), np.float32) for n in (0, 1)]
-        return pair[0].size / _time_best(lambda: reduce_sample(pair, np.zeros(len(pair[0]), np.int64)), 1)
+        return pair[0].size / _time_mean(lambda: reduce_sample(pair, np.zeros(len(pair[0]), np.int64)), 1)
 
     @cached_property
     def write(self) -> float:
@@ -130,7 +131,7 @@ class Rates:
                 os.fsync(file.fileno())
 
         with suppress(OSError):
-            return PIECE_BYTES / _time_best(work, 2)
+            return PIECE_BYTES / _time_mean(work, 2)
         return self.touch
 
     def round(self, scheme: WeightScheme, weighted: bool = False, every: int = 1) -> float:
@@ -146,7 +147,7 @@ class Rates:
         """Return cubed inputs a second of factoring and inverting a Hessian [inputs, inputs]."""
         x = torch.randn(2 * SIDE, SIDE)
         gram = x.T @ x / len(x)
-        return float(SIDE**3 / _time_best(lambda: invert_hessian(gram, 0.01), 2))
+        return float(SIDE**3 / _time_mean(lambda: invert_hessian(gram, 0.01), 1))
 
     def columns(self, scheme: WeightScheme, rules: Rules) -> Columns:
         """Return what GPTQ's loops (and the descent after them) take beside their products."""
@@ -161,8 +162,8 @@ class Rates:
 
 @lru_cache(maxsize=8)
 def _time_product(dtype: torch.dtype, width: int) -> float:
-    rows, weight = torch.randn(2 * SIDE, width).to(dtype), torch.randn(width, width).to(dtype)
-    return 4 * SIDE * width**2 / _time_best(lambda: nn.functional.linear(rows, weight), 3)
+    rows, weight = torch.randn(ROWS, width).to(dtype), torch.randn(width, width).to(dtype)
+    return 2 * ROWS * width**2 / _time_mean(lambda: nn.functional.linear(rows, weight), 2)
 
 
 def _time_update(dtype: torch.dtype) -> float:
@@ -172,7 +173,7 @@ def _time_update(dtype: torch.dtype) -> float:
     def work() -> None:
         left.sub_(factor.to(dtype).T @ errors.to(dtype), alpha=1e-6)
 
-    return 2 * BLOCK * SIDE**2 / _time_best(work, 3)
+    return 2 * BLOCK * SIDE**2 / _time_mean(work, 2)
 
 
 @lru_cache(maxsize=32)
@@ -180,14 +181,14 @@ def _time_rounding(scheme: WeightScheme, weighted: bool, every: int) -> float:
     weight = _make_weight(TIMED_ROWS, scheme)
     importance = torch.rand(weight.shape[1]) if weighted else None
     if every > 1:
-        return weight.numel() / _time_best(lambda: fit_grid(weight, scheme, importance, every=every), 2)
-    return weight.numel() / _time_best(lambda: round_to_grid(weight, scheme, importance), 2)
+        return weight.numel() / _time_mean(lambda: fit_grid(weight, scheme, importance, every=every), 2)
+    return weight.numel() / _time_mean(lambda: round_to_grid(weight, scheme, importance), 2)
 
 
 @lru_cache(maxsize=32)
 def _time_hqq(scheme: WeightScheme, steps: int) -> float:
     weight = _make_weight(TIMED_ROWS // 4, scheme)
-    return weight.numel() / _time_best(lambda: hqq_round(weight, scheme, steps=steps), 1)
+    return weight.numel() / _time_mean(lambda: hqq_round(weight, scheme, steps=steps), 1)
 
 
 @lru_cache(maxsize=32)
@@ -201,7 +202,7 @@ def _time_columns(scheme: WeightScheme, rules: Rules) -> Columns:
     gram.add(x)
     hessian = invert_hessian(gram.mean()[0], 0.01)
     times = {
-        rows: _time_best(lambda w=weight: gptq_round_together([w], hessian, scheme, rules), 1)  # type: ignore[misc]
+        rows: _time_mean(lambda w=weight: gptq_round_together([w], hessian, scheme, rules), 1)  # type: ignore[misc]
         for rows, weight in weights.items()
     }
     a_weight = max(times[many] - times[few], 0.0) / ((many - few) * inputs)
@@ -220,7 +221,7 @@ def _time_learning(scheme: WeightScheme) -> float:
         course = RoundingCourse(steps, 0.1, 0.1, method="sign", seed=0)
         autoround_block({"layer": layer}, {"layer": start}, [Together([lesson])], course, floats={"layer": weight})
 
-    short, long = (_time_best(lambda n=n: work(n), 2) for n in (1, 4))  # type: ignore[misc]
+    short, long = (_time_mean(lambda n=n: work(n), 2) for n in (1, 4))  # type: ignore[misc]
     return 3 * weight.numel() / max(long - short, 1e-6)
 
 
@@ -230,10 +231,10 @@ def _make_weight(rows: int, scheme: WeightScheme, inputs: int = TIMED_INPUTS) ->
     return torch.randn(rows, -(-inputs // size) * size, generator=torch.Generator().manual_seed(0))
 
 
-def _time_best(work: Callable[[], object], n: int) -> float:
-    """Return the least seconds of `n` calls, after one that warms up: what others do on the machine is not counted."""
+def _time_mean(work: Callable[[], object], n: int) -> float:
+    """Return the mean seconds of `n` calls, after one that warms up: what others do on the machine slows the run, too."""
     work()
-    return min(_time_call(work) for _ in range(n))
+    return sum(_time_call(work) for _ in range(n)) / n
 
 
 def _time_call(work: Callable[[], object]) -> float:

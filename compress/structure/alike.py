@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,4 +183,6 @@ def _describe(value: Any) -> str:
     """Return a setting in words: an object is itself, where it is no function or plain value."""
     if isinstance(value, (*PLAIN, tuple, list, torch.dtype)):
         return repr(value)
+    if isinstance(value, partial):
+        return f"{_describe(value.func)} {value.args!r} {value.keywords!r}"
     return str(getattr(value, "__qualname__", "")) or f"{type(value).__name__} {id(value)}"
