@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import asdict
@@ -43,6 +44,9 @@ Cache = Annotated[
 Device = Annotated[
     str | None, typer.Option("--device", metavar="DEVICE", help="In the recipe's place: auto, cpu, cuda or cuda:1.")
 ]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read the weight files' digests anew, not as the cache remembers them.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -76,6 +80,7 @@ def apply(
     cache: Cache = None,
     device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+    verify: Verify = False,
 ) -> None:
     """Do what a recipe says, write the bundle and judge it."""
     with ending(as_json):
@@ -84,7 +89,7 @@ def apply(
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
 
-            report = apply_recipe(loaded, out, cache, quiet or as_json)
+            report = apply_recipe(loaded, out, cache, quiet or as_json, verify)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out)
 
@@ -96,15 +101,17 @@ def plan(
     as_json: AsJson = False,
     cache: Cache = None,
     device: Device = None,
+    verify: Verify = False,
 ) -> None:
     """Say what a recipe would do, layer by layer, and whether it can work; nothing is changed."""
+    gc.set_threshold(50_000, 20, 100)  # walking again and again over what imports make is a fifth of a plan's time
     with ending(as_json):
         loaded = _load(recipe, overrides, device)
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.planning.make_plan import make_plan
 
-            made = make_plan(loaded, cache)
+            made = make_plan(loaded, cache, verify=verify)
         if as_json:
             print_json(made.to_dict())
         else:

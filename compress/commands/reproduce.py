@@ -17,6 +17,7 @@ from compress.quantize.fastest import keep_choice
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
 from compress.store.cache import code_version, library_versions, name_measured_file
+from compress.store.digests import FileDigests
 from compress.store.durable import temporary_folder
 from runtime.bundle.format import HOST, Manifest, read_manifest, verify
 
@@ -50,9 +51,9 @@ def reproduce(
     lock, host = read_json(bundle / "lock.json"), read_host(bundle)
     recipe = load_recipe(bundle / "recipe.yaml", [*_recall_folders(host, overrides), *overrides])
     recipe = repeat_training(recipe.at_root(Path(host.get("recipe_folder", bundle))), lock.get("training", {}))
-    _check_model(recipe, lock)
     with temporary_folder() as folder:
         again, results = out or folder / bundle.name, cache or folder / "cache"
+        _check_model(recipe, lock, FileDigests(results))
         repeat_choices(lock.get("choices", {}), results)
         apply_recipe(recipe, again, results, quiet)
         made = read_manifest(again)
@@ -124,11 +125,14 @@ def _set_steps(pass_: Pass, steps: int | None) -> Pass:
     return pass_ if steps is None else pass_.model_copy(update={"steps": steps, "epochs": None, "max_seconds": None})
 
 
-def _check_model(recipe: Recipe, lock: Mapping[str, Any]) -> None:
-    """Raise PlanError unless the recipe's model is the one that the bundle was made from; nothing of it is run."""
+def _check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) -> None:
+    """Raise PlanError unless the recipe's model is the one that the bundle was made from; nothing of it is run.
+
+    Its files are read, whatever is remembered of them, and what was read is remembered in `digests`.
+    """
     wanted = lock["model"]["digest"]
     try:
-        digest = model_digest(recipe.model, recipe.root)
+        digest = model_digest(recipe.model, recipe.root, digests.read_anew)
     except SourceError as error:
         hint = "name its folder with --set vars.NAME=DIR, or start in the recipe's folder"
         raise PlanError([*error.problems, f"model: {recipe.model.source} was not found; {hint}"]) from error

@@ -13,7 +13,7 @@ import numpy as np
 
 from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
-from compress.blocks.sharing import main_process
+from compress.blocks.sharing import main_process, wait
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.errors import PlaceError, PlanError
@@ -41,7 +41,7 @@ from compress.planning.inputs import (
     load_set,
     student_spec,
 )
-from compress.planning.make_plan import make_plan
+from compress.planning.make_plan import make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
 from compress.planning.plan import Plan
@@ -66,8 +66,12 @@ from runtime.report.report import Report
 LOG = "compress.log"
 
 
-def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> Report | None:
+def apply_recipe(
+    recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False, verify: bool = False
+) -> Report | None:
     """Do what the recipe says, judge the bundle, write it to `out`. What is in `cache` is not done again.
+
+    `verify`: the digests of the weight files are read again, and not taken from what the cache remembers of them.
 
     The bundle appears under its name only when it is whole and judged, whatever the verdict; until then the one that
     was there stays. The log is `<out>/compress.log`; that of a run that failed at its work is kept as
@@ -75,14 +79,14 @@ def apply_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
     """
     out, root = Path(out).resolve(), cache or default_root()
     if not main_process():
-        _run_as_worker(recipe, ResultCache(root))
+        _run_as_worker(recipe, ResultCache(root), verify)
         return None
     with reserve_output(out) as staging:
         ResultCache(root).check_place()
         with blame(out):
             journal = Journal(staging / LOG, quiet)
         with _keep_log_on_failure(journal, out), journal.failures():
-            run = _prepare(recipe, ResultCache(root, journal.log), journal)
+            run = _prepare(recipe, ResultCache(root, journal.log), journal, verify)
             _check_room(run.plan, out, root)
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
@@ -118,17 +122,22 @@ def _check_room(plan: Plan, out: Path, cache: Path) -> None:
         )
 
 
-def _run_as_worker(recipe: Recipe, cache: ResultCache) -> None:
+def _run_as_worker(recipe: Recipe, cache: ResultCache, verify: bool) -> None:
     """Do the share of a further process of a `torchrun` launch in the calibration; the first process writes all."""
     with temporary_folder() as folder:
         journal = Journal(folder / LOG, quiet=True)
         with journal.failures():
-            block_passes_alone(_prepare(recipe, cache, journal))
+            block_passes_alone(_prepare(recipe, cache, journal, verify))
 
 
-def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal) -> RunContext:
-    """Make the plan and load the data."""
+def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool) -> RunContext:
+    """Make the plan, settle the keys of its results and load the data."""
     plan = make_plan(recipe, cache.root, twins=False, log=journal.log)
+    with journal.time_stage("digests of the weights"):
+        if main_process():
+            plan = settle_keys(plan, cache, verify)
+        wait()  # the other processes find what the first one has read
+        plan = settle_keys(plan, cache)
     for note in plan.notes:
         journal.log(note.text)
     with journal.time_stage("loading data"):

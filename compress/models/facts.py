@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from compress.models.source import Source, locate
 from compress.prune.coupling import find_coupling
 from compress.prune.dimensions import Coupling
 from compress.specs import ModelSpec
+from compress.structure.alike import cut_chain
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable
 from runtime.tasks import find_task
@@ -60,11 +62,10 @@ def model_facts(
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
-    traced, more = _trace_module(spec, source, root, module, feeds)
+    traced, more, structure = _look_at(spec, source, root, module, feeds)
+    layers = assign_roles(_describe_layers(module, traced), structure)
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
-    structure = _trace_structure(spec, source, root, module, feeds)
-    layers = assign_roles(_describe_layers(module, traced), structure)
     return ModelFacts(
         source="torch",
         architecture=architecture(module),
@@ -144,13 +145,32 @@ def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
     }
 
 
-def _trace_module(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
+def _look_at(
+    spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes
+) -> tuple[Trace, list[str], Structure]:
+    """Return what running the module shows, notes, and how it is built: from its first blocks where they tell all."""
+    with cut_chain(module) as cut:
+        if cut is not None:
+            with contextlib.suppress(*factory.USER_ERRORS):
+                traced = _run_on_meta(module, feeds)
+                structure = cut.extend(find_structure(module, zeros(short_feeds(spec, feeds), "cpu")))
+                if structure is not None:
+                    return replace(traced, macs=cut.spread(traced.macs), ops=cut.spread(traced.ops)), [], structure
+    whole, notes = _trace_module(spec, source, root, module, feeds)
+    return whole, notes, _trace_structure(spec, source, root, module, feeds)
+
+
+def _run_on_meta(module: nn.Module, feeds: SampleShapes) -> Trace:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    with first_expert_only():
+        traced = trace(module, zeros(feeds, device))
+    spread_over_experts(traced.macs, traced.ops, module)
+    return traced
+
+
+def _trace_module(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
     try:
-        with first_expert_only():
-            traced = trace(module, zeros(feeds, device))
-        spread_over_experts(traced.macs, traced.ops, module)
-        return traced, []
+        return _run_on_meta(module, feeds), []
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:

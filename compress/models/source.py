@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from compress.errors import SourceError
 from compress.models.onnx_check import check_onnx
 from compress.specs import ModelSpec
+from compress.store.digests import DigestOf
 from compress.store.paths import resolve_path
 from runtime.bundle.files import sha256_of
 from runtime.bundle.onnx_file import external_files
@@ -61,18 +62,25 @@ def locate(spec: ModelSpec, root: Path) -> Source:
     return _locate_python(spec, rest, root)
 
 
-def model_digest(spec: ModelSpec, root: Path) -> str:
+def model_digest(spec: ModelSpec, root: Path, digest_of: DigestOf = sha256_of) -> str:
     """Return the sha256 (hex) over the model's weight files, configuration or factory source, and factory arguments.
 
-    Of a factory, only the file that defines it counts, not what that file imports.
+    Of a factory, only the file that defines it counts, not what that file imports. `digest_of`: what stands for a
+    weight file (see `compress.store.digests`); with another than its sha256 the result stands for no content.
     """
     source = locate(spec, root)
+    weights = set(list_weight_files(source))
     sha = hashlib.sha256(json.dumps({"task": spec.task, "args": spec.args}, sort_keys=True).encode())
     for path in _list_deciding_files(source, root):
-        sha.update(f"\n{path.name} {sha256_of(path)}".encode())
+        sha.update(f"\n{path.name} {digest_of(path) if path in weights else sha256_of(path)}".encode())
     if source.code is not None:
         sha.update(f"\n{source.code[1]}".encode())
     return sha.hexdigest()
+
+
+def list_weight_files(source: Source) -> list[Path]:
+    """Return the files that hold a model's weights, of any size: not read for a plan."""
+    return [*source.weights, *([] if source.onnx is None else [source.onnx, *onnx_external_files(source.onnx)])]
 
 
 def factory_file(code: tuple[str, str], root: Path) -> Path:
@@ -97,12 +105,12 @@ def onnx_external_files(path: Path) -> tuple[Path, ...]:
 
     SourceError if one is missing or outside its folder.
     """
-    _parse_onnx(path)  # says better than what follows what is wrong with a file that is no ONNX at all
     try:
-        names = external_files(path)
-    except (BundleError, OSError) as error:
+        found = path.stat()
+    except OSError as error:
         raise SourceError(f"{path}: cannot be read as ONNX: {error}") from error
-    for name in sorted(names):
+    names = _list_external_names(path, found.st_mtime_ns, found.st_size)
+    for name in names:
         if not name.isprintable():
             raise SourceError(f"{path}: its weights file {name!r} has no name that can be printed; save it anew")
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -111,7 +119,17 @@ def onnx_external_files(path: Path) -> tuple[Path, ...]:
             )
         if not (path.parent / name).is_file():
             raise SourceError(f"{path}: its weights file {path.parent / name} is missing; copy it beside the graph")
-    return tuple(path.parent / name for name in sorted(names))
+    return tuple(path.parent / name for name in names)
+
+
+@functools.lru_cache(maxsize=8)
+def _list_external_names(path: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
+    """Return what `external_files` finds, sorted, once for a file as it is: a graph may be two gigabytes long."""
+    _parse_onnx(path)  # says better than what follows what is wrong with a file that is no ONNX at all
+    try:
+        return tuple(sorted(external_files(path)))
+    except (BundleError, OSError) as error:
+        raise SourceError(f"{path}: cannot be read as ONNX: {error}") from error
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
@@ -140,7 +158,7 @@ def _list_deciding_files(source: Source, root: Path) -> list[Path]:
     if source.kind == "huggingface" and source.folder is not None:
         files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
     if source.onnx is not None:
-        files += [source.onnx, *onnx_external_files(source.onnx)]
+        files += list_weight_files(source)
     if source.code is not None:
         files.append(factory_file(source.code, root))
     return files

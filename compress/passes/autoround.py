@@ -8,8 +8,8 @@ from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import Stage, TrainingCost
-from compress.passes.tune import is_selected, learning_cost, plan_from_integers
+from compress.passes.base import BlockWorkload, Stage, TrainingCost
+from compress.passes.tune import STEP_ROWS, is_selected, learning_cost, plan_from_integers
 from compress.passes.weight_only import WeightPass
 from runtime.tasks import find_task
 
@@ -54,3 +54,11 @@ class AutoRound(WeightPass):
         if self.start == "given":
             return plan_from_integers(self, facts, lambda name, kind: is_selected(self, name, kind))
         return super().check(facts, target)
+
+    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
+        return BlockWorkload(
+            float_forwards=2.0,
+            searches=1 if self.start == "nearest" else 0,
+            learning_steps=self.steps,
+            learning_rows=STEP_ROWS,
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from compress.facts import ModelFacts, Note, PassPlan
-from compress.formats.schemes import KvScheme
+from compress.formats.schemes import KvScheme, WeightScheme
 from compress.formats.targets import Target
 from compress.passes.distill_student import Student
 from compress.specs import Record
@@ -26,6 +26,36 @@ class TrainingCost:
     seconds: float = 0.0
     memory_bytes: int = 0
     disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class BlockWorkload:
+    """What a pass does to a stream of blocks, counted; how fast each goes here is the forecast's to know.
+
+    `forwards`: passes of the calibration tokens through all blocks, in the type `compute`; `float_forwards`: in
+    float32. `grams`: X^T X of what each group of layers reads, in `compute`; `inversions`: of these, once each.
+    `searches`: times that a weight's scales are searched and it is rounded to them. `trials`: scales that AWQ tries on
+    `TRIED_ROWS` rows of each group's weights. `sweeps`: of coordinate descent behind GPTQ's loop; None: no such loop.
+    `solver_steps`: of HQQ. `learning_steps` of `learning_rows` tokens each, for each block, or with `whole` for all
+    together.
+    """
+
+    forwards: float = 0.0
+    float_forwards: float = 0.0
+    compute: Literal["float32", "bfloat16"] = "float32"
+    grams: bool = False
+    inversions: bool = False
+    searches: float = 0.0
+    trials: int = 0
+    sweeps: int | None = None
+    solver_steps: int = 0
+    learning_steps: int = 0
+    learning_rows: int = 0
+    whole: bool = False
+
+
+TRIED_ROWS = 256
+"""As `compress.quantize.awq.JUDGED_ROWS`."""
 
 
 class Pass(Record):
@@ -93,6 +123,14 @@ class Pass(Record):
     def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
         """Estimate what training on `n_samples` costs, one of which takes `forward_seconds` through the model."""
         return TrainingCost()
+
+    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
+        """Count what the pass does to such a model block by block; `sample_rows`: tokens of a calibration sample."""
+        return BlockWorkload(forwards=self.calibration_runs)
+
+    def find_weight_scheme(self) -> WeightScheme | None:
+        """Return how the pass stores weights that no override names; None where it stores none."""
+        return None
 
     def estimate_extra_bytes(self, facts: ModelFacts) -> int:
         """Estimate the bytes that the work holds beside the blocks that are streamed to it."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.formats.targets import Target
-from compress.passes.base import STATE_COPIES, Stage, TrainingCost
+from compress.passes.base import STATE_COPIES, BlockWorkload, Stage, TrainingCost
 from compress.passes.weight_only import WeightPass
 from compress.specs import find_changes
 from runtime.processes.memory import available_bytes
@@ -22,6 +22,8 @@ SCALING_BYTES = 16
 """For each weight whose scales alone are learned."""
 FLOAT_BYTES = 8
 """For each weight: the model's and the float model's."""
+STEP_ROWS = 2048
+"""Tokens of one step where blocks are learned one by one: as `compress.work.learning.ROWS`."""
 SPARE = 0.7
 """Of the memory available, what these may take; the rest is for activations and the float model's outputs."""
 NUMBERS = {"scheme", "bits", "group_size", "symmetric", "overrides", "indivisible", "embeddings", "lm_head"}
@@ -117,6 +119,21 @@ class Tune(WeightPass):
         how = self.how(n_weights, n_weights)
         learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
         return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights
+
+    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
+        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
+        whole = self.how(n_weights, n_weights) == "whole"
+        rounds = not any(layer.bits < 16 for layer in facts.layers)  # gptq goes first where nothing is rounded
+        return BlockWorkload(
+            forwards=1.0 if rounds else 0.0,
+            float_forwards=0.0 if whole else 2.0,
+            grams=rounds,
+            inversions=rounds,
+            sweeps=(1 if self.base().weights.bits >= 4 else 3) if rounds else None,
+            learning_steps=self.steps if whole else self.block_steps,
+            learning_rows=self.batch_size * sample_rows if whole else STEP_ROWS,
+            whole=whole,
+        )
 
     def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
         """Return whether a quantized layer is to be learned. `bits` None: not known yet."""

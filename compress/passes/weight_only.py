@@ -190,6 +190,9 @@ class WeightPass(_Numbers, Pass):
                 scheme = self._apply_override(scheme, override)
         return scheme
 
+    def find_weight_scheme(self) -> WeightScheme | None:
+        return self.base().weights
+
     def base(self) -> Scheme:
         """Return the scheme for a layer without an override."""
         if self.scheme is not None:

@@ -5,50 +5,89 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from compress.blocks.stream_memory import Shapes, StreamUse, head_memory, stream_memory
+from compress.blocks.stream import rss_mib
+from compress.blocks.stream_memory import FIXED_BYTES, FLOAT, Shapes, StreamUse, head_memory, stream_memory
+from compress.export.loading_back import HEADROOM
 from compress.facts import LayerDecision, ModelFacts
+from compress.passes.base import TrainingCost
+from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.inputs import Inputs, text_fill
-from compress.planning.measurements import n_between
+from compress.planning.measurements import n_between, pass_names
+from compress.planning.rates import SIDE, Rates
+from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.bundle.manifest import fixed_batch
-from runtime.measure.benchmark import choose_backend
+from runtime.measure.benchmark import LATENCY_BUDGET_S, choose_backend
+from runtime.measure.timing import MIN_ROUNDS
+from runtime.processes.memory import available_bytes
 
+EXPORT, BASELINE = "export to float ONNX", "baseline outputs"
+"""Names of the work before all passes, as the plan has it."""
 LIBRARIES_BYTES = 460 * 2**20
-"""torch and transformers once imported, and the data read."""
+"""torch and transformers once imported, and the data read: the least, where this process does not hold more already."""
 ONNX_BYTES = 240 * 2**20
 """What exporting a graph and ONNX Runtime's sessions take beside that."""
 EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
 START_SECONDS = 8.0
-"""Importing the libraries."""
+"""Importing the libraries and planning, at most: what this process has computed by now, if that is less."""
 EXPORT_BYTES_PER_S = 20e6
 """Weights that are exported, written and checked in a second."""
-EVALUATION_RUNS = 3
-"""Forward passes over the evaluation set: the baseline's, the candidate's, one for the gates."""
+JUDGING_RUNS = 2
+"""Forward passes over the evaluation set beside the baseline's: the candidate's, one for the gates."""
 THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
 """Timed calls of the large batch, and the most that they are given."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
+LOADED_COPIES = 1.5
+"""Float copies of the weights that the process holds in which a checkpoint is loaded back."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """`memory_bytes` is the peak of the process, `disk_bytes` what the cache and the bundle take.
+class StageForecast:
+    """One stage of a run: `name` as the log and the plan have it, its seconds, the most memory that it takes."""
 
-    `bundle_bytes`: the bundle's part of that.
+    name: str
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`memory_bytes` is the peak of the processes together, `disk_bytes` what the cache and the bundle take.
+
+    `bundle_bytes`: the bundle's part of that. `stages`: in order; their seconds add up to `seconds`.
     """
 
     seconds: float
     memory_bytes: int
     disk_bytes: int
     bundle_bytes: int = 0
+    stages: tuple[StageForecast, ...] = ()
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """How much data goes through a model.
+
+    `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
+    set, `scored`: of its evaluation set; `filled`: how long a text of the training set is, as a part of the longest;
+    `unread_bytes`: of weight files whose digest is not known.
+    """
+
+    samples: Mapping[str, int]
+    batch: int
+    tokens: int = 0
+    scored: int = 0
+    filled: float = 1.0
+    unread_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,69 +127,231 @@ def forecast(
     recipe: Recipe,
     before: ModelFacts,
     after: ModelFacts,
-    samples: dict[str, int],
-    batch: int,
-    tokens: int = 0,
-    filled: float = 1.0,
+    volumes: Volumes,
     decisions: Sequence[Sequence[LayerDecision]] = (),
     timed: TimedBatch | None = None,
+    rates: Rates | None = None,
 ) -> Forecast:
     """Estimate the time, memory and disk that a recipe takes, as the sum of what each piece of work needs.
 
-    `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
-    set; `filled`: how long a text of the training set is, as a part of the longest. `decisions`: what each pass will do
-    to the layers; not given, it is taken to work on all. `timed`: the largest batch that judging times.
+    `decisions`: what each pass will do to the layers; not given, it is taken to work on all. `timed`: the largest batch
+    that judging times. `rates`: of this machine; not given, they are measured.
     """
-    flops = 2 * before.macs
-    per_second = matrix_rate() * EFFICIENCY
-    forward = flops / per_second
-    calibration, evaluation = samples.get("calibration", 0), samples.get("evaluation", 0)
-    seconds = START_SECONDS + before.n_bytes / EXPORT_BYTES_PER_S
-    seconds += sum(pass_.calibration_runs for pass_ in recipe.passes) * calibration * forward
-    between = n_between(recipe, before)  # as slow as the float model at most
-    seconds += (EVALUATION_RUNS + between) * evaluation * forward + between * before.n_bytes / EXPORT_BYTES_PER_S
-    n_train = samples.get("train", 0)
-    trained = [pass_.estimate_training(before, n_train, forward * filled) for pass_ in recipe.passes]
-    seconds += sum(cost.seconds for cost in trained)
-    speed = recipe.validate_.benchmark
-    single = flops / (per_second / max(os.cpu_count() or 1, 1) * speed.threads)  # one sample on the timed threads
-    seconds += (2 + between) * single * (speed.warmup + 2 * speed.iterations) * speed.batch_size
-    seconds += min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
-    streams = _estimate_streams(recipe, before, tokens or calibration * _count_rows(before), decisions)
-    memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
-    memory = max([memory, *(LIBRARIES_BYTES + cost.memory_bytes for cost in trained)])
-    disk += max((cost.disk_bytes for cost in trained), default=0)
-    if before.structure is not None and not recipe.has_onnx:
-        memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _collect_shapes(before)))
-    if recipe.has_onnx:
-        whole = max(COPIES, 2 + between) * before.n_bytes + 2 * batch * before.peak_activation_bytes
-        judging = 2 * before.n_bytes + (0 if timed is None else timed.n_bytes)
-        memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + max(whole, judging))
-        disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2 + between) * before.n_bytes
-    bundle = len(recipe.export) * after.n_bytes + recipe.has_onnx * before.n_bytes
-    return Forecast(seconds, memory, disk, min(bundle, disk))
+    run = _Run(recipe, before, after, volumes, decisions, timed, rates or Rates(width=_find_inner_width(before)))
+    stages = run.list_stages()
+    disk, bundle = run.disk_bytes()
+    seconds, memory = sum(stage.seconds for stage in stages), max(stage.memory_bytes for stage in stages)
+    return Forecast(seconds, memory, disk, bundle, tuple(stages))
 
 
-def _estimate_streams(
-    recipe: Recipe, facts: ModelFacts, n_rows: int, decisions: Sequence[Sequence[LayerDecision]]
-) -> list[int]:
-    """Estimate the bytes that each pass over blocks takes at its peak."""
-    structure = facts.structure
-    peaks = []
-    for number, pass_ in enumerate(recipe.passes):
-        if structure is not None and pass_.stage_on(facts) == "blocks":
-            use = StreamUse(
-                lockstep=getattr(pass_, "sequential", True),
-                float_too=pass_.keeps_float_blocks,
-                compute=getattr(pass_, "compute", "float32"),
-                rounded={d.layer for d in decisions[number] if d.action != "kept"} if decisions else None,
-            )
-            rows = n_rows if pass_.needs_calibration else 0
-            peaks.append(
-                stream_memory(structure, _collect_shapes(facts), rows, _find_width(facts), use)
-                + pass_.estimate_extra_bytes(facts)
-            )
-    return peaks
+@dataclass(frozen=True)
+class _Run:
+    """What a forecast is of: see `forecast`."""
+
+    recipe: Recipe
+    before: ModelFacts
+    after: ModelFacts
+    volumes: Volumes
+    decisions: Sequence[Sequence[LayerDecision]]
+    timed: TimedBatch | None
+    rates: Rates
+
+    def list_stages(self) -> list[StageForecast]:
+        """Return the stages of the run, in order."""
+        stages = [StageForecast("start", self.start_seconds(), self.base_bytes)]
+        if self.recipe.has_onnx:
+            stages.append(StageForecast(EXPORT, self.export_seconds(), self.export_bytes()))
+            stages.append(StageForecast(BASELINE, self.evaluation_seconds(1), self.export_bytes()))
+        names = pass_names(self.recipe.passes)
+        stages += [
+            StageForecast(name, self.pass_seconds(number), self.pass_bytes(number)) for number, name in enumerate(names)
+        ]
+        if self.recipe.has_onnx:
+            stages.append(StageForecast("judging", self.judging_seconds(), self.judging_bytes()))
+        elif self.before.structure is not None:
+            stages.append(StageForecast("scoring the model in torch", self.scoring_seconds(), self.scoring_bytes()))
+        if self.n_checkpoints:
+            stages.append(StageForecast("writing the bundle", self.writing_seconds(), self.writing_bytes()))
+        return stages
+
+    @property
+    def base_bytes(self) -> int:
+        """Return what the process holds beside the work: the libraries, as they lie in this one."""
+        return max(LIBRARIES_BYTES, held_bytes())
+
+    @property
+    def n_checkpoints(self) -> int:
+        return sum(isinstance(export, CheckpointExport) for export in self.recipe.export)
+
+    @property
+    def between(self) -> int:
+        return n_between(self.recipe, self.before)
+
+    @property
+    def forward(self) -> float:
+        """Return the seconds of one sample through the float model in ONNX Runtime, on all threads."""
+        return 2 * self.before.macs / (matrix_rate() * EFFICIENCY)
+
+    def start_seconds(self) -> float:
+        """Return the seconds until work begins: imports, the plan, digests of weights that were not read."""
+        unread = (
+            self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
+        )
+        return min(time.process_time(), START_SECONDS) + unread
+
+    def export_seconds(self) -> float:
+        """Return the seconds of exporting the float graph, writing and comparing it."""
+        return self.before.n_bytes / EXPORT_BYTES_PER_S
+
+    def export_bytes(self) -> int:
+        """Return the memory of exporting: copies of the float weights, and the activations of a batch."""
+        copies = max(COPIES, 2 + self.between) * self.before.n_bytes
+        return self.base_bytes + ONNX_BYTES + copies + 2 * self.volumes.batch * self.before.peak_activation_bytes
+
+    def evaluation_seconds(self, runs: float) -> float:
+        """Return the seconds of so many passes over the evaluation set in ONNX Runtime."""
+        return runs * self.volumes.samples.get("evaluation", 0) * self.forward
+
+    def pass_seconds(self, number: int) -> float:
+        """Return the seconds of a pass, and of measuring what it leaves where that is asked for."""
+        pass_ = self.recipe.passes[number]
+        trained = self._training(number).seconds
+        if self.on_blocks(number):
+            work = pass_.count_block_work(self.before, self.calibration.a_sample)
+            tokens = self.calibration if pass_.needs_calibration else Tokens(0)
+            timed = BlockTime(self.before, self.rates)
+            return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.rounded(number))
+        runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
+        return trained + runs * self.forward
+
+    def pass_bytes(self, number: int) -> int:
+        """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
+        memory = self.base_bytes + self._training(number).memory_bytes
+        if self.on_blocks(number):
+            memory = max(memory, self.base_bytes + self.stream_bytes(number))
+        return memory
+
+    def stream_bytes(self, number: int) -> int:
+        """Return the bytes that a pass over blocks takes at its peak, above what the process holds."""
+        pass_, structure = self.recipe.passes[number], self.before.structure
+        assert structure is not None
+        use = StreamUse(
+            lockstep=getattr(pass_, "sequential", True),
+            float_too=pass_.keeps_float_blocks,
+            compute=getattr(pass_, "compute", "float32"),
+            rounded=self.rounded(number),
+        )
+        rows = self.calibration.n if pass_.needs_calibration else 0
+        peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
+        if not rows:  # without data the parts outside are opened as a block is, tables of embeddings and all
+            peak = max(peak, FIXED_BYTES + self.outside_bytes())
+        return peak + pass_.estimate_extra_bytes(self.before)
+
+    def outside_bytes(self) -> int:
+        """Return the float32 bytes of the layers outside the blocks, tied ones once."""
+        structure = self.before.structure
+        assert structure is not None
+        inside = {layer for block in structure.blocks for layer in block.layers}
+        outside = {layer.weight: layer.n_weights for layer in self.before.layers if layer.name not in inside}
+        return FLOAT * sum(outside.values())
+
+    def judging_seconds(self) -> float:
+        """Return the seconds of the candidate's outputs, the gates, the timed calls, and models between the passes."""
+        speed, between = self.recipe.validate_.benchmark, self.between
+        seconds = self.evaluation_seconds(JUDGING_RUNS + between) + between * self.export_seconds()
+        single = self.forward * max(os.cpu_count() or 1, 1) / speed.threads  # one sample on the timed threads
+        if self.recipe.model.generates:
+            return seconds + self._request_seconds(single)
+        calls = speed.warmup + 2 * speed.iterations
+        most = max(MIN_ROUNDS, LATENCY_BUDGET_S / max(single * speed.batch_size, 1e-9))  # they are given so long
+        seconds += (2 + between) * single * min(calls, most) * speed.batch_size
+        return seconds + min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
+
+    def _request_seconds(self, single: float) -> float:
+        """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each."""
+        speed = self.recipe.validate_.benchmark
+        longest = max((math.prod(shape.shape[1:]) for shape in self.before.inputs if _is_plain(shape.shape)), default=0)
+        prompt = 2 * single * min(speed.prompt_tokens / longest, 1.0) if longest else 2 * single
+        steps = speed.new_tokens * (self.before.n_bytes + self.after.n_bytes) / self.rates.touch
+        pace = speed.batch_size * prompt + steps
+        rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
+        return pace * (min(speed.warmup, 3) + rounds)
+
+    def judging_bytes(self) -> int:
+        """Return the memory of two sessions, the float model's and the candidate's, and of the largest timed batch."""
+        judging = 2 * self.before.n_bytes + (0 if self.timed is None else self.timed.n_bytes)
+        return self.base_bytes + ONNX_BYTES + judging
+
+    def scoring_seconds(self) -> float:
+        """Return the seconds of scoring both models in torch, block by block."""
+        rounded = {name for number in range(len(self.recipe.passes)) for name in self.rounded(number) or ()}
+        tokens = Tokens(self.volumes.scored or self._rows("evaluation"), self.calibration.a_sample)
+        return BlockTime(self.before, self.rates).scoring_seconds(tokens, rounded)
+
+    def scoring_bytes(self) -> int:
+        """Return the memory of scoring: heads and logits of two models side by side."""
+        structure = self.before.structure
+        assert structure is not None
+        return self.base_bytes + head_memory(structure, _collect_shapes(self.before))
+
+    def loads_whole(self) -> bool:
+        """Return whether a checkpoint is run when it is loaded back, or its tensors are only read."""
+        limit = self.recipe.limits.memory_gib
+        allowed = available_bytes() if limit is None else min(available_bytes(), int(limit * 2**30))
+        return self.before.n_bytes * HEADROOM <= allowed
+
+    def writing_seconds(self) -> float:
+        """Return the seconds of writing checkpoints and of loading each back in a process of its own."""
+        written = self.after.n_bytes * (1 / self.rates.write + 2 / self.rates.hash)
+        weights = self.before.n_bytes / FLOAT
+        read = (3 if self.loads_whole() else 1) * weights / self.rates.read  # there, and here as stored and as judged
+        return self.n_checkpoints * (written + read + min(time.process_time(), START_SECONDS))
+
+    def writing_bytes(self) -> int:
+        """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
+        loaded = LOADED_COPIES * self.before.n_bytes if self.loads_whole() else 0
+        return int(2 * self.base_bytes + loaded)
+
+    def disk_bytes(self) -> tuple[int, int]:
+        """Return the bytes on the disk, and the bundle's part of them."""
+        n_streams = sum(map(self.on_blocks, range(len(self.recipe.passes))))
+        disk = self.after.n_bytes + n_streams * self.after.n_bytes
+        disk += max((self._training(number).disk_bytes for number in range(len(self.recipe.passes))), default=0)
+        if self.recipe.has_onnx:
+            kept = len(self.recipe.passes) - n_streams + 2 + self.between
+            disk += 2 * self.before.n_bytes + kept * self.before.n_bytes
+        bundle = len(self.recipe.export) * self.after.n_bytes + self.recipe.has_onnx * self.before.n_bytes
+        return disk, min(bundle, disk)
+
+    def on_blocks(self, number: int) -> bool:
+        return self.before.structure is not None and self.recipe.passes[number].stage_on(self.before) == "blocks"
+
+    def rounded(self, number: int) -> set[str] | None:
+        """Return the layers that a pass works on; None: all."""
+        return {d.layer for d in self.decisions[number] if d.action != "kept"} if self.decisions else None
+
+    @property
+    def calibration(self) -> Tokens:
+        """Return the rows of the calibration set, and of one sample."""
+        n = self.volumes.tokens or self._rows("calibration")
+        return Tokens(n, max(n // max(self.volumes.samples.get("calibration", 0), 1), 1))
+
+    def _rows(self, name: str) -> int:
+        return self.volumes.samples.get(name, 0) * _count_rows(self.before)
+
+    def _training(self, number: int) -> TrainingCost:
+        samples = self.volumes.samples.get("train", 0)
+        return self.recipe.passes[number].estimate_training(self.before, samples, self.forward * self.volumes.filled)
+
+
+def _is_plain(shape: Sequence[int | str]) -> bool:
+    return len(shape) > 1 and all(isinstance(size, int) for size in shape[1:])
+
+
+def _find_inner_width(facts: ModelFacts) -> int:
+    """Return the inputs of the layer in the middle of all, by their number."""
+    sizes = sorted(layer.shape[1] for layer in facts.layers if layer.op == "MatMul" and len(layer.shape) > 1)
+    return sizes[len(sizes) // 2] if sizes else SIDE
 
 
 def _collect_shapes(facts: ModelFacts) -> Shapes:
@@ -178,6 +379,11 @@ def matrix_rate() -> float:
     """Measure the FLOP/s of a float32 matrix product on this machine: the best of a few, each of milliseconds."""
     a = np.ones((512, 512), np.float32)
     return max(2 * 512**3 / _time_call(lambda: a @ a) for _ in range(8))
+
+
+def held_bytes() -> int:
+    """Return the memory that this process holds now: what a run in one like it begins with."""
+    return int(rss_mib() * 2**20)
 
 
 def _time_call(work: Callable[[], object]) -> float:

@@ -6,6 +6,7 @@ A student is a model that `distill` puts in the recipe's own place: looked at fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,11 +30,12 @@ from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
 from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
-from compress.models.source import Source, locate, model_digest
+from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
+from compress.store.digests import FileDigests, identify_file
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
@@ -55,6 +57,8 @@ from runtime.errors import UsageError
 from runtime.metrics import METRICS
 from runtime.tasks.predict import encoding_views
 
+MOST_COUNTED = 512
+"""Texts whose tokens a plan counts."""
 BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
@@ -69,6 +73,8 @@ TEXTS = ("text", "language", "seq2seq")
 class Inputs:
     """`data`: set name -> its facts. `feeds`: what the model's inputs are fed with. `digest`: of the model.
 
+    `unread`: weight files, the students' too, whose sha256 is not known yet: `digest` and `students` then rest on
+    marks of these files, and name no result (`settle_digests`).
     `folder`: the model's own files; `tokenizer`: the folder whose tokenizer is read. `problems`: what is wrong with the
     sets that are not in `data`, and with students. `students`: digests of the models that passes put in this one's
     place, by `Student.key`.
@@ -89,10 +95,13 @@ class Inputs:
     """Of the classes: the recipe's, or the folder's where the task says nothing without."""
     chats: ChatEncoder | None = None
     """Encodes conversations, of a model that reads them."""
+    unread: tuple[Path, ...] = ()
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     """Look at the model's shapes and the data's columns; no weight is read. `cache`: where a made tokenizer is kept.
+
+    Digests of models are those of files that were not read: see `settle_digests`.
 
     Raises SourceError for the model, or when no data set tells the shape of a sample; PlanError without any data.
     """
@@ -121,7 +130,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
         facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
-    digest, folder = model_digest(spec, root), locate(spec, root).folder
+    folder = locate(spec, root).folder
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
     detections = read_detections(spec, root, facts.outputs)
@@ -137,13 +146,14 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         data,
         feeds,
         facts,
-        digest,
+        model_digest(spec, root, identify_file),
         folder,
         tokenizer,
         tuple(problems),
         students.digests,
         class_names,
         chats,
+        tuple(_list_weight_files(recipe)),
     )
 
 
@@ -153,6 +163,40 @@ def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
     if not find_torch_task(spec.task).chats:
         return None
     return ChatEncoder(recipe.chat, locate(spec, recipe.root).folder, recipe.root, spec.trust_remote_code)
+
+
+def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
+    """Return the inputs with the digests that are remembered of weight files; `read`: with all, read where they must.
+
+    `verify`: every file is read again, whatever is remembered. Raises OSError.
+    """
+    recipe = inputs.recipe
+    files = _list_weight_files(recipe)
+    if read or verify:
+        digests.read_all(files, verify)
+    students = {
+        student.key: model_digest(student_spec(recipe.model, student), recipe.root, digests.find_or_identify)
+        for student in _list_students(recipe)
+        if student.key in inputs.students
+    }
+    digest = model_digest(recipe.model, recipe.root, digests.find_or_identify)
+    unread = tuple(path for path in files if digests.find(path) is None)
+    return replace(inputs, digest=digest, students=students, unread=unread)
+
+
+def _list_students(recipe: Recipe) -> list[Student]:
+    """Return the models that passes put in the given one's place."""
+    found = [pass_.find_student() for pass_ in recipe.passes]
+    return [student for student in found if student is not None and student.separate]
+
+
+def _list_weight_files(recipe: Recipe) -> list[Path]:
+    """Return the weight files of the model and of students that have some; those not to be found are told elsewhere."""
+    files = list_weight_files(locate(recipe.model, recipe.root))
+    for student in _list_students(recipe):
+        with suppress(SourceError):
+            files += list_weight_files(locate(student_spec(recipe.model, student), recipe.root))
+    return list(dict.fromkeys(files))
 
 
 def _find_rate_problems(preprocess: PreprocessSpec, data: Mapping[str, DataFacts]) -> list[str]:
@@ -205,15 +249,21 @@ def generation_of(inputs: Inputs) -> Generation | None:
     return replace(generation, context_length=target.most_tokens, eos_token_ids=target.end_tokens)
 
 
-def calibration_tokens(inputs: Inputs) -> int:
-    """Count the tokens of a language model's calibration set, which is read for it, so that a plan knows the work."""
-    if "calibration" not in inputs.data:
+def count_tokens(inputs: Inputs, name: str) -> int:
+    """Count the tokens of a set of a language model, which is read for it, so that a plan knows the work; else 0.
+
+    Of more than MOST_COUNTED texts some are counted, and stand for all.
+    """
+    if name not in inputs.data or not inputs.recipe.model.generates:
         return 0
-    samples = load_set(inputs, "calibration", None)
+    samples = load_set(inputs, name, None)
+    feeds = Batches(samples, inputs, inputs.facts.inputs)
+    counted = feeds[:: -(-len(feeds) // MOST_COUNTED)]
     if inputs.recipe.model.encodes:
-        feeds = Batches(samples, inputs, inputs.facts.inputs)
-        return sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in feeds)
-    return sum(len(feeds["input_ids"][0]) for feeds in Batches(samples, inputs, inputs.facts.inputs))
+        n = sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted)
+    else:
+        n = sum(len(each["input_ids"][0]) for each in counted)
+    return n * len(feeds) // max(len(counted), 1)
 
 
 def text_fill(inputs: Inputs, name: str) -> float:
@@ -401,7 +451,7 @@ def _look_at_students(recipe: Recipe, feeds: SampleShapes, coupling: bool, block
         try:
             config = _collect_changes(spec, locate(its_spec, root), student)
             students.facts[student.key] = model_facts(its_spec, root, feeds, coupling, blocks, config)
-            students.digests[student.key] = model_digest(its_spec, root)
+            students.digests[student.key] = model_digest(its_spec, root, identify_file)
         except SourceError as error:
             students.problems.extend(f"passes.{number}: distill: {problem}" for problem in error.problems)
     return students

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +27,14 @@ from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
-from compress.planning.forecast import find_timed_batch, forecast
+from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
 from compress.planning.inputs import (
     IMAGE_BATCH,
     TEXTS,
     Inputs,
-    calibration_tokens,
+    count_tokens,
     read_inputs,
+    settle_digests,
     student_spec,
     text_fill,
 )
@@ -50,6 +51,7 @@ from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import ResultCache, default_root
+from compress.store.digests import FileDigests
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.work import WORK, find_work
@@ -58,17 +60,24 @@ from runtime.measure.benchmark import choose_backend
 from runtime.processes.memory import available_bytes
 from runtime.report.units import size_text
 
+WORTH_TELLING_BYTES = 2**30
+"""Of weight files that were not read: what is smaller is read in less than a second."""
 Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
 
 
 def make_plan(
-    recipe: Recipe, cache: Path | None = None, twins: bool = True, log: Callable[[str], None] | None = None
+    recipe: Recipe,
+    cache: Path | None = None,
+    twins: bool = True,
+    log: Callable[[str], None] | None = None,
+    verify: bool = False,
 ) -> Plan:
     """Check that the recipe can work and say how. Loads no weights, and no network but for a recipe that names the hub.
 
     Its forecast of speed is measured, which takes seconds the first time; `twins`: also where a torch model has to be
-    built and exported for it. `log`: told what is measured; None: stderr.
+    built and exported for it. `log`: told what is measured; None: stderr. `verify`: the weight files are read after
+    all, for their digests.
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
@@ -77,16 +86,21 @@ def make_plan(
     store.refuse_file()
     with blame(recipe.root, SourceError):
         inputs = read_inputs(recipe, store.root)
+        unread_keys = cache_keys(
+            inputs
+        )  # of weights as they lie there: how fast they are does not change as they are read
+        inputs = settle_digests(inputs, FileDigests(store.root))
         keys = cache_keys(inputs)
     before = inputs.facts
     done, problems, schemes = _plan_passes(inputs, keys, store)
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
-    tokens = calibration_tokens(inputs) if recipe.model.generates else 0
+    tokens, scored = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
-    filled = text_fill(inputs, "train")
-    expected = forecast(recipe, before, after, samples, batch, tokens, filled, decisions, find_timed_batch(inputs))
+    unread = sum(path.stat().st_size for path in inputs.unread)
+    volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), unread)
+    expected = forecast(recipe, before, after, volumes, decisions, find_timed_batch(inputs))
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
@@ -98,16 +112,48 @@ def make_plan(
     first = [
         PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
         for name, key, notes in (
-            ("export to float ONNX", keys.float_graph, cleaned),
-            ("baseline outputs", keys.baseline, ()),
+            (EXPORT, keys.float_graph, cleaned),
+            (BASELINE, keys.baseline, ()),
         )
     ]
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
-    notes = (*_collect_notes(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
-    latency, told = forecast_latency(inputs, keys, store.root, twins, log)
+    notes = (
+        *_collect_notes(inputs),
+        *_note_unread(inputs),
+        *(note for _, found in checkpoints for note in found),
+        *unsaid,
+    )
+    latency, told = forecast_latency(inputs, unread_keys, store.root, twins, log)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
-    return Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
+    made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
+    return settle_keys(made, store, verify=True) if verify else made
+
+
+def settle_keys(plan: Plan, cache: ResultCache, verify: bool = False) -> Plan:
+    """Return the plan with the keys of its results, once the weight files have been read whose digest is not known.
+
+    `verify`: all weight files are read again. See `compress.store.digests`. Raises SourceError for a file that cannot
+    be read.
+    """
+    with blame(plan.recipe.root, SourceError):
+        inputs = settle_digests(plan.inputs, FileDigests(cache.root), read=True, verify=verify)
+    keys = cache_keys(inputs)
+    work = [
+        replace(work, key=key, cached=cache.has(key))
+        for work, key in zip(plan.steps, (keys.float_graph, keys.baseline, *keys.passes), strict=True)
+    ]
+    notes = tuple(note for note in plan.notes if note not in _note_unread(plan.inputs))
+    return replace(plan, inputs=inputs, keys=keys, steps=tuple(work), notes=notes)
+
+
+def _note_unread(inputs: Inputs) -> list[Note]:
+    """Say that weights have not been read, so that what the cache has of them is not known yet."""
+    n_bytes = sum(path.stat().st_size for path in inputs.unread)
+    if n_bytes < WORTH_TELLING_BYTES:
+        return []
+    text = f"no digest of the weights ({size_text(n_bytes)}) is known yet: apply reads them once, and then knows"
+    return [Note("info", f"{text} what the cache holds of them")]
 
 
 @dataclass(frozen=True)

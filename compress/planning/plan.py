@@ -14,12 +14,14 @@ from rich.table import Table
 
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.planning.cache_keys import CacheKeys
-from compress.planning.forecast import Forecast
+from compress.planning.forecast import Forecast, StageForecast
 from compress.planning.inputs import Inputs
 from compress.planning.latency import LatencyForecast
+from compress.planning.measurements import pass_names
 from compress.recipe.schema import Recipe
 from runtime.report.units import ms_text, size_text
 
+COLUMNS = ("work", "done already", "weights before", "after", "time", "memory", "layers")
 MOST_LAYERS = 12
 
 
@@ -104,15 +106,9 @@ def render_plan(plan: Plan, console: Console) -> None:
     """Print the work, layers, what the target will do, sizes and the forecast."""
     title = f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}"
     console.print(f"{title}, torch on {plan.device}" if plan.device else title)
-    table = Table("work", "done already", "weights before", "after", "layers")
-    for work in plan.steps:
-        table.add_row(
-            work.name,
-            "cached" if work.cached else "",
-            size_text(work.before_bytes),
-            size_text(work.after_bytes),
-            _format_counts(work.decisions),
-        )
+    table = Table(*COLUMNS)
+    for row in _list_rows(plan):
+        table.add_row(*row)
     console.print(table)
     for work in plan.steps:
         _print_layers(work.decisions, work.name, console)
@@ -125,14 +121,28 @@ def render_plan(plan: Plan, console: Console) -> None:
 
 def plan_html(plan: Plan) -> str:
     """Format the plan as a table for notebooks."""
-    rows = "".join(
-        f"<tr><td>{html_escape(s.name)}</td><td>{'cached' if s.cached else ''}</td><td>{size_text(s.before_bytes)}</td>"
-        f"<td>{size_text(s.after_bytes)}</td><td>{html_escape(_format_counts(s.decisions))}</td></tr>"
-        for s in plan.steps
-    )
-    head = "<tr><th>work</th><th>done already</th><th>weights before</th><th>after</th><th>layers</th></tr>"
+    rows = "".join(f"<tr>{''.join(f'<td>{html_escape(cell)}</td>' for cell in row)}</tr>" for row in _list_rows(plan))
+    head = f"<tr>{''.join(f'<th>{title}</th>' for title in COLUMNS)}</tr>"
     name, total = html_escape(plan.recipe.name), html_escape(_format_forecast(plan))
     return f"<p><b>{name}</b></p><table>{head}{rows}</table><p>{total}</p>"
+
+
+def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the cells of each row: what is planned, then the other stages of the run, with their time and memory."""
+    stages = {stage.name: stage for stage in plan.forecast.stages}
+    names = [*(work.name for work in plan.steps[:2]), *pass_names(plan.recipe.passes)]
+    rows = []
+    for name, work in zip(names, plan.steps, strict=True):
+        sizes = size_text(work.before_bytes), size_text(work.after_bytes)
+        done = "cached" if work.cached else ""
+        rows.append((name, done, *sizes, *_format_stage(stages.pop(name, None)), _format_counts(work.decisions)))
+    rows += [(stage.name, "", "", "", *_format_stage(stage), "") for stage in stages.values()]
+    return rows
+
+
+def _format_stage(stage: StageForecast | None) -> tuple[str, str]:
+    """Return the cells "time" and "memory"."""
+    return ("", "") if stage is None else (f"{stage.seconds:.0f} s", size_text(stage.memory_bytes))
 
 
 def _format_forecast(plan: Plan) -> str:

@@ -297,7 +297,7 @@ def report(verdict: Any) -> Report:
 
 
 def test_plan(room: Callable[..., None]) -> None:
-    room("compress.planning.make_plan", make_plan=lambda recipe, cache: FakePlan())
+    room("compress.planning.make_plan", make_plan=lambda recipe, cache, verify: FakePlan())
     assert run("plan", "recipe.yaml").stdout == "the plan\n"
     assert json.loads(run("plan", "recipe.yaml", "--json").stdout) == {"steps": []}
 
@@ -306,7 +306,7 @@ def test_plan(room: Callable[..., None]) -> None:
 def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[..., None]) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def apply_recipe(recipe: Any, out: Path, cache: Path | None, quiet: bool) -> Report:
+    def apply_recipe(recipe: Any, out: Path, cache: Path | None, quiet: bool, verify: bool) -> Report:
         calls.append((recipe.name, out, cache, quiet))
         print("progress")
         return report(verdict)
@@ -361,7 +361,7 @@ def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
 import os, subprocess, sys, types
 from runtime.report.report import Report, Side
 room = types.ModuleType("compress.execution.run")
-def apply_recipe(recipe, out, cache, quiet):
+def apply_recipe(recipe, out, cache, quiet, verify):
     print("python prints")
     os.write(1, b"C prints\\n")
     subprocess.run([sys.executable, "-c", "print('a child prints')"])

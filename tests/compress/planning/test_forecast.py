@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
-from compress.passes import AutoRound, Distill, Int8, Pass, Rtn, SmoothQuant, Tune
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.passes import AutoRound, Awq, Distill, Gptq, Hqq, Int8, Pass, Rtn, SmoothQuant, Tune
 from compress.passes.training import BFLOAT16
 from compress.planning import forecast as room
+from compress.planning.block_time import PASSED_OVER, BlockTime, Tokens
 from compress.planning.forecast import (
     EFFICIENCY,
     LIBRARIES_BYTES,
     ONNX_BYTES,
     Forecast,
+    StageForecast,
+    Volumes,
     forecast,
     matrix_rate,
 )
+from compress.planning.rates import Columns, Rates
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 
@@ -43,10 +47,12 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass of the model takes a millisecond."""
     monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
     monkeypatch.setattr(room.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(room.time, "process_time", lambda: 1e3)
+    monkeypatch.setattr(room, "held_bytes", lambda: 0)
 
 
 def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SAMPLES, batch: int = 32) -> Forecast:
-    return forecast(recipe, facts, facts.with_bits({"fc": 8}), samples, batch)
+    return forecast(recipe, facts, facts.with_bits({"fc": 8}), Volumes(samples, batch))
 
 
 def test_the_terms() -> None:
@@ -86,7 +92,7 @@ def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() ->
 
     def seconds(filled: float = 1.0, **knobs: Any) -> float:
         recipe = RECIPE.model_copy(update={"passes": (Distill(epochs=10, held_out=0, **knobs),)})
-        return forecast(recipe, FACTS, FACTS, samples, 32, filled=filled).seconds
+        return forecast(recipe, FACTS, FACTS, Volumes(samples, 32, filled=filled)).seconds
 
     whole = seconds() - seconds(filled=0.0)
     assert whole > 10
@@ -99,3 +105,119 @@ def test_the_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 4.0, 4.0, 5.0, 5.0, 7.0, *([0.0, 9.0] * 5)])
     monkeypatch.setattr(room.time, "perf_counter", lambda: next(times))
     assert matrix_rate() == 2 * 512**3 / 1.0
+
+
+class GivenRates:
+    """A machine whose rates are round numbers: a product's FLOP in 1 ns, a touched byte in 1 ns, a weight's work 1 us."""
+
+    touch = read = write = hash = compare = 1e9
+    invert = 1e12
+
+    def product(self, compute: str) -> float:
+        return 1e9 if compute == "float32" else 4e9
+
+    update = product
+
+    def round(self, *asked: Any) -> float:
+        return 1e6
+
+    def solve_hqq(self, *asked: Any) -> float:
+        return 1e5
+
+    def learn(self, *asked: Any) -> float:
+        return 1e8
+
+    def columns(self, *asked: Any) -> Columns:
+        return Columns(1e-4, 1e-7)
+
+
+WIDE, INNER, VOCABULARY = 64, 128, 1000
+SHAPES = {"q": (WIDE, WIDE), "up": (INNER, WIDE), "down": (WIDE, INNER)}
+
+
+def decoder(n_blocks: int = 2) -> ModelFacts:
+    """Facts of a decoder whose blocks have three layers."""
+    blocks = tuple(
+        BlockFacts(f"b.{i}", tuple(Reading((f"b.{i}.{name}",), f"b.{i}.norm", "norm") for name in SHAPES))
+        for i in range(n_blocks)
+    )
+    layers = [
+        LayerFacts(f"b.{i}.{name}", "Linear", "MatMul", f"b.{i}.{name}.weight", shape, macs=8 * shape[0] * shape[1])
+        for i in range(n_blocks)
+        for name, shape in SHAPES.items()
+    ]
+    head = LayerFacts("head", "Linear", "MatMul", "head.weight", (VOCABULARY, WIDE))
+    structure = Structure(blocks, after=(Reading(("head",)),))
+    return ModelFacts("torch", "Lm", "text-generation", (), (), (*layers, head), structure=structure)
+
+
+def stage_of(*passes: Pass, tokens: int = 4096, facts: ModelFacts | None = None) -> dict[str, StageForecast]:
+    """The stages of a checkpoint's recipe, by name."""
+    model = ModelSpec(source="dir:lm", task="text-generation")
+    recipe = Recipe(
+        version=1, name="r", model=model, target="transformers", passes=passes, export=({"kind": "checkpoint"},)
+    )  # type: ignore[arg-type]
+    facts = facts or decoder()
+    volumes = Volumes({"calibration": 8, "evaluation": 4}, 1, tokens, 1024)
+    found = forecast(recipe, facts, facts, volumes, rates=GivenRates())  # type: ignore[arg-type]
+    assert found.seconds == pytest.approx(sum(stage.seconds for stage in found.stages))
+    assert found.memory_bytes == max(stage.memory_bytes for stage in found.stages)
+    return {stage.name: stage for stage in found.stages}
+
+
+def test_a_checkpoint_is_neither_exported_nor_timed() -> None:
+    assert list(stage_of(Rtn())) == ["start", "rtn", "scoring the model in torch", "writing the bundle"]
+
+
+def test_the_terms_of_passes_over_blocks() -> None:
+    time, facts = BlockTime(decoder(), GivenRates()), decoder()  # type: ignore[arg-type]
+    weights = 2 * sum(out * n for out, n in SHAPES.values())
+    outputs = 2 * sum(out for out, _ in SHAPES.values())
+    forward = time.forward_seconds(Tokens(1000))
+    assert forward == pytest.approx(1000 * (2 * weights + 4 * PASSED_OVER * outputs) / 1e9)
+    assert time.forward_seconds(Tokens(2000)) == pytest.approx(2 * forward)
+    assert time.forward_seconds(Tokens(1000), "bfloat16") < forward
+    chosen = [layer.name for layer in facts.layers if layer.name != "head"]
+    squares = 2 * sum(n**2 for _, n in SHAPES.values())
+    gram = time.gram_seconds(Tokens(4096), "float32", chosen)
+    assert gram == pytest.approx((2 * 4096 + 20) * squares / 1e9)  # narrow: no stripes
+    assert time.inversion_seconds(chosen) == pytest.approx(2 * sum(n**3 for _, n in SHAPES.values()) / 1e12)
+    rtn = time.pass_seconds(Rtn().count_block_work(facts, 8), Rtn().find_weight_scheme(), Tokens(0), chosen)
+    read, written = (weights + VOCABULARY * WIDE) / 1e9, time.write_seconds(chosen)
+    assert rtn == pytest.approx(read + written + weights / 1e6)
+
+
+def test_each_pass_over_blocks_takes_its_own_time() -> None:
+    seconds = {
+        pass_.kind: stage_of(pass_)[pass_.kind].seconds
+        for pass_ in (
+            Rtn(group_size=32),
+            Hqq(group_size=32),
+            Gptq(group_size=32),
+            Awq(group_size=32),
+            AutoRound(group_size=32),
+        )
+    }
+    assert seconds["rtn"] < seconds["hqq"] and seconds["rtn"] < seconds["gptq"] < seconds["awq"] < seconds["autoround"]
+    assert stage_of(Gptq(compute="bfloat16"))["gptq"].seconds < seconds["gptq"]
+    assert stage_of(Gptq(bits=3))["gptq"].seconds > stage_of(Gptq(sweeps=0))["gptq"].seconds
+    assert stage_of(Gptq(), tokens=8192)["gptq"].seconds > seconds["gptq"]
+    assert stage_of(Rtn(), tokens=8192)["rtn"] == stage_of(Rtn())["rtn"], "it reads no data"
+
+
+def test_weights_that_were_not_read_take_time_at_the_start() -> None:
+    def start(unread: int) -> float:
+        recipe = RECIPE.model_copy(update={"passes": ()})
+        volumes = Volumes(SAMPLES, 32, unread_bytes=unread)
+        return forecast(recipe, FACTS, FACTS, volumes, rates=GivenRates()).stages[0].seconds  # type: ignore[arg-type]
+
+    assert start(10**10) - start(0) == pytest.approx(10.0)
+
+
+def test_rates_are_measured_in_moments() -> None:
+    rates = Rates(width=256)
+    scheme = Gptq(group_size=32).find_weight_scheme()
+    assert scheme is not None
+    found = [rates.touch, rates.hash, rates.product("bfloat16"), rates.round(scheme), rates.read]
+    assert all(1e4 < rate < 1e15 for rate in found)
+    assert rates.touch == rates.touch

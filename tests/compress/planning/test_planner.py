@@ -194,4 +194,8 @@ def test_how_it_reads(tmp_path: Path) -> None:
         "memory_bytes",
         "disk_bytes",
         "bundle_bytes",
+        "stages",
     }
+    stages = document["forecast"]["stages"]
+    assert sum(stage["seconds"] for stage in stages) == pytest.approx(document["forecast"]["seconds"])
+    assert all(stage["name"] in text for stage in stages)

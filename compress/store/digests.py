@@ -1,0 +1,99 @@
+"""The sha256 of large files, read once and remembered, so that a plan of any size reads none of them.
+
+**What a weight file is known by.** A result's key holds the sha256 of each weight file: two files that differ never
+share one, and a copy elsewhere finds the same results. That takes reading the file whole, so it is done once, by the
+first run that does work on it (`apply`, before its first pass, whose own reading then finds the bytes in memory), and
+is remembered in the cache by path, size, times of last change, inode and device. `plan` reads no weights: it takes what
+is remembered, and where nothing is, makes its keys from those same marks of the file (`identify_file`). Such keys name
+no result, ever: work is stored and looked up only under keys that `apply` has settled. What changes a file, changes
+its marks; who forges them all, or has a file system that keeps none, asks for `--verify`, which reads again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress.store.durable import seal, unseal
+from runtime.bundle.files import sha256_of, write_whole
+
+FOLDER = "digests"
+TICK_NS = 20_000_000
+"""Two changes of a file within so many nanoseconds may bear the same time: what the kernel's clock counts."""
+DigestOf = Callable[[Path], str]
+"""What stands for a file's content in a digest over several."""
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """The digests that are remembered in the folder of results `root`."""
+
+    root: Path
+
+    def find(self, path: Path) -> str | None:
+        """Return the sha256 (hex) that is remembered of the file as it is now; None where it was not read, or changed.
+
+        Raises OSError where there is no such file.
+        """
+        with suppress(FileNotFoundError):
+            record = unseal(self._name_record(path).read_bytes())
+            if record is not None and record["marks"] == _read_marks(path):
+                return str(record["sha256"])
+        return None
+
+    def find_or_identify(self, path: Path) -> str:
+        """Return the sha256 where it is remembered, else what stands for it until the file is read."""
+        return self.find(path) or identify_file(path)
+
+    def read(self, path: Path) -> str:
+        """Return the sha256, remembered or read and remembered. Raises OSError."""
+        return self.find(path) or self.read_anew(path)
+
+    def read_anew(self, path: Path) -> str:
+        """Read the file whole and remember its sha256, whatever was remembered of it. Raises OSError."""
+        marks = _read_marks(path)
+        newest = max(int(marks["mtime_ns"]), int(marks["ctime_ns"]))
+        time.sleep(min(max(newest + TICK_NS - time.time_ns(), 0), TICK_NS) / 1e9)  # a later change has a later time
+        digest = sha256_of(path)
+        if marks == _read_marks(path):  # nobody wrote to it meanwhile
+            record = self._name_record(path)
+            record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(record, seal({"marks": marks, "sha256": digest}))
+        return digest
+
+    def read_all(self, paths: Sequence[Path], verify: bool = False) -> None:
+        """Read the files of which nothing is remembered, several at once; `verify`: all of them. Raises OSError."""
+        wanted = [path for path in dict.fromkeys(paths) if verify or self.find(path) is None]
+        with ThreadPoolExecutor(max(min(len(wanted), os.cpu_count() or 1), 1)) as threads:
+            list(threads.map(self.read_anew, wanted))
+
+    def _name_record(self, path: Path) -> Path:
+        return self.root / FOLDER / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()}.json"
+
+
+def identify_file(path: Path) -> str:
+    """Return what stands for a file that was not read: its place and marks, in a form that no sha256 has."""
+    return "unread " + json.dumps(_read_marks(path), sort_keys=True)
+
+
+def _read_marks(path: Path) -> dict[str, int | str]:
+    """Return what a file is told by without reading it. `ctime_ns` changes, too, where a program sets `mtime_ns` back.
+
+    The path is where links lead.
+    """
+    found = path.stat()
+    return {
+        "path": os.fsencode(path.resolve()).hex(),
+        "size": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+        "device": found.st_dev,
+    }

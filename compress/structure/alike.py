@@ -1,0 +1,190 @@
+"""A deep model looked at through its first blocks: eighty blocks of one kind tell no more than two of them.
+
+A model's code is run for its facts with the chain of blocks cut to a beginning that has every kind of block twice; what
+was found of a kept block then stands for those of its kind that were left out. Blocks are of one kind where their
+modules have the same classes, parameters and settings, up to numbers that count the blocks. Where anything found ties
+kept blocks together (beyond a stream that all share), or the model does not run so, the caller runs it whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.blocks.experts import Experts
+from compress.blocks.materialise import plain
+from compress.blocks.trace import is_layer
+from compress.facts import BlockFacts, Reading, Structure
+
+OF_EACH = 2
+"""Blocks of a kind that are run: the first alone might be found otherwise than those that follow another."""
+FEWEST_LEFT_OUT = 8
+"""A shorter rest is run as well."""
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class CutChain:
+    """A list of blocks cut to its beginning. `models`: number of a block left out -> the kept one of its kind.
+
+    `path`: of the list in the module; `name`: its plain name, as of facts.
+    """
+
+    path: str
+    name: str
+    n_kept: int
+    models: Mapping[int, int]
+
+    def spread(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is known by a module's path, with the same for modules of the blocks that were left out."""
+        spread = dict(values)
+        for number, model in self.models.items():
+            prefix = f"{self.path}.{model}."
+            inside = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+            spread |= {f"{self.path}.{number}.{path}": value for path, value in inside.items()}
+        return spread
+
+    def prefix(self, number: int) -> str:
+        """Return how the names of what is in a block begin."""
+        return f"{self.name}.{number}."
+
+    def extend(self, structure: Structure) -> Structure | None:
+        """Return the structure of the whole model; None where what was found does not say it."""
+        kept = [f"{self.name}.{number}" for number in range(self.n_kept)]
+        if [block.name for block in structure.blocks] != kept or self._ties_blocks(structure):
+            return None
+        blocks = [*structure.blocks, *(self._copy_block(structure.blocks[m], m, n) for n, m in self.models.items())]
+        residual = structure.residual
+        if residual is not None:
+            residual = replace(
+                residual,
+                writers=self._continue(residual.writers),
+                readers=self._continue(residual.readers),
+                norms=self._continue_norms(residual.norms),
+            )
+        return replace(structure, blocks=tuple(blocks), residual=residual)
+
+    def _find_number(self, name: str) -> int | None:
+        """Return the number of the block that a module lies in; None outside of all."""
+        match = re.match(re.escape(self.name) + r"\.(\d+)\.", name)
+        return int(match[1]) if match else None
+
+    def _ties_blocks(self, structure: Structure) -> bool:
+        """Return whether a reading, or a norm of the stream, has modules of several blocks."""
+        groups = [(*reading.layers, reading.source) for reading in structure.readings]
+        groups += [(norm, *layers) for norm, layers in (structure.residual.norms if structure.residual else ())]
+        return any(len({self._find_number(name) for name in group if name}) > 1 for group in groups)
+
+    def _copy_block(self, block: BlockFacts, model: int, number: int) -> BlockFacts:
+        def rename(name: str) -> str:
+            return self.prefix(number) + name.removeprefix(self.prefix(model)) if name else ""
+
+        readings = tuple(self._rename_reading(reading, rename) for reading in block.readings)
+        experts = tuple(tuple(map(rename, layers)) for layers in block.experts)
+        return BlockFacts(f"{self.name}.{number}", readings, experts)
+
+    @staticmethod
+    def _rename_reading(reading: Reading, rename: Any) -> Reading:
+        return replace(reading, layers=tuple(map(rename, reading.layers)), source=rename(reading.source))
+
+    def _continue(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return names in the order in which they run, with those of the blocks left out behind the kept blocks'."""
+        return tuple(name for name, *_ in self._continue_rows([(name,) for name in names]))
+
+    def _continue_norms(
+        self, norms: tuple[tuple[str, tuple[str, ...]], ...]
+    ) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        rows = self._continue_rows([(norm, *layers) for norm, layers in norms])
+        return tuple((row[0], row[1:]) for row in rows)
+
+    def _continue_rows(self, rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        numbers = [self._find_number(row[0]) for row in rows]
+        last = max((i for i, number in enumerate(numbers) if number is not None), default=-1)
+        more = [
+            tuple(self.prefix(number) + name.removeprefix(self.prefix(model)) for name in row)
+            for number, model in self.models.items()
+            for row, of in zip(rows, numbers, strict=True)
+            if of == model
+        ]
+        return [*rows[: last + 1], *more, *rows[last + 1 :]]
+
+
+@contextmanager
+def cut_chain(module: nn.Module) -> Iterator[CutChain | None]:
+    """Cut the module's one chain of blocks while the context is open; None where there is nothing to gain."""
+    lists = [
+        (name, part)
+        for name, part in module.named_modules()
+        if type(part) is nn.ModuleList and not isinstance(part, Experts) and any(map(is_layer, part.modules()))
+    ]
+    outermost = [(name, part) for name, part in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    cut = _plan_cut(*outermost[0], _list_by_block(module, outermost[0][1])) if len(outermost) == 1 else None
+    if cut is None:
+        yield None
+        return
+    blocks = outermost[0][1]
+    whole = dict(blocks._modules)
+    try:
+        blocks._modules = dict(list(whole.items())[: cut.n_kept])
+        yield cut
+    finally:
+        blocks._modules = whole
+
+
+def _list_by_block(module: nn.Module, blocks: nn.ModuleList) -> list[Any]:
+    """Return the lists of the configuration with an entry for each block, which the code may look up as it runs."""
+    configs = [part.config for part in module.modules() if hasattr(part, "config") and hasattr(part.config, "__dict__")]
+    values = [value for config in configs[:1] for value in vars(config).values()]
+    return [value for value in values if isinstance(value, tuple | list) and len(value) == len(blocks)]
+
+
+def _plan_cut(name: str, blocks: nn.ModuleList, by_block: list[Any]) -> CutChain | None:
+    if len(blocks) < FEWEST_LEFT_OUT:
+        return None
+    settings = [dict(_list_settings(block)) for block in blocks]
+    counts = {key for key in settings[0] if _counts_blocks([known.get(key) for known in settings])}
+    seen: dict[Any, list[int]] = {}
+    kinds = []
+    for number, known in enumerate(settings):
+        said = tuple((key, _describe(value)) for key, value in known.items() if key not in counts)
+        kinds.append((said, tuple(repr(values[number]) for values in by_block)))
+        seen.setdefault(kinds[-1], []).append(number)
+    n_kept = 1 + max(numbers[:OF_EACH][-1] for numbers in seen.values())
+    if len(blocks) - n_kept < FEWEST_LEFT_OUT:
+        return None
+    models = {n: max(k for k in seen[kinds[n]] if k < n_kept) for n in range(n_kept, len(blocks))}
+    return CutChain(name, plain(name), n_kept, models)
+
+
+def _list_settings(block: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield (path of a part, key) and value of all that decides how a block runs: classes, tensors, attributes."""
+    for path, part in block.named_modules():
+        yield (path, "class"), type(part)
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            yield (path, f"tensor {key}"), None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        for key, value in vars(part).items():
+            if not key.startswith("_") and key != "training":
+                yield (path, key), value
+
+
+def _counts_blocks(values: list[Any]) -> bool:
+    """Return whether a setting is the block's own number, from whatever it is counted."""
+    return all(type(value) is int for value in values) and all(
+        value - values[0] == number for number, value in enumerate(values)
+    )
+
+
+def _describe(value: Any) -> str:
+    """Return a setting in words: an object is itself, where it is no function or plain value."""
+    if isinstance(value, (*PLAIN, tuple, list, torch.dtype)):
+        return repr(value)
+    if isinstance(value, partial):
+        return f"{_describe(value.func)} {value.args!r} {value.keywords!r}"
+    return str(getattr(value, "__qualname__", "")) or f"{type(value).__name__} {id(value)}"

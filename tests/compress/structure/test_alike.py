@@ -1,0 +1,69 @@
+"""A deep model's first blocks tell of it what the whole does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from compress.blocks.experts import first_expert_only, unstack_experts
+from compress.blocks.trace import trace
+from compress.structure.alike import cut_chain
+from compress.structure.find import find_structure
+
+N = 20
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "Llama": (2, {}),
+    "Gemma2": (4, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
+    "Mixtral": (2, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
+    "GPTNeoX": (2, {}),
+}
+"""Family -> blocks that are run, and what differs from SIZES; blocks of Gemma 2 alternate."""
+
+
+def build(family: str, n: int = N) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(
+        **{**SIZES, **KINDS[family][1]}, num_hidden_layers=n, vocab_size=64, use_cache=False
+    )
+    with torch.device("meta"):
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    unstack_experts(module)
+    return module
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.wrapped(input_ids=input_ids).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_first_blocks_tell_what_the_whole_tells(family: str) -> None:
+    module, feeds = Logits(build(family)), {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
+    whole = find_structure(module, feeds)
+    with first_expert_only():
+        traced = trace(module, {"input_ids": feeds["input_ids"].to("meta")})
+    with cut_chain(module) as cut:
+        assert cut is not None and cut.n_kept == KINDS[family][0]
+        assert cut.extend(find_structure(module, feeds)) == whole
+        with first_expert_only():
+            short = trace(module, {"input_ids": feeds["input_ids"].to("meta")})
+    assert cut.spread(short.macs) == traced.macs and cut.spread(short.ops) == traced.ops
+    assert short.peak_activation_bytes == traced.peak_activation_bytes
+    assert len(find_structure(module, feeds).blocks) == N, "the list is whole again"
+
+
+def test_blocks_that_differ_are_all_run() -> None:
+    shallow, odd, settings = Logits(build("Llama", 9)), Logits(build("Llama")), Logits(build("Llama"))
+    odd.wrapped.model.layers[N - 1].mlp.act_fn = nn.ReLU()
+    settings.wrapped.config.layer_types = ["full_attention"] * (N - 1) + ["chunked_attention"]
+    for module in (shallow, odd, settings):
+        with cut_chain(module) as cut:
+            assert cut is None
