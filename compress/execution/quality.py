@@ -128,7 +128,7 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
     after = compute_as_engine(after, context.target.name)
     with ExitStack() as held:
         heads = [
-            held.enter_context(_open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
+            held.enter_context(open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
         ]
         _share(*heads)
         rows = list(_score_rows(heads, context.batches))
@@ -141,7 +141,7 @@ def score_streamed(before: StreamedModel, after: StreamedModel, context: PassCon
 
 
 @contextmanager
-def _open_last_block(stream: Stream) -> Iterator[BlockWork]:
+def open_last_block(stream: Stream) -> Iterator[BlockWork]:
     """Yield the part that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
     with closing(iter(stream)) as blocks:
         for _ in range(len(stream) - 1):
