@@ -419,18 +419,20 @@ def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else math.inf
 
 
-def range_evidence(name: str, seen: Sequence[tuple[float, ...]], judgement: Judgement) -> Evidence:
+def range_evidence(
+    name: str, baseline: tuple[float, ...] | None, candidate: tuple[float, ...], judgement: Judgement
+) -> Evidence:
     """Return evidence of a quantity seen in a few fresh processes: the median, and as its interval the whole range.
 
-    `seen`: of baseline and candidate, or of the candidate alone.
+    `baseline`: None where the candidate ran alone.
     """
-    *first, after = (range_interval(values, judgement.confidence) for values in seen)
-    if not first:
-        return make_evidence(name, len(seen[-1]), before=None, after=after, difference=None, speedup=None)
-    before = first[0]
+    after = range_interval(candidate, judgement.confidence)
+    if baseline is None:
+        return make_evidence(name, len(candidate), before=None, after=after, difference=None, speedup=None)
+    before = range_interval(baseline, judgement.confidence)
     return make_evidence(
         name,
-        len(seen[-1]),
+        len(candidate),
         before=before,
         after=after,
         difference=subtract(after, before),

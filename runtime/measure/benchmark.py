@@ -442,6 +442,9 @@ def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, E
     if result.limited is not None:
         name = "throughput_under_latency" if result.requests is None else "goodput"
         evidence[name] = throughput_under_latency_evidence(result.limited, judgement, name)
-    evidence["peak_memory"] = range_evidence("peak_memory", [p.peak_memory_bytes for p in result.probes], judgement)
-    evidence["load_time"] = range_evidence("load_time", [p.load_ms for p in result.probes], judgement)
+    *first, after = result.probes
+    before = first[0] if first else None
+    memory, load = (before.peak_memory_bytes, before.load_ms) if before else (None, None)
+    evidence["peak_memory"] = range_evidence("peak_memory", memory, after.peak_memory_bytes, judgement)
+    evidence["load_time"] = range_evidence("load_time", load, after.load_ms, judgement)
     return evidence | size_evidence(*result.sizes)
