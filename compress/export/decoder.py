@@ -66,8 +66,8 @@ def export_decoder(module: nn.Module, opset: int = 21, weights: Mapping[str, Wei
     """Export a transformers causal language model (eager attention, eval mode) as a float32 graph with a cache.
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
-    either is quantized. `weights`: as of `export_program`. Raises ExportError: a cache that is not keys and values of one shape in every layer, or what
-    the exporter said.
+    either is quantized. `weights`: as of `export_program`. Raises ExportError: a cache that is not keys and values of
+    one shape in every layer, or what the exporter said.
     """
     with nullcontext() if weights is None else shapes_alone():
         shape = cache_shape(module)

@@ -197,9 +197,9 @@ def computes_in_bfloat16(model: ir.Model) -> bool:
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
-    """Write a graph to a file, with the weights beside it in <name>.data where it has more than 2 GiB, protobuf's limit.
+    """Write a graph to a file; over 2 GiB, protobuf's limit, with the weights beside it in <name>.data.
 
-    So is one whose weights stay in files: they are copied one after the other, and never held together.
+    So are those that stay in files: they are copied one after the other, and never held together.
     """
     apart = holds_stored(model) or weight_bytes(model) > IN_MEMORY
     ir.save(model, path, external_data=f"{path.name}.data" if apart else None)

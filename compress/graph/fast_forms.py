@@ -135,7 +135,12 @@ class _Product:
     def kind(self) -> tuple[object, ...]:
         """Return what products must share to be one."""
         kinds = tuple(value.dtype for value in self.weight.inputs if value is not None)
-        return (*kinds, constant_shape(self.weight.inputs[0])[0], int_attribute(self.weight, "block_size", 0), self.add is None)
+        return (
+            *kinds,
+            constant_shape(self.weight.inputs[0])[0],
+            int_attribute(self.weight, "block_size", 0),
+            self.add is None,
+        )
 
     @property
     def width(self) -> int:

@@ -31,9 +31,7 @@ class StoredTensor(ir.LazyTensor):
 def stored_weight(name: str, shape: Sequence[int], read: Callable[[str], np.ndarray], turned: bool) -> StoredTensor:
     """Return the constant that holds a weight of that name, float32 [shape]; `turned`: its transpose."""
     size = tuple(shape)[::-1] if turned else tuple(shape)
-    return StoredTensor(
-        lambda: read(name).T if turned else read(name), ir.DataType.FLOAT, size, origin=(name, turned)
-    )
+    return StoredTensor(lambda: read(name).T if turned else read(name), ir.DataType.FLOAT, size, origin=(name, turned))
 
 
 def is_stored(tensor: ir.TensorProtocol | None) -> bool:

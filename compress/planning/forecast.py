@@ -12,6 +12,7 @@ import numpy as np
 
 from compress.blocks.stream_memory import Shapes, StreamUse, head_memory, stream_memory
 from compress.facts import LayerDecision, ModelFacts
+from compress.planning.in_files import FLOAT_COPIES, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
@@ -34,6 +35,7 @@ THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
 """Timed calls of the large batch, and the most that they are given."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
+FLOAT_BYTES = 4
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 
@@ -122,13 +124,28 @@ def forecast(
     disk += max((cost.disk_bytes for cost in trained), default=0)
     if before.structure is not None and not recipe.has_onnx:
         memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _collect_shapes(before)))
-    if recipe.has_onnx:
+    if stays_in_files(recipe, before):
+        memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + _estimate_in_files(recipe, before, after))
+        disk += after.n_bytes + (before.n_bytes if runs_float(recipe, before) else 0)
+    elif recipe.has_onnx:
         whole = max(COPIES, 2 + between) * before.n_bytes + 2 * batch * before.peak_activation_bytes
         judging = 2 * before.n_bytes + (0 if timed is None else timed.n_bytes)
         memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + max(whole, judging))
         disk += 2 * before.n_bytes + (len(recipe.passes) - len(streams) + 2 + between) * before.n_bytes
-    bundle = len(recipe.export) * after.n_bytes + recipe.has_onnx * before.n_bytes
+    bundle = len(recipe.export) * after.n_bytes
+    bundle += before.n_bytes if recipe.has_onnx and runs_float(recipe, before) else 0
     return Forecast(seconds, memory, disk, min(bundle, disk))
+
+
+def _estimate_in_files(recipe: Recipe, before: ModelFacts, after: ModelFacts) -> int:
+    """Estimate the bytes that a graph takes whose weights stay in files, from its export to the verdict.
+
+    A piece of the float graph is run with its largest weight and that one's transpose. A session of the candidate maps
+    its file, and packs the integers, and the table of a tied head, for its kernels.
+    """
+    largest = max((layer.n_weights * FLOAT_BYTES for layer in before.layers), default=0)
+    judging = FLOAT_COPIES * before.n_bytes if runs_float(recipe, before) else 2 * after.n_bytes + largest
+    return int(max(2 * largest, judging))
 
 
 def _estimate_streams(

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bundle.engine import ENGINES
 from runtime.backends.base import Session
 from runtime.bundle.columns import Columns
+from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import (
     Manifest,
@@ -250,10 +250,10 @@ def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, sessio
 
 
 def _describe_alone(manifest: Manifest) -> str:
+    scorer = f"{_name_scorer(manifest)} at the build"
     return (
-        "The bundle holds no float model, so the candidate ran alone: nll and perplexity are measured here, beside the "
-        f"baseline's sums by {_name_scorer(manifest)} at the build; kl_token and token_agreement are {_name_scorer(manifest)}'s "
-        "of both; no speed is compared."
+        "The bundle holds no float model, so the candidate ran alone: nll and perplexity are measured here, against the "
+        f"baseline's by {scorer}; kl_token and token_agreement are {scorer}, of both; no speed is compared."
     )
 
 
