@@ -252,8 +252,8 @@ def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, sessio
 def _describe_alone(manifest: Manifest) -> str:
     scorer = f"{_name_scorer(manifest)} at the build"
     return (
-        "The bundle holds no float model, so the candidate ran alone: nll and perplexity are measured here, against the "
-        f"baseline's by {scorer}; kl_token and token_agreement are {scorer}, of both; no speed is compared."
+        "The bundle holds no float model, so the candidate ran alone: nll and perplexity are measured here, against "
+        f"those of the baseline by {scorer}; kl_token and token_agreement are {scorer}, of both; no speed is compared."
     )
 
 
