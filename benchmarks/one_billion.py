@@ -1,5 +1,7 @@
 """Claims about a language model of real size: 1.24 billion parameters, compressed on two cores in under 6 GiB.
 
+In a recipe of its own, like recipes/claims/tinystories-w4-gptq.yaml.
+
 A random Llama (hidden 2048, 16 blocks, feed-forward 8192, 32 and 8 heads, 128,256 tokens, tied, bfloat16: 2.47 GB) goes
 through `compress plan` and `compress apply`: `gptq` to 4 bits on 32 texts of 256 tokens, an ONNX file with its weights
 beside it and a compressed-tensors checkpoint, judged on 64 texts. The run is killed once among its blocks and started

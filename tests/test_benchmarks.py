@@ -25,6 +25,7 @@ SCRIPTS = (
     *ON_BENCH,
     "gptq_speed",
     "compression_memory",
+    "one_billion",
     "decode",
     "kill_resume",
     "triton_server",

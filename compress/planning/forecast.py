@@ -122,7 +122,7 @@ def forecast(
     memory, disk = LIBRARIES_BYTES + max(streams, default=0), after.n_bytes + len(streams) * after.n_bytes
     memory = max([memory, *(LIBRARIES_BYTES + cost.memory_bytes for cost in trained)])
     disk += max((cost.disk_bytes for cost in trained), default=0)
-    if before.structure is not None and not recipe.has_onnx:
+    if before.structure is not None and (not recipe.has_onnx or stays_in_files(recipe, before)):
         memory = max(memory, LIBRARIES_BYTES + head_memory(before.structure, _collect_shapes(before)))
     if stays_in_files(recipe, before):
         memory = max(memory, LIBRARIES_BYTES + ONNX_BYTES + _estimate_in_files(recipe, before, after))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compress.facts import ModelFacts, Note
+from compress.recipe.exports import EngineExport
 from compress.recipe.schema import Recipe
 from runtime.processes.memory import available_bytes
 from runtime.report.units import size_text
@@ -18,13 +19,14 @@ BASE_BYTES = 700 * 2**20
 def stays_in_files(recipe: Recipe, facts: ModelFacts) -> bool:
     """Return whether the graph of this language model is written, compared and judged without holding its weights.
 
-    So it is beyond WHOLE_BYTES where passes work on its blocks alone: those over the whole module hold that, and those
-    over the graph run it.
+    So it is beyond WHOLE_BYTES where passes work on its blocks alone: those over the whole module hold that, those
+    over the graph run it, and engines are compiled of the float graph, too.
     """
     stages = {pass_.stage_on(facts) for pass_ in recipe.passes}
     decoder = recipe.model.generates and not recipe.model.encodes and facts.source == "torch"
     large = facts.structure is not None and facts.n_bytes > WHOLE_BYTES
-    return recipe.has_onnx and decoder and large and stages == {"blocks"} and recipe.validate_.steps is not True
+    whole = recipe.validate_.steps is True or any(isinstance(export, EngineExport) for export in recipe.export)
+    return recipe.has_onnx and decoder and large and stages == {"blocks"} and not whole
 
 
 def allowed_bytes(recipe: Recipe) -> int:
@@ -42,10 +44,11 @@ def left_out_note(recipe: Recipe, facts: ModelFacts) -> Note | None:
     """Return what a report says of a float graph that is not in the bundle; None where it is."""
     if runs_float(recipe, facts):
         return None
+    needed, allowed = int(BASE_BYTES + FLOAT_COPIES * facts.n_bytes), allowed_bytes(recipe)
     return Note(
         "warning",
         f"the float graph ({size_text(facts.n_bytes)}) is not in the bundle: running it takes about "
-        f"{size_text(int(FLOAT_COPIES * facts.n_bytes))} of memory and {size_text(allowed_bytes(recipe))} are there "
-        "(limits.memory_gib, or what is free). Its quality was measured by torch, block by block; what the candidate's "
-        "speed gains over it is not known. Build with more memory to have both timed",
+        f"{size_text(needed)} of memory, and {size_text(allowed)} "
+        "may be taken (limits.memory_gib, or what is free). Torch measures its quality, block by block; how much "
+        "faster the candidate is stays unknown. Build with more memory to have both timed",
     )

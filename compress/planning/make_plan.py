@@ -24,6 +24,7 @@ from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import find_timed_batch, forecast
+from compress.planning.in_files import left_out_note, stays_in_files
 from compress.planning.inputs import IMAGE_BATCH, TEXTS, Inputs, calibration_tokens, read_inputs, text_fill
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
@@ -85,7 +86,7 @@ def make_plan(
         PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
         for name, key, notes in (
             ("export to float ONNX", keys.float_graph, cleaned),
-            ("baseline outputs", keys.baseline, ()),
+            ("baseline outputs", keys.torch_outputs if stays_in_files(recipe, before) else keys.baseline, ()),
         )
     ]
     work = (*first, *(planned.work for planned in done))
@@ -198,6 +199,8 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
+    if (left_out := left_out_note(recipe, inputs.facts)) is not None:
+        notes.append(left_out)
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
 
 
