@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from compress.graph.edit import reroute, uses_of
 from compress.graph.run import Feeds, open_session, run_batches, tap
-from compress.graph.stored import is_stored
+from compress.graph.stored import StoredTensor, is_stored
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece; a single larger one is a piece of its own."""
@@ -43,8 +44,7 @@ def run_in_pieces(model: ir.Model, batches: Sequence[Feeds], names: Sequence[str
     known = [{name: array for name, array in feeds.items() if name in inputs} for feeds in batches]
     for piece in cut(whole):
         graph = _take_piece(whole, piece, known[0])
-        initializers = whole.graph.initializers
-        weights = {name: _read(initializers[name].const_value) for name in piece.weights}
+        weights = {name: _read_straight(whole, name) for name in piece.weights}
         session = open_session(graph)
         given = ({**{name: values[name] for name in piece.reads}, **weights} for values in known)
         for values, outputs in zip(known, run_batches(session, given), strict=True):
@@ -111,11 +111,34 @@ def _take_piece(whole: ir.Model, piece: Piece, values: Feeds) -> ir.Model:
         value.const_value = None
         if (array := values.get(value.name or "")) is not None:
             value.type = ir.TensorType(ir.tensor(array).dtype)
+        if _is_turned(whole, value.name or ""):
+            _turn_input(graph, value)
     for value in graph.outputs:
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
     return ir.Model(graph, ir_version=whole.ir_version)
 
 
-def _read(tensor: ir.TensorProtocol | None) -> np.ndarray:
+def _is_turned(whole: ir.Model, name: str) -> bool:
+    value = whole.graph.initializers.get(name)
+    tensor = None if value is None else value.const_value
+    return isinstance(tensor, StoredTensor) and tensor.straight is not None
+
+
+def _turn_input(graph: ir.Graph, value: ir.Value) -> None:
+    """Let the graph read the transpose of what is fed: ONNX Runtime multiplies by it as it lies, in place of a copy."""
+    readers = uses_of(value)
+    turn = ir.node("Transpose", [value], {"perm": [1, 0]})
+    turn.outputs[0].name = f"{value.name}/turned"
+    turn.outputs[0].type = value.type
+    value.shape = None
+    reroute(readers, turn.outputs[0])
+    graph.insert_before(graph[0], turn)
+
+
+def _read_straight(whole: ir.Model, name: str) -> np.ndarray:
+    """Return the values of a stored weight; of a transposed one those as they lie in its file."""
+    tensor = whole.graph.initializers[name].const_value
+    if isinstance(tensor, StoredTensor) and tensor.straight is not None:
+        return tensor.straight()
     assert tensor is not None
     return tensor.numpy()

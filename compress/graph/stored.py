@@ -12,7 +12,7 @@ class StoredTensor(ir.LazyTensor):
     """A constant whose values `read` gives, each time that they are asked for; nobody holds them in between.
 
     `origin`: of a weight that is as its file has it, its name there and whether it is transposed; None for all that is
-    computed. `bits`: of an integer, what its largest values need.
+    computed. `bits`: of an integer, what its largest values need. `straight`: reads what this is the transpose of.
     """
 
     def __init__(
@@ -22,16 +22,21 @@ class StoredTensor(ir.LazyTensor):
         shape: Sequence[int],
         origin: tuple[str, bool] | None = None,
         bits: int = 32,
+        straight: Callable[[], np.ndarray] | None = None,
     ) -> None:
         super().__init__(lambda: ir.Tensor(np.ascontiguousarray(read()), dtype=dtype), dtype, ir.Shape(tuple(shape)))
         self.origin = origin
         self.bits = bits
+        self.straight = straight
 
 
 def stored_weight(name: str, shape: Sequence[int], read: Callable[[str], np.ndarray], turned: bool) -> StoredTensor:
     """Return the constant that holds a weight of that name, float32 [shape]; `turned`: its transpose."""
-    size = tuple(shape)[::-1] if turned else tuple(shape)
-    return StoredTensor(lambda: read(name).T if turned else read(name), ir.DataType.FLOAT, size, origin=(name, turned))
+    if not turned:
+        return StoredTensor(lambda: read(name), ir.DataType.FLOAT, shape, origin=(name, False))
+    return StoredTensor(
+        lambda: read(name).T, ir.DataType.FLOAT, shape[::-1], origin=(name, True), straight=lambda: read(name)
+    )
 
 
 def is_stored(tensor: ir.TensorProtocol | None) -> bool:
