@@ -17,6 +17,7 @@ from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
 from runtime.bundle.manifest import fixed_batch
+from runtime.decode.scoring import LOGITS_BYTES
 from runtime.measure.benchmark import choose_backend
 
 LIBRARIES_BYTES = 460 * 2**20
@@ -141,11 +142,11 @@ def _estimate_in_files(recipe: Recipe, before: ModelFacts, after: ModelFacts) ->
     """Estimate the bytes that a graph takes whose weights stay in files, from its export to the verdict.
 
     A piece of the float graph is run with its largest weight and that one's transpose. A session of the candidate maps
-    its file, and packs the integers, and the table of a tied head, for its kernels.
+    its file, and packs the integers, and the table of a tied head, for its kernels; then come a batch's logits.
     """
     largest = max((layer.n_weights * FLOAT_BYTES for layer in before.layers), default=0)
     judging = FLOAT_COPIES * before.n_bytes if runs_float(recipe, before) else 2 * after.n_bytes + largest
-    return int(max(2 * largest, judging))
+    return int(max(2 * largest, judging + LOGITS_BYTES))
 
 
 def _estimate_streams(
