@@ -91,7 +91,7 @@ class Bundle:
         if self.manifest.alone:
             from runtime.judge.validate import run_candidate_alone
 
-            return run_candidate_alone(self.root, self.manifest, columns, self.session, batch_size)
+            return dict(run_candidate_alone(self.root, self.manifest, columns, self.session, batch_size))
         baseline = self.manifest.baseline_for(self.backend)
         reference = open_artifact(self.root, baseline, self.backend, self.threads)
         try:

@@ -67,8 +67,10 @@ def float_model_in_files(
     cached = cache.get(key) or cache.put(key, write)
     with cached.reading() as folder:
         graph = _load_with_weights(folder / GRAPH, cached.record["weights"], streamed.store)
-    specs = [tuple(from_json(TensorSpec, spec, name) for spec in cached.record[name]) for name in ("inputs", "outputs")]
-    return FloatModel(GraphState(graph), *specs, class_names=(), parity=cached.record["parity"])
+    inputs, outputs = (
+        tuple(from_json(TensorSpec, spec, name) for spec in cached.record[name]) for name in ("inputs", "outputs")
+    )
+    return FloatModel(GraphState(graph), inputs, outputs, class_names=(), parity=cached.record["parity"])
 
 
 def export_in_files(streamed: StreamedModel, opset: int) -> ir.Model:

@@ -321,4 +321,7 @@ def _is_transpose(table: ir.Value, weight: ir.Value) -> bool:
         return False
     if tuple(a.shape.numpy()) != tuple(b.shape.numpy())[::-1]:
         return False
+    if isinstance(a, StoredTensor) or isinstance(b, StoredTensor):  # their values are not read for this
+        names = [tensor.origin[0] if isinstance(tensor, StoredTensor) and tensor.origin else "" for tensor in (a, b)]
+        return names[0] == names[1] != ""
     return np.array_equal(constant(table).T, constant(weight))

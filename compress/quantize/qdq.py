@@ -167,7 +167,7 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     if weight.zero_points is not None or (weight.bits > 4 and weight.values.dtype != FLOAT8):
         inputs.append(_add_constant(model, layer, "zero_point", _to_tensor(zeros, weight.bits)))
     dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/float", attributes)
-    dequantized.type, dequantized.shape = layer.weight.type, values.shape
+    dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape.numpy())
     layer.node.replace_input_with(layer.weight_input, dequantized)
 
 

@@ -71,9 +71,9 @@ class UnreadWeight(QuantizedWeight):
         object.__setattr__(self, "_read", read)
 
     @property
-    def values(self) -> np.ndarray:  # type: ignore[override]
+    def values(self) -> np.ndarray:
         """Return the values as `QuantizedWeight` has them."""
-        return self._read().values  # type: ignore[attr-defined, no-any-return]
+        return self._read().values  # type: ignore[attr-defined]
 
     def with_parts(self, scales: np.ndarray, zero_points: np.ndarray | None, group_size: int) -> UnreadWeight:
         """Return the same values, unread, with other scales and zero points."""
