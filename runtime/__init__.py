@@ -88,6 +88,10 @@ class Bundle:
             return run_samples(
                 self.session, self.preprocessor, task, columns, batch_size, facts=facts_of(self.manifest)
             )
+        if self.manifest.alone:
+            from runtime.judge.validate import run_candidate_alone
+
+            return dict(run_candidate_alone(self.root, self.manifest, columns, self.session, batch_size))
         baseline = self.manifest.baseline_for(self.backend)
         exact = find_backend(self.backend).exact
         reference = open_artifact(self.root, baseline, self.backend, self.threads, exact)

@@ -26,6 +26,7 @@ SCRIPTS = (
     "gptq_speed",
     "device_speed",
     "compression_memory",
+    "one_billion",
     "decode",
     "kill_resume",
     "triton_server",

@@ -265,6 +265,35 @@ def test_claims_of_compression_memory(
     assert [claim.name for claim in load("compression_memory").claims(rows) if not claim.holds] == fails
 
 
+def test_claims_of_one_billion(load: Any) -> None:
+    row = {"peak_gib": 5.0, "forecast_gib": 4.6, "apply_s": 1000.0, "forecast_s": 1200.0, "blocks_kept": 5}
+    row |= {"blocks_again": 0, "nll_checkpoint": 11.8, "nll_onnx": 11.81, "nll_before": 11.8, "nll_after": 11.85}
+    module = load("one_billion")
+    assert all(claim.holds for claim in module.claims(row))
+    worse = row | {"peak_gib": 6.1, "apply_s": 900.0, "blocks_again": 1, "nll_onnx": 11.9}
+    assert [claim.name for claim in module.claims(worse) if not claim.holds] == [
+        "peak_gib_of_the_process_tree",
+        "finished_blocks_done_again",
+        "nats_between_checkpoint_and_onnx",
+        "forecast_memory_relative_error",
+        "forecast_time_relative_error",
+    ]
+    assert not any("forecast" in claim.name for claim in module.claims(row, quick=True))
+
+
+def test_the_memory_of_a_process_tree_is_that_of_all_that_it_started(load: Any) -> None:
+    import subprocess
+    import sys
+
+    hold = "import sys; held = bytearray(64 << 20); print(flush=True); sys.stdin.read()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    tree_bytes = load("one_billion").tree_bytes
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert 64 << 20 < tree_bytes(child.pid) < 160 << 20
+
+
 @torch.no_grad()
 def test_layer_error_by_hand(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, language = load("random_models"), load("language")

@@ -19,6 +19,7 @@ from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
 from compress.execution.blocks import hold_shared_work, open_streamed, run_block_pass
 from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
+from compress.execution.in_files import float_model_in_files
 from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
@@ -29,6 +30,7 @@ from compress.graph.specs import input_specs
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
+from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
 from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
@@ -124,7 +126,18 @@ def block_passes_alone(run: RunContext) -> None:
 def export(run: RunContext, key: str, load: Callable[[], TorchModel | OnnxModel]) -> FloatModel:
     """Export the model as a float graph; check parity on calibration samples (evaluation samples without a set)."""
     plan, samples = run.plan, _parity_samples(run)
+    if stays_in_files(plan.recipe, plan.before):
+        return _export_in_files(run, key, open_streamed(plan.inputs, None))
     return float_model(run.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset)
+
+
+def _export_in_files(run: RunContext, key: str, streamed: StreamedModel) -> FloatModel:
+    """Return what `export` does of a language model whose weights stay in their files."""
+    plan, samples = run.plan, _parity_samples(run)
+    context = PassContext(**_list_fields(run, plan.before.inputs))
+    return float_model_in_files(
+        run.cache, key, streamed, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset, context
+    )
 
 
 def _parity_samples(run: RunContext) -> Samples:
@@ -339,7 +352,10 @@ def _export_blocks(
     """
     state = exported.state
     if loaded is not None or source is None or not streamed.store.same_floats(source.store):
-        state = export(run, key, lambda: _build_module(run, streamed)).state
+        if stays_in_files(run.plan.recipe, run.plan.before):
+            state = _export_in_files(run, key, streamed).state
+        else:
+            state = export(run, key, lambda: _build_module(run, streamed)).state
     return with_integers(state, streamed)
 
 

@@ -141,7 +141,7 @@ def score_streamed(
     after = compute_as_engine(after, context.target.name)
     with ExitStack() as held:
         heads = [
-            held.enter_context(_open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
+            held.enter_context(open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
         ]
         _share(*heads)
         rows = list(_score_rows(heads, context.batches, masks))
@@ -154,7 +154,7 @@ def score_streamed(
 
 
 @contextmanager
-def _open_last_block(stream: Stream) -> Iterator[BlockWork]:
+def open_last_block(stream: Stream) -> Iterator[BlockWork]:
     """Yield the part that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
     with closing(iter(stream)) as blocks:
         for _ in range(len(stream) - 1):

@@ -32,6 +32,7 @@ from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.source import locate
+from compress.planning.in_files import allowed_bytes, left_out_note, runs_float, stays_in_files
 from compress.planning.inputs import (
     TEXTS,
     Batches,
@@ -59,7 +60,6 @@ from runtime.decode.scoring import language_encoder
 from runtime.errors import UsageError
 from runtime.judge.slices import find_groups
 from runtime.judge.validate import validate
-from runtime.processes.memory import available_bytes
 from runtime.report.passes import PassModel
 from runtime.report.report import Report
 
@@ -162,13 +162,15 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     inputs, recipe = plan.inputs, plan.recipe
     evaluation = run.sets["evaluation"]
     exported, baseline, candidate = None, None, None
+    in_files, with_float = stays_in_files(recipe, plan.before), runs_float(recipe, plan.before)
     score: BuildScore | None = None
     scoring: list[Note] = []
     if recipe.has_onnx:
         with journal.time_stage("exporting to float ONNX"):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
-        with journal.time_stage("baseline outputs"):
-            baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
+        if not in_files:
+            with journal.time_stage("baseline outputs"):
+                baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
     own_metrics = find_own_metrics(recipe)
     distinct = list({metric.short_name: metric for metric in own_metrics}.values())  # one may be named in two ways
     labels = evaluation.columns.get("label")
@@ -182,13 +184,18 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     if baseline is None:
         with journal.time_stage("scoring the model in torch"):
             baseline, candidate = _score_checkpoint(run, passed)
-        score, scoring = _describe_score(run, passed)
+        score, scoring = _describe_score(run, passed, in_files)
         own = load_own_metrics(distinct, baseline, labels)
         check_sliced(own, judgement)
     if own:
         with journal.time_stage("the recipe's own metrics"):
             outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
             recorded = [metric.compute_or_mark(outputs, labels) for metric in own]
+    if not with_float:
+        left_out = left_out_note(recipe, plan.before)
+        scoring += [] if left_out is None else [left_out]
+    elif in_files:  # the runtime measures the candidate beside the float graph
+        candidate, score = None, None
     portable = make_portable(recipe)
     if exported is not None:
         scoring += exported.notes()
@@ -210,7 +217,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 recorded=tuple(metric.record for metric in own),
                 recorded_values=([metric.baseline for metric in own], recorded) if own else None,
                 layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *scoring])],
-                graphs=_collect_graphs(exported, passed),
+                graphs=_collect_graphs(exported, passed, with_float),
                 streamed=passed.streamed,
                 candidate_outputs=candidate,
                 score=score,
@@ -219,7 +226,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 cache=run.cache.root,
                 load_back=_prepare_load_back(run) if passed.streamed is not None else None,
                 detections=inputs.facts.detections,
-                source_bytes=None if exported else _source_bytes(plan),
+                source_bytes=None if exported and with_float else _source_bytes(plan),
             ),
         )
     for note in (*run.notes, *scoring, *notes):
@@ -231,9 +238,7 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
     """Return what the checkpoints are loaded back with: a few samples of the evaluation set."""
     plan, recipe = run.plan, run.plan.recipe
     batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
-    allowed = available_bytes()
-    if recipe.limits.memory_gib is not None:
-        allowed = min(allowed, int(recipe.limits.memory_gib * 2**30))
+    allowed = allowed_bytes(recipe)
     feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
     spec = recipe.model
     for config in recipe.passes:
@@ -257,10 +262,10 @@ def _run_candidate(
     return run_graph(path, run.plan.inputs, specs, run.sets["evaluation"].columns, beside)
 
 
-def _collect_graphs(exported: FloatModel | None, passed: Passed) -> Graphs | None:
+def _collect_graphs(exported: FloatModel | None, passed: Passed, with_float: bool) -> Graphs | None:
     if exported is None or passed.state is None:
         return None
-    return Graphs(exported.state.model, passed.state, exported.inputs, exported.outputs)
+    return Graphs(exported.state.model, passed.state, exported.inputs, exported.outputs, with_float)
 
 
 def _source_bytes(plan: Plan) -> int:
@@ -287,10 +292,15 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
     return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context, masks)
 
 
-def _describe_score(run: RunContext, passed: Passed) -> tuple[BuildScore, list[Note]]:
-    """Return how the checkpoint was scored, and the notes that the report has of it."""
+def _describe_score(run: RunContext, passed: Passed, in_files: bool) -> tuple[BuildScore, list[Note]]:
+    """Return how the candidate was scored by torch, and the notes that the report has of it.
+
+    `in_files`: it is a graph, which computes what its layers' schemes say.
+    """
     streamed, engine = passed.streamed, run.plan.recipe.target
     assert streamed is not None
+    if in_files:
+        return BuildScore(f"torch {version('torch')}"), []
     gaps = tuple(scoring_gaps(streamed.structure, streamed.kv_cache, engine))
     return BuildScore(f"torch {version('torch')}", gaps), rounding_notes(streamed, engine)
 

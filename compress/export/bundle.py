@@ -27,6 +27,7 @@ from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.specs import cache_of, input_specs, output_specs
+from compress.graph.stored import holds_stored
 from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
 from compress.recipe.schema import Recipe
@@ -80,6 +81,8 @@ class Graphs:
     state: GraphState
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    with_float: bool = True
+    """Whether the float graph is written, to be run beside the candidate."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
     artifacts: list[Artifact] = []
     orders: list[EngineOrder] = []
     notes: list[Note] = []
-    if contents.graphs is not None:
+    if contents.graphs is not None and contents.graphs.with_float:
         graph = float_graph(contents.graphs.float_model)
         artifacts.append(
             _write_graph(staging / "baseline", graph, "baseline", "float32", contents.graphs, recipe.target)
@@ -307,7 +310,7 @@ def precision(state: GraphState) -> str:
 
 def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: Graphs, target: str) -> Artifact:
     path = folder / "model.onnx"
-    save_graph(graph, path)
+    save_graph(graph, path, load=name != "baseline" or not holds_stored(graph))  # it was compared piece by piece
     cross = cross_names(graph)
     cache = cache_of_decoder(graph) if cross else cache_of(graph)
     return Artifact(

@@ -9,7 +9,8 @@ may stand on the left.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ExportError
-from compress.export.onnx import export_program
+from compress.export.onnx import Weight, export_program
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
 from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
@@ -61,14 +62,15 @@ class CachedDecoder(nn.Module):
         return result.logits, [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
+def export_decoder(module: nn.Module, opset: int = 21, weights: Mapping[str, Weight] | None = None) -> ir.Model:
     """Export a transformers causal language model (eager attention, eval mode) as a float32 graph with a cache.
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
-    either is quantized. Raises ExportError: a cache that is not keys and values of one shape in every layer, or what
-    the exporter said.
+    either is quantized. `weights`: as of `export_program`. Raises ExportError: a cache that is not keys and values of
+    one shape in every layer, or what the exporter said.
     """
-    shape = cache_shape(module)
+    with nullcontext() if weights is None else shapes_alone():
+        shape = cache_shape(module)
     sizes = EXAMPLE
     batch, sequence, past = (sizes[name] for name in ("batch", "sequence", "past"))
     dims = {name: torch.export.Dim(name, min=0 if name == "past" else 1) for name in (*sizes, "total")}
@@ -92,6 +94,7 @@ def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
             "past": [{0: dims["batch"], 2: dims["past"]} for _ in names],
         },
         opset=opset,
+        weights=weights,
     )
     _name_tied_tables(model)
     _count_positions(model)
@@ -101,6 +104,15 @@ def export_decoder(module: nn.Module, opset: int = 21) -> ir.Model:
         model.metadata_props[MAX_LENGTH] = str(length)
     tidy(model)
     return model
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Compute shapes and no values while the context is open: a module without its weights can be run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def cache_shape(module: nn.Module) -> CacheShape:

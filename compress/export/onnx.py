@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,19 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import DeduplicateInitializersPass, ShapeInferencePass
+from onnx_ir.passes.common import DeduplicateInitializersPass, InlinePass, ShapeInferencePass
 from torch import nn
 
+from compress.blocks.materialise import plain
 from compress.blocks.rounded import RoundedLayers
+from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.facts import Note
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
 from compress.graph.convolutions import pool_globally
-from compress.graph.edit import strip_metadata, tidy
+from compress.graph.edit import initializer, reroute, strip_metadata, tidy, uses_of
 from compress.graph.fast_forms import (
     divide_by_root,
     keep_norms_apart,
@@ -45,15 +48,18 @@ from compress.graph.layers import find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
+from compress.graph.stored import holds_stored, stored_weight
 from compress.models.load import OnnxModel, TorchModel
 from compress.quantize.qdq import is_float4, write_state
-from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.rounding import QuantizedWeight, UnreadWeight
 from compress.quantize.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import failures
 from runtime.bundle.files import ENCODER
 
 SHARED = "shared.data"
 """Name of the file that holds what an encoder and its decoder have in common."""
+Weight = tuple[tuple[int, ...], Callable[[str], np.ndarray]]
+"""Of a parameter that stays in its file: its shape, and what reads it by name, float32."""
 ACTIVATION_LEVELS = 127
 """Of symmetric int8 activations, on either side of zero."""
 MOST_SHARED = 2**16
@@ -147,26 +153,26 @@ def float_graph(model: ir.Model) -> ir.Model:
     return plain
 
 
-def save_graph(model: ir.Model, path: Path) -> None:
+def save_graph(model: ir.Model, path: Path, load: bool = True) -> None:
     """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
-    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 or
-    FP4 is not loaded: ONNX Runtime has no such kernels for CPUs.
+    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 or FP4
+    is not loaded: ONNX Runtime has no such kernels for CPUs. Nor without `load`, for what memory has no room for.
     """
     if cross_names(model):
         encoder, model = split_halves(model)
         share_weights(encoder, model, path.with_name(SHARED))
-        _save_one(encoder, path.with_name(ENCODER))
-    _save_one(model, path)
+        _save_one(encoder, path.with_name(ENCODER), load)
+    _save_one(model, path, load)
 
 
-def _save_one(model: ir.Model, path: Path) -> None:
+def _save_one(model: ir.Model, path: Path, load: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_graph(_without_inferred(model), path)
     refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())
     try:
         onnx.checker.check_model(str(path))
-        if not computes_in_bfloat16(model) and not _holds_float4(model):
+        if load and not computes_in_bfloat16(model) and not _holds_float4(model):
             open_session(path)
     except refusals as error:
         raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
@@ -201,8 +207,12 @@ def _holds_float4(model: ir.Model) -> bool:
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
-    """Write a graph to a file; over 2 GiB, protobuf's limit, with the weights beside it in <name>.data."""
-    ir.save(model, path, external_data=f"{path.name}.data" if weight_bytes(model) > IN_MEMORY else None)
+    """Write a graph to a file; over 2 GiB, protobuf's limit, with the weights beside it in <name>.data.
+
+    So are those that stay in files: they are copied one after the other, and never held together.
+    """
+    apart = holds_stored(model) or weight_bytes(model) > IN_MEMORY
+    ir.save(model, path, external_data=f"{path.name}.data" if apart else None)
 
 
 def _make_dynamic_shapes(loaded: TorchModel) -> dict[str, dict[int, object]]:
@@ -234,6 +244,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
     if any(f"{name}.weight" in model.tied for name in model.quantized_layers()):
         own_transposes(state.model)
     layers = {layer.name: layer for layer in find_layers(state.model)}
+    unread = holds_stored(state.model)
     weights: dict[str, QuantizedWeight] = {}
     integer, dynamic, ranges, lost = [], set(), {}, []
     for name in model.quantized_layers():
@@ -244,8 +255,11 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         if name not in layers:
             lost.append(name)
             continue
-        weights[name] = _with_row_groups(weight) if layers[name].op == "Gather" else weight
+        weights[name] = UnreadWeight(partial(_read_integers, model.store, name)) if unread else weight
+        if layers[name].op == "Gather":
+            weights[name] = _with_row_groups(weight)
         if scheme.activations is not None:
+            weights[name] = weight
             integer.append(name)
             dynamic.add(scheme.activations.dynamic)
             if not scheme.activations.dynamic:
@@ -275,6 +289,12 @@ def _with_row_groups(weight: QuantizedWeight) -> QuantizedWeight:
     return weight if weight.group_size > 0 else replace(weight, group_size=weight.values.shape[1])
 
 
+def _read_integers(store: WeightStore, layer: str) -> QuantizedWeight:
+    weight = store.quantized(layer)
+    assert weight is not None
+    return weight
+
+
 def export_program(
     module: nn.Module,
     name: str,
@@ -283,8 +303,12 @@ def export_program(
     output_names: Sequence[str],
     dynamic_shapes: Mapping[str, Any],
     opset: int,
+    weights: Mapping[str, Weight] | None = None,
 ) -> ir.Model:
-    """Export the module as a graph. Raises ExportError with what the exporter said of `name`."""
+    """Export the module as a graph. Raises ExportError with what the exporter said of `name`.
+
+    `weights`: parameters whose values the module does not hold, by plain name; the graph leaves them in their files.
+    """
     with _silence_exporter():
         try:
             program = torch.onnx.export(
@@ -297,12 +321,49 @@ def export_program(
                 dynamic_shapes=dict(dynamic_shapes),
                 opset_version=opset,
                 verbose=False,
+                optimize=weights is None,
             )
+            if program is not None and weights is not None:
+                _leave_in_files(program.model, weights)
+                program.optimize()
         except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
             raise ExportError(f"{name}: torch.onnx.export failed: {_first_lines(error)}") from error
     assert program is not None
     pool_globally(program.model)
     return program.model
+
+
+def _leave_in_files(model: ir.Model, weights: Mapping[str, Weight]) -> None:
+    """Let the initializers of these names be read from their files, in place, and so their transposes.
+
+    The exporter's optimization would compute each transpose and hold it.
+    """
+    InlinePass()(model)
+    for value in list(model.graph.initializers.values()):
+        name = plain(value.name or "")
+        if name not in weights:
+            continue
+        shape, read = weights[name]
+        readers = [use.node for use in value.uses()]
+        if len(readers) == 1 and readers[0].op_type == "Transpose" and len(shape) == 2:
+            turned = readers[0].outputs[0]
+            result = initializer(model, f"{value.name}/turned", stored_weight(name, shape, read, turned=True))
+            result_name = turned.name
+            reroute(uses_of(turned), result)
+            model.graph.remove(readers[0], safe=True)
+            del model.graph.initializers[value.name or ""]
+            _rename(model, result, result_name or "")
+        else:
+            value.const_value = stored_weight(name, shape, read, turned=False)
+            value.const_value.name = value.name
+
+
+def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
+    del model.graph.initializers[value.name or ""]
+    value.name = name
+    assert value.const_value is not None
+    value.const_value.name = name
+    model.graph.register_initializer(value)
 
 
 def _first_lines(error: Exception, most: int = 6) -> str:

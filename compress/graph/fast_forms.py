@@ -13,8 +13,17 @@ import onnx_ir as ir
 
 from compress.graph.attention import DOMAIN
 from compress.graph.edit import alone_reads, append, initializer, reroute, take_over, tidy, uses_of
-from compress.graph.layers import WRAPPER, constant, int_attribute, ints_attribute, is_constant, node_scope
+from compress.graph.layers import (
+    WRAPPER,
+    constant,
+    constant_shape,
+    int_attribute,
+    ints_attribute,
+    is_constant,
+    node_scope,
+)
 from compress.graph.specs import ATTENTION
+from compress.graph.stored import StoredTensor, join_last
 
 CHANNEL_MULTIPLE = 4
 TWO_BIT_BLOCKS = (32, 64, 128)
@@ -135,13 +144,17 @@ class _Product:
     @property
     def kind(self) -> tuple[object, ...]:
         """Return what products must share to be one."""
-        parts = [constant(value) for value in self.weight.inputs]
-        kinds = tuple(part.dtype for part in parts)
-        return (*kinds, parts[0].shape[0], int_attribute(self.weight, "block_size", 0), self.add is None)
+        kinds = tuple(value.dtype for value in self.weight.inputs if value is not None)
+        return (
+            *kinds,
+            constant_shape(self.weight.inputs[0])[0],
+            int_attribute(self.weight, "block_size", 0),
+            self.add is None,
+        )
 
     @property
     def width(self) -> int:
-        return int(constant(self.weight.inputs[0]).shape[1])
+        return constant_shape(self.weight.inputs[0])[1]
 
 
 def merge_products(model: ir.Model) -> int:
@@ -178,7 +191,7 @@ def _find_bias_add(node: ir.Node) -> ir.Node | None:
     if len(uses) != 1 or uses[0].op_type != "Add" or uses[0].outputs[0].is_graph_output():
         return None
     other = next((v for v in uses[0].inputs if v is not node.outputs[0]), None)
-    return uses[0] if is_constant(other) and constant(other).ndim == 1 else None
+    return uses[0] if is_constant(other) and len(constant_shape(other)) == 1 else None
 
 
 def _merge_group(model: ir.Model, products: Sequence[_Product]) -> None:
@@ -210,10 +223,8 @@ def _merge_group(model: ir.Model, products: Sequence[_Product]) -> None:
 
 def _join_constants(values: Sequence[ir.Value | None]) -> ir.TensorProtocol:
     """Join constants side by side along their last axis, in their own type."""
-    arrays = [constant(value) for value in values]
-    first = values[0]
-    assert first is not None and first.const_value is not None
-    return ir.Tensor(np.ascontiguousarray(np.concatenate(arrays, axis=-1)), dtype=first.const_value.dtype)
+    tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
+    return join_last(tensors)
 
 
 def _find_attention(products: Sequence[_Product]) -> ir.Node | None:
@@ -259,6 +270,9 @@ def _match_two_bits(node: ir.Node) -> ir.Node | None:
     if kind not in (ir.DataType.INT4, ir.DataType.UINT4) or int_attribute(weight, "axis", 1) != 0:
         return None
     if int_attribute(weight, "block_size", 0) not in TWO_BIT_BLOCKS:
+        return None
+    tensor = weight.inputs[0].const_value if weight.inputs[0] is not None else None
+    if isinstance(tensor, StoredTensor) and tensor.bits > 2:
         return None
     low, high = (-2, 1) if kind == ir.DataType.INT4 else (0, 3)
     parts = [constant(value).astype(np.int8) for value in (weight.inputs[0], *weight.inputs[2:])]
@@ -476,4 +490,7 @@ def _is_transpose(table: ir.Value, weight: ir.Value) -> bool:
         return False
     if tuple(a.shape.numpy()) != tuple(b.shape.numpy())[::-1]:
         return False
+    if isinstance(a, StoredTensor) or isinstance(b, StoredTensor):  # their values are not read for this
+        names = [tensor.origin[0] if isinstance(tensor, StoredTensor) and tensor.origin else "" for tensor in (a, b)]
+        return names[0] == names[1] != ""
     return np.array_equal(constant(table).T, constant(weight))

@@ -14,6 +14,8 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 """Node metadata in which torch.onnx.export keeps the module path."""
 WRAPPER = "wrapped."
 """Prefix that the loader's wrapper module adds to a Hugging Face model's names."""
+TABLE_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
+"""Of an embedding."""
 CONV_TYPES = {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"}
 
 
@@ -53,6 +55,12 @@ class GraphLayer:
         """Return the number of groups of a grouped convolution; 1 for every other layer."""
         return int_attribute(self.node, "group", 1)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of `matrix`, told without reading it."""
+        shape = constant_shape(self.weight)
+        return shape[::-1] if self.axis == 1 and self.op != "Gather" else shape
+
     def matrix(self) -> np.ndarray:
         """Return the weight as [out, in / groups, *kernel] (Embedding: [rows, width]), in its own dtype."""
         weight = constant(self.weight)
@@ -65,6 +73,13 @@ def constant(value: ir.Value | None) -> np.ndarray:
     if array is None:
         raise ValueError(f"{value.name if value is not None else 'an absent input'} is not a constant")
     return array
+
+
+def constant_shape(value: ir.Value | None) -> tuple[int, ...]:
+    """Return the shape of an initializer, told without reading it. Raises ValueError when it is none."""
+    if value is None or value.const_value is None:
+        raise ValueError(f"{value.name if value is not None else 'an absent input'} is not a constant")
+    return tuple(int(size) for size in value.const_value.shape.numpy())
 
 
 def is_constant(value: ir.Value | None) -> bool:
@@ -93,11 +108,11 @@ def as_layer(node: ir.Node) -> GraphLayer | None:
         return None
     if node.op_type == "Conv" and is_constant(node.inputs[1]):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        return _make_layer(node, CONV_TYPES.get(len(constant(node.inputs[1]).shape), "Conv"), 1, 0, bias, None)
+        return _make_layer(node, CONV_TYPES.get(len(constant_shape(node.inputs[1])), "Conv"), 1, 0, bias, None)
     if node.op_type == "Gemm" and is_constant(node.inputs[1]) and _is_linear(node):
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         return _make_layer(node, "Linear", 1, 0 if int_attribute(node, "transB", 0) else 1, bias, None)
-    if node.op_type == "MatMul" and is_constant(node.inputs[1]) and constant(node.inputs[1]).ndim == 2:
+    if node.op_type == "MatMul" and is_constant(node.inputs[1]) and len(constant_shape(node.inputs[1])) == 2:
         add, bias = _find_bias_add(node)
         return _make_layer(node, "Linear", 1, 1, bias, add)
     if node.op_type == "Gather" and _is_embedding(node):
@@ -120,7 +135,7 @@ def _make_layer(
     value = node.inputs[weight]
     assert value is not None
     name = _get_module_path(value) or node_scope(node) or node.name or value.name or node.op_type
-    vector = bias if is_constant(bias) and constant(bias).ndim == 1 else None
+    vector = bias if is_constant(bias) and len(constant_shape(bias)) == 1 else None
     return GraphLayer(name, kind, node, value, weight, axis, vector, add)
 
 
@@ -137,7 +152,7 @@ def _find_bias_add(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
         return None, None
     add = uses[0].node
     other = add.inputs[1 - uses[0].idx]
-    if is_constant(other) and constant(other).shape == constant(node.inputs[1]).shape[1:]:
+    if is_constant(other) and constant_shape(other) == constant_shape(node.inputs[1])[1:]:
         return add, other
     return None, None
 
@@ -156,9 +171,10 @@ def _is_float_constant(value: ir.Value | None) -> bool:
 def _is_embedding(node: ir.Node) -> bool:
     table = node.inputs[0]
     return (
-        is_constant(table)
-        and constant(table).ndim == 2
-        and constant(table).dtype.kind == "f"
+        table is not None
+        and table.const_value is not None
+        and len(constant_shape(table)) == 2
+        and table.const_value.dtype in TABLE_TYPES
         and int_attribute(node, "axis", 0) == 0
     )
 
@@ -192,7 +208,7 @@ def layer_facts(model: ir.Model, bits: dict[str, float] | None = None) -> tuple[
             type=layer.type,
             op=layer.op,
             weight=layer.weight.name or layer.name,
-            shape=tuple(layer.matrix().shape),
+            shape=layer.shape,
             bits=(bits or {}).get(layer.name, 32),
         )
         for layer in find_layers(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.data.chat import MESSAGES
 from compress.passes import Pass
+from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Inputs
 from compress.planning.own_metrics import digest_own_metrics
 from compress.planning.timing import describe_call, explain_untimed
@@ -47,6 +48,7 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
     export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
+    export += ["weights in files"] if stays_in_files(recipe, inputs.facts) else []
     plugins = list_plugins(recipe)
     source = cache_key("plugins", inputs.digest, plugins) if plugins else inputs.digest
     float_graph = cache_key("export", source, export)

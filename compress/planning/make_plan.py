@@ -28,6 +28,7 @@ from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
+from compress.planning.in_files import left_out_note, stays_in_files
 from compress.planning.inputs import (
     IMAGE_BATCH,
     TEXTS,
@@ -113,7 +114,7 @@ def make_plan(
         PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
         for name, key, notes in (
             (EXPORT, keys.float_graph, cleaned),
-            (BASELINE, keys.baseline, ()),
+            (BASELINE, keys.torch_outputs if stays_in_files(recipe, before) else keys.baseline, ()),
         )
     ]
     work = (*first, *(planned.work for planned in done))
@@ -292,6 +293,8 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
+    if (left_out := left_out_note(recipe, inputs.facts)) is not None:
+        notes.append(left_out)
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,8 +20,9 @@ import onnx_ir as ir
 from compress.graph.edit import append, initializer, reroute, take_over, tidy, uses_of, values_by_name
 from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute
 from compress.graph.run import clone
+from compress.graph.stored import StoredTensor
 from compress.quantize.placement import Placement, Use, place
-from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
+from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight, UnreadWeight
 from compress.quantize.state import FLOAT8, Flavour, GraphState
 
 BLOCK_OPSET = 21
@@ -105,7 +107,7 @@ def in_kernel_blocks(weight: QuantizedWeight, flavour: Flavour) -> QuantizedWeig
         return weight
     scales = _repeat_over_blocks(weight.scales, rows, n_inputs // block)
     zeros = None if weight.zero_points is None else _repeat_over_blocks(weight.zero_points, rows, n_inputs // block)
-    return QuantizedWeight(weight.values, scales, zeros, weight.bits, block)
+    return weight.with_parts(scales, zeros, block)
 
 
 def _repeat_over_blocks(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray:
@@ -165,11 +167,12 @@ def _insert_pair(
 
 
 def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
-    axis, values, scales, zeros = layer.axis, weight.values, weight.scales, _get_zero_points(weight)
+    axis, scales, zeros = layer.axis, weight.scales, _get_zero_points(weight)
     if weight.group_size > 0 and layer.op == "Gemm":
         axis = 1  # it becomes a MatMul, see `_avoid_gemm`
+    values = _values_tensor(weight, turned=axis == 1)
     if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
-        values, scales, zeros = values.T, scales.T, zeros.T
+        scales, zeros = scales.T, zeros.T
     attributes: dict[str, int] = {}
     if weight.group_size > 0:
         attributes = {"axis": 1 - axis, "block_size": weight.group_size}
@@ -178,12 +181,12 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     else:
         scales, zeros = (np.broadcast_to(v.ravel(), (weight.values.shape[0],)) for v in (scales, zeros))
         attributes = {"axis": axis}
-    q = _add_constant(model, layer, _choose_type(weight), _to_tensor(values, weight.bits))
+    q = _add_constant(model, layer, _choose_type(weight), values)
     inputs = [q, _add_constant(model, layer, "scale", _to_tensor(scales, 32))]
     if weight.zero_points is not None or (weight.bits > 4 and weight.values.dtype != FLOAT8):
         inputs.append(_add_constant(model, layer, "zero_point", _to_tensor(zeros, weight.bits)))
     dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/float", attributes)
-    dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape)
+    dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape.numpy())
     layer.node.replace_input_with(layer.weight_input, dequantized)
 
 
@@ -296,11 +299,31 @@ def _choose_type(weight: QuantizedWeight) -> str:
     return "float8" if weight.values.dtype == FLOAT8 else f"int{4 if weight.bits <= 4 else 8}"
 
 
+def _values_tensor(weight: QuantizedWeight, turned: bool) -> ir.TensorProtocol:
+    """Return the integers [out, in, ...] as a tensor, or `turned` [in, out]; those of a file stay in it."""
+
+    def read() -> ir.TensorProtocol:
+        return _to_tensor(weight.values.T if turned else weight.values, weight.bits)
+
+    if not isinstance(weight, UnreadWeight):
+        return read()
+    values = weight.values
+    shape = values.shape[::-1] if turned else values.shape
+    return StoredTensor(lambda: read().numpy(), _integer_type(values.dtype, weight.bits), shape, bits=weight.bits)
+
+
+def _integer_type(dtype: np.dtype[Any], bits: int) -> ir.DataType:
+    """Return ONNX's type for values of numpy's: up to four bits INT4 / UINT4."""
+    if bits > 4:
+        return ir.DataType.from_numpy(dtype)
+    return ir.DataType.INT4 if dtype == np.int8 else ir.DataType.UINT4
+
+
 def _to_tensor(values: np.ndarray, bits: int) -> ir.TensorProtocol:
     """Return an array as a tensor: as it is, or up to four bits as ONNX's INT4 / UINT4."""
     if bits > 4:
         return ir.Tensor(np.asarray(values, order="C"))
-    kind = ir.DataType.INT4 if values.dtype == np.int8 else ir.DataType.UINT4
+    kind = _integer_type(values.dtype, bits)
     return ir.Tensor(np.ascontiguousarray(values).astype(kind.numpy()), dtype=kind)
 
 

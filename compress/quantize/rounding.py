@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +53,10 @@ class QuantizedWeight:
             self.values[chosen], scales, take(self.zero_points), self.bits, self.group_size, take(self.offsets)
         )
 
+    def with_parts(self, scales: np.ndarray, zero_points: np.ndarray | None, group_size: int) -> QuantizedWeight:
+        """Return the same values with other scales and zero points, [out, groups], of groups of that size."""
+        return QuantizedWeight(self.values, scales, zero_points, self.bits, group_size)
+
     def dequantize(self) -> np.ndarray:
         """Return the weight in float32, its own shape."""
         if len(self.values) <= ROWS or self.values.ndim != 2:
@@ -70,6 +75,34 @@ class QuantizedWeight:
         if self.offsets is not None:
             weight = weight - self.offsets[:, :, None]
         return weight.reshape(self.values.shape)
+
+
+class UnreadWeight(QuantizedWeight):
+    """A quantized weight whose `values` are read from their file each time that they are asked for, and not held.
+
+    `read`: gives the weight whole; its other parts are taken from it once.
+    """
+
+    def __init__(self, read: Callable[[], QuantizedWeight]) -> None:
+        whole = read()
+        for part in fields(whole):
+            value = getattr(whole, part.name)
+            if part.name != "values":
+                object.__setattr__(self, part.name, value.copy() if isinstance(value, np.ndarray) else value)
+        object.__setattr__(self, "_read", read)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Return the values as `QuantizedWeight` has them."""
+        return self._read().values  # type: ignore[attr-defined]
+
+    def with_parts(self, scales: np.ndarray, zero_points: np.ndarray | None, group_size: int) -> UnreadWeight:
+        """Return the same values, unread, with other scales and zero points."""
+        other = copy(self)
+        parts = {"scales": scales, "zero_points": zero_points, "group_size": group_size}
+        for name, value in parts.items():
+            object.__setattr__(other, name, value)
+        return other
 
 
 def round_to_nearest(

@@ -420,7 +420,7 @@ class Manifest:
     source_bytes: int | None = None
     """Of the weight files that the model came in, where the bundle holds no baseline to run."""
     score: BuildScore | None = None
-    """Where the candidate is a checkpoint that nothing here runs."""
+    """Where the candidate is a checkpoint that nothing here runs, or the bundle holds no baseline to run beside it."""
     orders: tuple[EngineOrder, ...] = ()
     """Engines that the recipe asks for; those without an artifact of their name are left for `compress compile`."""
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -434,6 +434,13 @@ class Manifest:
     def generates(self) -> bool:
         """Return whether the model writes text, token by token: a decoder."""
         return self.generation is not None
+
+    @property
+    def alone(self) -> bool:
+        """Return whether the candidate is run without a baseline beside it, which was too large: torch's sums stand
+        for the comparison of the two."""
+        names = {artifact.name for artifact in self.artifacts}
+        return "baseline" not in names and self.score is not None and self.artifact("candidate").kind != "checkpoint"
 
     def artifact(self, name: str) -> Artifact:
         """Return the artifact called `name`; KeyError if there is none."""

@@ -19,7 +19,14 @@ from runtime.backends import BACKENDS, Session
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import Manifest
 from runtime.errors import RuntimeFailure
-from runtime.measure.benchmark import LATENCY_BUDGET_S, Variant, engine_trouble, open_variant, pair
+from runtime.measure.benchmark import (
+    LATENCY_BUDGET_S,
+    Variant,
+    engine_trouble,
+    list_variants,
+    open_variant,
+    pair,
+)
 from runtime.measure.timing import time_rounds
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import LATENCY_PERCENTILES, METRICS, Outputs, why_not
@@ -99,7 +106,7 @@ def only_main(manifest: Manifest, main: str, seconds: np.ndarray) -> list[Row]:
     """Return the rows where there is nothing to compare with: baseline and candidate as the benchmark timed them."""
     rows: list[Row] = [
         {"name": main, "artifact": variant.artifact.name, "precision": variant.precision}
-        for variant in pair(manifest, main)
+        for variant in list_variants(manifest, main)
     ]
     _add_timings(rows, seconds)
     return rows

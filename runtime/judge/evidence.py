@@ -382,9 +382,15 @@ def timing_evidence(
 def _percentile_evidence(
     name: str, percentile: float, seconds: np.ndarray, level: float, to_unit: Callable[[float], float]
 ) -> Evidence:
-    """Return evidence of a percentile of times, seconds [2, rounds] or [2, rounds, calls], on the scale `to_unit`."""
-    slow, fast = (percentile_interval(times, percentile, level) for times in seconds)
-    before, after = change_scale(slow, to_unit), change_scale(fast, to_unit)
+    """Return evidence of a percentile of times, seconds [2, rounds] or [2, rounds, calls], on the scale `to_unit`.
+
+    One row alone is the candidate's.
+    """
+    *slow, fast = (percentile_interval(times, percentile, level) for times in seconds)
+    after = change_scale(fast, to_unit)
+    if not slow:
+        return make_evidence(name, seconds.shape[1], before=None, after=after, difference=None, speedup=None)
+    before = change_scale(slow[0], to_unit)
     paired = percentile == 50 and seconds.ndim == 2
     return make_evidence(
         name,
@@ -392,7 +398,7 @@ def _percentile_evidence(
         before=before,
         after=after,
         difference=subtract(after, before),
-        speedup=percentile_interval(seconds[0] / seconds[1], 50, level) if paired else divide(slow, fast),
+        speedup=percentile_interval(seconds[0] / seconds[1], 50, level) if paired else divide(slow[0], fast),
     )
 
 
@@ -414,10 +420,16 @@ def _rate(amount: float, seconds: float) -> float:
 
 
 def range_evidence(
-    name: str, baseline: tuple[float, ...], candidate: tuple[float, ...], judgement: Judgement
+    name: str, baseline: tuple[float, ...] | None, candidate: tuple[float, ...], judgement: Judgement
 ) -> Evidence:
-    """Return evidence of a quantity seen in a few fresh processes: the median, and as its interval the whole range."""
-    before, after = (range_interval(seen, judgement.confidence) for seen in (baseline, candidate))
+    """Return evidence of a quantity seen in a few fresh processes: the median, and as its interval the whole range.
+
+    `baseline`: None where the candidate ran alone.
+    """
+    after = range_interval(candidate, judgement.confidence)
+    if baseline is None:
+        return make_evidence(name, len(candidate), before=None, after=after, difference=None, speedup=None)
+    before = range_interval(baseline, judgement.confidence)
     return make_evidence(
         name,
         len(candidate),
@@ -493,12 +505,15 @@ class Quantity:
 
 
 def request_evidence(times: RequestTimes, judgement: Judgement) -> dict[str, Evidence]:
-    """Return evidence of each metric, by name; row 0 of the times is the baseline, row 1 the candidate."""
+    """Return evidence of each metric, by name; row 0 of the times is the baseline, row 1 the candidate.
+
+    One row alone is the candidate's.
+    """
     evidence = {}
     for quantity in quantities(judgement.benchmark):
         if MEASURED[quantity.name].of_prompts and not times.of_prompts:
             continue
-        seconds = np.stack([quantity.seconds(times.first[side], times.steps[side]) for side in (0, 1)])
+        seconds = np.stack([quantity.seconds(*rows) for rows in zip(times.first, times.steps, strict=True)])
         evidence[quantity.name] = _percentile_evidence(
             quantity.name, quantity.percentile, seconds, judgement.confidence, quantity.to_unit
         )

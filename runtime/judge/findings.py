@@ -51,6 +51,11 @@ class Case:
         return self.columns.get("label")
 
     @property
+    def alone(self) -> bool:
+        """Return whether there is no baseline to run beside the candidate."""
+        return self.manifest.alone
+
+    @property
     def is_checkpoint(self) -> bool:
         """Return whether the candidate is a checkpoint, which is not run here."""
         return self.manifest.candidate_for(self.backend).is_checkpoint

@@ -134,7 +134,7 @@ def judge(
     """Decide every rule of every gate.
 
     A metric in `failures` could not be measured: its gates fail, saying why. A metric in `elsewhere` cannot be told on
-    this machine, for the reason there: its gates are undecided.
+    this machine, for the reason there: its gates are undecided. A key "metric rule" is of one rule alone.
     """
     results = []
     for gate in judgement.gates:
@@ -143,9 +143,9 @@ def judge(
             name = _name_rule(gate, rule, limit)
             if failures and gate.metric in failures:
                 results.append(GateResult(gate.metric, name, None, None, "fail", False, failures[gate.metric]))
-            elif elsewhere and gate.metric in elsewhere:
+            elif elsewhere and (reason := elsewhere.get(gate.metric) or elsewhere.get(f"{gate.metric} {rule}")):
                 counted = "; counted as a pass" if undecided_holds else "; counted as a failure"
-                why = elsewhere[gate.metric] + counted
+                why = reason + counted
                 results.append(GateResult(gate.metric, name, None, None, "undecided", undecided_holds, why))
             else:
                 bounded = _find_subject(gate, evidence[gate.metric], rule)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from runtime.backends import find_backend
+from runtime.backends.base import Session
+from runtime.bundle.columns import Columns
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import (
@@ -38,6 +40,7 @@ from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
     backend_of,
+    list_variants,
     measure,
     open_variant,
     pair,
@@ -54,6 +57,8 @@ from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 BASELINE_TOLERANCE = 1e-3
 """Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
+CANDIDATE_TOLERANCE = 2e-2
+"""As BASELINE_TOLERANCE, of a candidate whose sums torch computed from its weights alone: kernels round inputs, too."""
 
 
 def validate(
@@ -143,6 +148,7 @@ def not_smaller(case: Case) -> str:
     return reason_not_smaller(case.manifest.candidate_for(case.backend).precision, layers)
 
 
+_NOT_COMPARED = "the bundle holds no float model to be timed beside the candidate: it was too large when it was built"
 _NOT_RUN = "the candidate is a checkpoint for {}, which is not run here"
 
 
@@ -165,6 +171,8 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         backend_note = (
             f"Quality was measured by {_name_scorer(manifest)} at the build: {_NOT_RUN.format(candidate.target)}."
         )
+    elif manifest.alone:
+        batch_note = " ".join(filter(None, (batch_note, _describe_alone(manifest))))
     else:
         pair(manifest, main)
     try:
@@ -217,11 +225,13 @@ def run_candidate(case: Case) -> Outputs:
         return outputs
     threads = case.threads or manifest.judgement.benchmark.threads
     with ExitStack() as stack:
-        before, after = pair(manifest, case.backend)
+        *before, after = list_variants(manifest, case.backend)
         session = open_variant(stack, case.root, after, threads)
+        if case.alone:
+            return run_candidate_alone(case.root, manifest, case.columns, session, manifest.judgement.batch_size)
         preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
-        exact = replace(before, options=find_backend(case.backend).exact)
-        reference = open_variant(stack, case.root, exact, threads) if manifest.generates else None
+        exact = replace(before[0], options=find_backend(case.backend).exact) if before else None
+        reference = open_variant(stack, case.root, exact, threads) if manifest.generates and exact else None
         size, facts = manifest.judgement.batch_size, facts_of(manifest)
         outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, facts)
     if reference is not None:
@@ -229,8 +239,33 @@ def run_candidate(case: Case) -> Outputs:
     return outputs
 
 
+def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, session: Session, size: int) -> Outputs:
+    """Return a decoder's sums over the frozen samples, run here; those beside the baseline are torch's, of the build.
+
+    Raises BundleError where the two do not speak of the same model.
+    """
+    preprocessor = bundle_preprocessor(root, manifest, session.inputs)
+    outputs = run_samples(session, preprocessor, manifest.task, columns, size, None, facts_of(manifest))
+    frozen = read_candidate_outputs(root, manifest)
+    check_sums(root, "candidate", CANDIDATE_TOLERANCE, outputs["nll"], outputs["n_tokens"], frozen)
+    return {**frozen, **outputs}
+
+
+def _describe_alone(manifest: Manifest) -> str:
+    scorer = f"{_name_scorer(manifest)} at the build"
+    return (
+        "The bundle holds no float model, so the candidate ran alone: nll and perplexity are measured here, against "
+        f"those of the baseline by {scorer}; kl_token and token_agreement are {scorer}, of both; no speed is compared."
+    )
+
+
 def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None:
     """Raise BundleError where the baseline, run again, scores other tokens than its frozen sums or differs by much."""
+    check_sums(root, "baseline", BASELINE_TOLERANCE, nll, n_tokens, frozen)
+
+
+def check_sums(root: Path, which: str, tolerance: float, nll: Any, n_tokens: Any, frozen: Outputs) -> None:
+    """Raise BundleError where a model, run again, scores other tokens than its frozen sums or differs by much."""
     if not np.array_equal(n_tokens, frozen["n_tokens"]):
         raise BundleError(
             f"{root}: {n_tokens.sum()} tokens are scored, the frozen sums are of {frozen['n_tokens'].sum()}"
@@ -238,16 +273,16 @@ def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None
     if not n_tokens.sum():  # samples in several parts, all of them: the texts alone are judged
         return
     here, then = float(nll.sum() / n_tokens.sum()), float(frozen["nll"].sum() / n_tokens.sum())
-    if not abs(here - then) <= BASELINE_TOLERANCE:
+    if not abs(here - then) <= tolerance:
         raise BundleError(
-            f"{root}: the baseline has {here:.6f} nats per token here, its frozen outputs say {then:.6f}: it is not "
+            f"{root}: the {which} has {here:.6f} nats per token here, its frozen outputs say {then:.6f}: it is not "
             "the model that they were made with, or this machine computes otherwise"
         )
 
 
 def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
     """Return rows for every way to run the bundle; with one backend only, what the benchmark timed."""
-    if not case.others and (case.backend != "openvino" or case.manifest.generates):
+    if case.alone or (not case.others and (case.backend != "openvino" or case.manifest.generates)):
         return only_main(case.manifest, case.backend, timed.latency_s)
     return compare(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
 
@@ -267,6 +302,10 @@ def assemble(
     """
     manifest = case.manifest
     unknown = unknown_here(case)
+    if case.alone:
+        unknown |= {f"{name} {rule}": _NOT_COMPARED for name in MEASURED for rule in ("min_speedup", "max_drop")}
+        for name in SIZES:
+            unknown.pop(f"{name} max_drop", None)
     if timed is not None and isinstance(timed.energy, str):
         unknown.setdefault("energy", timed.energy)
     gates = judge(manifest.judgement, evidence, failures, unknown)

@@ -90,7 +90,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Raw times in seconds, row 0 the baseline and row 1 the candidate, and what they were taken with."""
+    """Raw times in seconds, row 0 the baseline and row 1 the candidate, and what they were taken with.
+
+    Of a candidate that ran alone each array has its row only.
+    """
 
     backend: str
     settings: Benchmark
@@ -98,9 +101,9 @@ class BenchmarkResult:
     throughput_s: np.ndarray | None  # [2, rounds]; None of a decoder
     limited: tuple[Best, Best] | None
     """None without `latency_limit_ms`, or of a decoder without `ttft_limit_ms` and `tpot_limit_ms`."""
-    probes: tuple[Probe, Probe]
-    sizes: tuple[int, int]
-    """Bytes."""
+    probes: tuple[Probe, ...]
+    sizes: tuple[int | None, int]
+    """Bytes; of a baseline that is not in the bundle those of the files that it came in."""
     environment: dict[str, Any]
     requests: RequestTimes | None = None
     """Of a decoder."""
@@ -208,6 +211,14 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
     return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
 
 
+def list_variants(manifest: Manifest, backend: str) -> tuple[Variant, ...]:
+    """Return baseline and candidate on a backend as `pair` does; of a bundle without a baseline the candidate alone."""
+    if not manifest.alone:
+        return pair(manifest, backend)
+    after = manifest.candidate_for(backend)
+    return (Variant(after, backend, after.precision),)
+
+
 def measure(
     root: Path,
     manifest: Manifest,
@@ -222,7 +233,7 @@ def measure(
     """
     (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
     n_threads = settings.threads
-    variants = pair(manifest, backend)
+    variants = list_variants(manifest, backend)
     if manifest.generates:
         return _measure_requests(root, manifest, columns, settings, variants, between)
     given = encoding_views(manifest.task, columns)[0]
@@ -308,10 +319,11 @@ def _measure_requests(
     manifest: Manifest,
     columns: Mapping[str, Any],
     settings: Benchmark,
-    variants: tuple[Variant, Variant],
+    variants: tuple[Variant, ...],
     between: Sequence[Between],
 ) -> BenchmarkResult:
-    """Measure decoders, as `measure` does other models."""
+    """Measure decoders, as `measure` does other models. `variants`: the last one is the candidate."""
+    n_models, (*_, last) = len(variants), variants
     seed, threads = manifest.judgement.seed, settings.threads
     with ExitStack() as stack:
         sessions = [open_variant(stack, root, variant, threads) for variant in variants]
@@ -332,8 +344,8 @@ def _measure_requests(
 
         budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
         every = time_batch(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
-        times = RequestTimes(every.first[:2], every.steps[:2], of_prompts=reads_prompts(encoder))
-        del decoders[2:]
+        times = RequestTimes(every.first[:n_models], every.steps[:n_models], of_prompts=reads_prompts(encoder))
+        del decoders[n_models:]
         prompts = make_batches(settings.batch_size)
         energy = _measure_energy(
             variants[0].backend,
@@ -341,9 +353,9 @@ def _measure_requests(
             settings.batch_size * settings.new_tokens,
         )
         limits = settings.ttft_limit_ms, settings.tpot_limit_ms
-        limited = None if limits == (None, None) else goodput(time_batch, settings)
+        limited = None if limits == (None, None) or n_models == 1 else goodput(time_batch, settings)
     given = prompts[0] if isinstance(prompts[0], dict) else {"prompts": np.stack(prompts[0])}
-    before, after = (
+    probes = tuple(
         probe(
             v.backend,
             inside(root, v.artifact.path),
@@ -360,14 +372,14 @@ def _measure_requests(
     return BenchmarkResult(
         variants[0].backend,
         settings,
-        times.steps.reshape(2, -1),
+        times.steps.reshape(n_models, -1),
         None,
         limited,
-        (before, after),
-        (variants[0].artifact.size_bytes, variants[1].artifact.size_bytes),
+        probes,
+        (manifest.source_bytes if n_models == 1 else variants[0].artifact.size_bytes, last.artifact.size_bytes),
         environment(threads),
         times,
-        every.per_token[2:],
+        every.per_token[n_models:],
         energy=energy,
     )
 
@@ -430,9 +442,9 @@ def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, E
     if result.limited is not None:
         name = "throughput_under_latency" if result.requests is None else "goodput"
         evidence[name] = throughput_under_latency_evidence(result.limited, judgement, name)
-    before, after = result.probes
-    evidence["peak_memory"] = range_evidence(
-        "peak_memory", before.peak_memory_bytes, after.peak_memory_bytes, judgement
-    )
-    evidence["load_time"] = range_evidence("load_time", before.load_ms, after.load_ms, judgement)
+    *first, after = result.probes
+    before = first[0] if first else None
+    memory, load = (before.peak_memory_bytes, before.load_ms) if before else (None, None)
+    evidence["peak_memory"] = range_evidence("peak_memory", memory, after.peak_memory_bytes, judgement)
+    evidence["load_time"] = range_evidence("load_time", load, after.load_ms, judgement)
     return evidence | size_evidence(*result.sizes)

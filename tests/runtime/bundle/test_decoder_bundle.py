@@ -318,6 +318,54 @@ def test_checkpoints_that_are_refused(checkpoint_bundle: Callable[..., Path]) ->
         checkpoint_size(root / "config.json")
 
 
+@pytest.fixture
+def lone_bundle(make_decoder_bundle: MakeBundle, tiny: Any) -> Callable[..., Path]:
+    """A bundle that holds no float model: what the two are apart was summed up when it was built."""
+
+    def make(*gates: Gate, off: float = 0.0) -> Path:
+        root = make_decoder_bundle(gates=gates, judgement={"benchmark": FAST})
+        manifest = read_manifest(root)
+        with open_bundle(root) as bundle:
+            reference = tiny.open_onnx(root / "baseline/model.onnx")
+            found = score(bundle.session, bundle.preprocessor, {"text": tiny.stories}, 4, reference)
+        frozen = {name: found[name] for name in ("n_tokens", "kl", "agree")}
+        write_candidate_outputs(root, {**frozen, "nll": found["nll"] + off * found["n_tokens"]})
+        (root / "baseline/model.onnx").unlink()
+        built = replace(manifest, artifacts=manifest.artifacts[:1], score=BuildScore("torch 9.9"), source_bytes=10**6)
+        write_bundle(root, built)
+        return root
+
+    return make
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_candidate_without_its_float_model_is_run_alone_and_no_speed_is_compared(
+    lone_bundle: Callable[..., Path],
+) -> None:
+    gates = (Gate("nll", max_drop=9.0), Gate("kl_token", max=9.0), Gate("tpot", max=1e4), Gate("tpot", min_speedup=1.0))
+    report = validate(lone_bundle(*gates))
+    assert [gate.verdict for gate in report.gates] == ["pass", "pass", "pass", "undecided"], report.gates
+    assert "holds no float model to be timed beside the candidate" in report.gates[3].why
+    assert report.verdict == "undecided"
+    assert report.candidate.generation["decode_rate"] > 0 and not report.baseline.generation
+    assert report.baseline.metrics["nll"] > 0 and report.candidate.metrics["kl_token"] > 0
+    assert report.ratios.keys() == {"size"} and report.baseline.size_bytes == 10**6
+    assert "the candidate ran alone" in render_text(report) and "torch 9.9 at the build" in render_markdown(report)
+
+
+def test_a_lone_candidate_is_evaluated_and_timed(lone_bundle: Callable[..., Path]) -> None:
+    root = lone_bundle()
+    with open_bundle(root) as bundle:
+        assert bundle.evaluate()["kl_token"] > 0
+    result = benchmark(root)
+    assert result.requests is not None and result.requests.first.shape == (1, FAST.iterations)
+
+
+def test_a_lone_candidate_that_is_not_the_one_that_was_scored_is_refused(lone_bundle: Callable[..., Path]) -> None:
+    with pytest.raises(BundleError, match=r"the candidate has .* nats per token here"):
+        validate(lone_bundle(off=0.1))
+
+
 def test_a_checkpoint_without_frozen_outputs_is_refused(checkpoint_bundle: Callable[..., Path]) -> None:
     with pytest.raises(BundleError, match=r"evaluation/candidate_outputs\.npz is missing"):
         validate(checkpoint_bundle(outputs=False))

@@ -1,0 +1,182 @@
+"""The float graph of a language model whose weights stay in their files: exported, compared with torch, kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from compress.blocks.materialise import fill
+from compress.blocks.store import WeightStore
+from compress.blocks.stream import Stream
+from compress.blocks.stream_memory import SCORED_ROWS
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext
+from compress.errors import ExportError
+from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches
+from compress.execution.quality import open_last_block
+from compress.export.decoder import export_decoder
+from compress.export.parity import TOLERANCE
+from compress.graph.pieces import run_in_pieces
+from compress.graph.run import Feeds, clone
+from compress.graph.specs import input_specs, n_cached_layers, output_specs, past_name, present_name
+from compress.graph.stored import StoredTensor, stored_weight
+from compress.quantize.measure import relative_difference
+from compress.quantize.state import GraphState
+from compress.store.cache import ResultCache
+from runtime.bundle.records import from_json, to_json
+from runtime.bundle.tensors import TensorSpec
+
+SMALL = 2**16
+"""Elements of a parameter that is held: the exporter may look at it."""
+COMPARED_TOKENS = 64
+"""Of each text: logits of a whole one are 100 MB and more where the vocabulary is large."""
+
+
+def float_model_in_files(
+    cache: ResultCache,
+    key: str,
+    streamed: StreamedModel,
+    batches: MakeBatches,
+    opset: int,
+    context: PassContext,
+) -> FloatModel:
+    """Return what `float_model` does of a decoder whose weights stay in `streamed.store`; so they do in the cache.
+
+    `context`: what the stream that gives torch's logits is made with. Raises ExportError.
+    """
+
+    def write(folder: Path) -> dict[str, Any]:
+        graph = export_in_files(streamed, opset)
+        inputs = input_specs(graph)
+        parity = compare_in_pieces(streamed, graph, batches(inputs)[:PARITY_BATCHES], context)
+        weights = _save_without_weights(graph, folder / GRAPH)
+        return {
+            "inputs": to_json(inputs),
+            "outputs": to_json(output_specs(graph)),
+            "parity": float(f"{parity:.2e}"),
+            "weights": weights,
+        }
+
+    cached = cache.get(key) or cache.put(key, write)
+    with cached.reading() as folder:
+        graph = _load_with_weights(folder / GRAPH, cached.record["weights"], streamed.store)
+    inputs, outputs = (
+        tuple(from_json(TensorSpec, spec, name) for spec in cached.record[name]) for name in ("inputs", "outputs")
+    )
+    return FloatModel(GraphState(graph), inputs, outputs, class_names=(), parity=cached.record["parity"])
+
+
+def export_in_files(streamed: StreamedModel, opset: int) -> ir.Model:
+    """Export a decoder with its key-value cache; of large weights the graph knows where they lie, and no value."""
+    module, store = streamed.build(), streamed.store
+    choose = getattr(getattr(module, "wrapped", None), "set_attn_implementation", None)
+    if choose is not None:
+        choose("eager")  # the form that attention is recognized in
+    shapes = {name: store.shape(name) for name in store.names()}
+    large = {name: shape for name, shape in shapes.items() if prod(shape) > SMALL}
+    read = _reader(store)
+
+    def give(name: str) -> torch.Tensor:
+        # every element is the one zero that is held
+        return torch.zeros(()).expand(large[name]) if name in large else store.read(name)
+
+    fill(module, give, store.tied)
+    weights = {name: (shape, read) for name, shape in large.items()}
+    return export_decoder(getattr(module, "wrapped", module), opset, weights)
+
+
+def compare_in_pieces(
+    streamed: StreamedModel, graph: ir.Model, batches: Sequence[Feeds], context: PassContext
+) -> float:
+    """Return the largest difference of any logits from torch's, relative to the largest. ExportError beyond TOLERANCE.
+
+    `batches`: feeds of one text each, with empty caches; COMPARED_TOKENS of each are read, the last one by the cache.
+    Torch's model passes block by block, then the graph piece by piece: neither is held whole.
+    """
+    texts = [feeds | {"input_ids": feeds["input_ids"][:, :COMPARED_TOKENS]} for feeds in batches]
+    expected = _torch_logits(streamed, [feeds["input_ids"] for feeds in texts], context)
+    got = _cached_logits(graph, texts)
+    worst = max(relative_difference(*pair) for pair in zip(expected, got, strict=True))
+    if worst > TOLERANCE:
+        raise ExportError(
+            f"parity: the logits of torch and of ONNX with its key-value cache differ by {worst:.2e} of the largest "
+            f"(allowed {TOLERANCE:.0e})"
+        )
+    return worst
+
+
+def _torch_logits(streamed: StreamedModel, texts: Sequence[np.ndarray], context: PassContext) -> list[np.ndarray]:
+    """Return the logits [1, t, vocab] of each text [1, t]."""
+    feeds = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in texts]
+    known = [{name: array for name, array in each.items() if name in streamed.parameters} for each in feeds]
+    stream = Stream(streamed, replace(context, batches=known, work=None), rows=SCORED_ROWS)
+    rows: list[np.ndarray] = []
+    with open_last_block(stream) as head, torch.no_grad():
+        for i in range(len(head.calls)):
+            rows += [row[None] for row in head.forward(i).numpy()]
+    return [row[:, : ids.shape[1]] for row, ids in zip(rows, texts, strict=True)]
+
+
+def _cached_logits(graph: ir.Model, texts: Sequence[Feeds]) -> list[np.ndarray]:
+    """Return the logits [1, t, vocab] of each text: all but its last token in one call, then that one."""
+    layers = range(n_cached_layers(graph))
+    names = {past_name(i, kind): present_name(i, kind) for i in layers for kind in ("key", "value")}
+    starts = [
+        {
+            "input_ids": feeds["input_ids"][:, :-1],
+            "attention_mask": np.ones((1, feeds["input_ids"].shape[1] - 1), np.int64),
+            **{past: feeds[past] for past in names},
+        }
+        for feeds in texts
+    ]
+    first = run_in_pieces(graph, starts, ["logits", *names.values()])
+    ends = [
+        {
+            "input_ids": feeds["input_ids"][:, -1:],
+            "attention_mask": np.ones(feeds["input_ids"].shape, np.int64),
+            **{past: values[present] for past, present in names.items()},
+        }
+        for feeds, values in zip(texts, first, strict=True)
+    ]
+    logits = [values["logits"] for values in first]
+    last = run_in_pieces(graph, ends, ["logits"])
+    return [np.concatenate([a, b["logits"]], axis=1) for a, b in zip(logits, last, strict=True)]
+
+
+def _save_without_weights(graph: ir.Model, path: Path) -> dict[str, list[Any]]:
+    """Write the graph, its stored weights as inputs; return constant -> (its weight's name, whether transposed)."""
+    plain = clone(graph)
+    origins: dict[str, list[Any]] = {}
+    for name, value in list(plain.graph.initializers.items()):
+        tensor = value.const_value
+        if isinstance(tensor, StoredTensor) and tensor.origin is not None:
+            origins[name] = list(tensor.origin)
+            del plain.graph.initializers[name]
+            value.const_value = None
+            value.type, value.shape = ir.TensorType(tensor.dtype), tensor.shape
+            plain.graph.inputs.append(value)
+    ir.save(plain, path)
+    return origins
+
+
+def _load_with_weights(path: Path, origins: dict[str, list[Any]], store: WeightStore) -> ir.Model:
+    graph = ir.load(path)
+    read = _reader(store)
+    for value in [value for value in graph.graph.inputs if value.name in origins]:
+        name, turned = origins[value.name or ""]
+        graph.graph.inputs.remove(value)
+        value.const_value = stored_weight(name, store.shape(name), read, turned)
+        value.const_value.name = value.name
+        graph.graph.register_initializer(value)
+    return graph
+
+
+def _reader(store: WeightStore) -> Callable[[str], np.ndarray]:
+    return lambda name: store.read(name).numpy()

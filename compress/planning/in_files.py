@@ -1,0 +1,54 @@
+"""Whether a model's weights stay in their files from the export to the verdict, and whether its float graph is run."""
+
+from __future__ import annotations
+
+from compress.facts import ModelFacts, Note
+from compress.recipe.exports import EngineExport
+from compress.recipe.schema import Recipe
+from runtime.processes.memory import available_bytes
+from runtime.report.units import size_text
+
+WHOLE_BYTES = 512 * 2**20
+"""Weights of a language model, in float32, up to which it is loaded, exported and run as a whole."""
+FLOAT_COPIES = 3.5
+"""Of the float weights, where they are run: a file that is mapped and packed for the kernels, and the candidate's."""
+BASE_BYTES = 700 * 2**20
+"""What the libraries take."""
+
+
+def stays_in_files(recipe: Recipe, facts: ModelFacts) -> bool:
+    """Return whether the graph of this language model is written, compared and judged without holding its weights.
+
+    So it is beyond WHOLE_BYTES where passes work on its blocks alone: those over the whole module hold that, those
+    over the graph run it, and engines are compiled of the float graph, too.
+    """
+    stages = {pass_.stage_on(facts) for pass_ in recipe.passes}
+    decoder = recipe.model.generates and not recipe.model.encodes and facts.source == "torch"
+    large = facts.structure is not None and facts.n_bytes > WHOLE_BYTES
+    whole = recipe.validate_.steps is True or any(isinstance(export, EngineExport) for export in recipe.export)
+    return recipe.has_onnx and decoder and large and stages == {"blocks"} and not whole
+
+
+def allowed_bytes(recipe: Recipe) -> int:
+    """Return the memory that a run of the recipe may take on this machine."""
+    limit = recipe.limits.memory_gib
+    return available_bytes() if limit is None else min(available_bytes(), int(limit * 2**30))
+
+
+def runs_float(recipe: Recipe, facts: ModelFacts) -> bool:
+    """Return whether the bundle gets the float graph, to be run and timed beside the candidate."""
+    return not stays_in_files(recipe, facts) or BASE_BYTES + FLOAT_COPIES * facts.n_bytes <= allowed_bytes(recipe)
+
+
+def left_out_note(recipe: Recipe, facts: ModelFacts) -> Note | None:
+    """Return what a report says of a float graph that is not in the bundle; None where it is."""
+    if runs_float(recipe, facts):
+        return None
+    needed, allowed = int(BASE_BYTES + FLOAT_COPIES * facts.n_bytes), allowed_bytes(recipe)
+    return Note(
+        "warning",
+        f"the float graph ({size_text(facts.n_bytes)}) is not in the bundle: running it takes about "
+        f"{size_text(needed)} of memory, and {size_text(allowed)} "
+        "may be taken (limits.memory_gib, or what is free). Torch measures its quality, block by block; how much "
+        "faster the candidate is stays unknown. Build with more memory to have both timed",
+    )

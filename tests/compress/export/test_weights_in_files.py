@@ -1,0 +1,197 @@
+"""Graphs whose weights stay in files: the same as of a model in memory, compared and written without holding it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from child_processes import SEARCH_PATH
+from streaming import VOCABULARY, W4, context, llama, nearest, streamed
+
+from compress.blocks.store import HeldLayer
+from compress.blocks.streamed import StreamedModel
+from compress.errors import ExportError
+from compress.execution import in_files
+from compress.export.decoder import export_decoder
+from compress.export.onnx import finish, save_graph, with_integers
+from compress.formats.targets import TARGETS
+from compress.graph.pieces import cut, run_in_pieces
+from compress.graph.run import open_session
+from compress.graph.stored import StoredTensor, holds_stored
+from compress.quantize.rounding import UnreadWeight
+from compress.quantize.state import GraphState
+from compress.store.cache import ResultCache
+
+OPSET = 20
+LAYERS, HEADS, HEAD = 2, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def nearly_all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_files, "SMALL", 100)
+
+
+def feeds_of(seed: int, length: int) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, (1, length))
+    empty = np.zeros((1, HEADS, 0, HEAD), np.float32)
+    kept = {f"past_key_values.{i}.{kind}": empty for i in range(LAYERS) for kind in ("key", "value")}
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), **kept}
+
+
+def same(one: ir.Model, other: ir.Model) -> bool:
+    def read(model: ir.Model) -> Any:
+        nodes = [(node.op_type, [value and value.name for value in node.inputs]) for node in model.graph]
+        return nodes, {n: v.const_value.tobytes() for n, v in model.graph.initializers.items() if v.const_value}
+
+    return bool(read(one) == read(other))
+
+
+def rounded(model: StreamedModel) -> StreamedModel:
+    """With two layers of a block in four bits, one of them read beside others."""
+    from dataclasses import replace
+
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"]
+    held = {name: HeldLayer(nearest(model.store.read(f"{name}.weight")), False) for name in names}
+    return replace(model, store=model.store.holding(held), schemes=dict.fromkeys(names, W4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_graph_is_that_of_a_model_in_memory_float_and_rounded(tmp_path: Path, tied: bool) -> None:
+    net = llama(layers=LAYERS, tied=tied)
+    net.set_attn_implementation("eager")  # type: ignore[operator]
+    whole = export_decoder(net, OPSET)
+    model = streamed(net, tmp_path / "model")
+    graph = in_files.export_in_files(model, OPSET)
+    assert holds_stored(graph) and not holds_stored(whole)
+    assert same(whole, graph)
+    finished = []
+    for state in (GraphState(whole), GraphState(graph)):
+        state, notes = with_integers(state, rounded(model))
+        assert not notes
+        finished.append(finish(state, TARGETS["onnxruntime-cpu"])[0])
+    assert isinstance(state.weights["model.layers.1.mlp.down_proj"], UnreadWeight)
+    large = [v.const_value for v in finished[1].graph.initializers.values() if v.dtype == ir.DataType.INT4]
+    assert len(large) == 2 and all(isinstance(tensor, StoredTensor) for tensor in large)  # q and k are joined
+    assert same(*finished)
+
+
+@pytest.mark.slow
+def test_the_graph_is_compared_and_kept_without_its_weights_and_taken_up_again(tmp_path: Path) -> None:
+    model = streamed(llama(layers=LAYERS), tmp_path / "model")
+    cache = ResultCache(tmp_path / "cache")
+
+    def export(**changes: Any) -> GraphState:
+        found = in_files.float_model_in_files(
+            cache, "key", model, lambda specs: [feeds_of(i, 9 + i) for i in range(2)], OPSET, context(**changes)
+        )  # type: ignore[arg-type]
+        assert found.parity is not None and found.parity < 1e-5
+        assert [spec.name for spec in found.inputs] == list(feeds_of(0, 1))
+        return found.state
+
+    first, again = export().model, export().model
+    assert same(first, again) and holds_stored(again)
+    tensors = [value.const_value for value in first.graph.initializers.values() if value.const_value]
+    held = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, StoredTensor))
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert held < n_bytes / 10
+    save_graph(again, tmp_path / "out" / "model.onnx")
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size >= n_bytes - held
+    names = ["logits", "present.1.key"]
+    feeds = [feeds_of(0, 5), feeds_of(1, 7)]
+    session = open_session(tmp_path / "out" / "model.onnx")
+    for got, given in zip(run_in_pieces(again, feeds, names), feeds, strict=True):
+        for name, want in zip(names, session.run(names, given), strict=True):
+            np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_graph_with_another_weight_is_refused(tmp_path: Path) -> None:
+    model = streamed(llama(layers=LAYERS), tmp_path / "model")
+    graph = in_files.export_in_files(model, OPSET)
+    name, value = next((n, v) for n, v in graph.graph.initializers.items() if isinstance(v.const_value, StoredTensor))
+    wrong = np.ascontiguousarray(value.const_value.numpy() * 1.5)  # type: ignore[union-attr]
+    value.const_value = ir.Tensor(wrong, name=name)
+    with pytest.raises(ExportError, match="parity: the logits of torch and of ONNX"):
+        in_files.compare_in_pieces(model, graph, [feeds_of(0, 9)], context())
+
+
+def make_chain(n: int, size: int) -> ir.Model:
+    """x -> x W1 -> ... -> x Wn, Wi = i I made as it is read, and the first product as an output beside the last."""
+    x = ir.val("x", ir.DataType.FLOAT, ["n", size])
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name="chain")
+    value = x
+    for i in range(n):
+        tensor = StoredTensor(partial(scaled_identity, i + 1, size), ir.DataType.FLOAT, (size, size))
+        tensor.name = f"w{i}"
+        weight = ir.val(tensor.name, const_value=tensor)
+        graph.register_initializer(weight)
+        node = ir.node("MatMul", [value, weight])
+        graph.append(node)
+        value = node.outputs[0]
+        value.name, value.type, value.shape = f"y{i}", ir.TensorType(ir.DataType.FLOAT), x.shape
+        if i in (0, n - 1):
+            graph.outputs.append(value)
+    return ir.Model(graph, ir_version=10)
+
+
+def scaled_identity(factor: float, size: int) -> np.ndarray:
+    return np.eye(size, dtype=np.float32) * np.float32(factor)
+
+
+def test_pieces_hold_no_more_weights_than_they_may_and_hand_on_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_chain(5, 4)
+    pieces = cut(model, piece_bytes=2 * 64)
+    assert [piece.weights for piece in pieces] == [("w0", "w1"), ("w2", "w3"), ("w4",)]
+    assert [piece.gives for piece in pieces] == [("y0", "y1"), ("y3",), ("y4",)]
+    assert [piece.last for piece in pieces] == [("x",), ("y1",), ("y3",)]
+    assert len(cut(model, piece_bytes=1)) == 5
+    monkeypatch.setattr("compress.graph.pieces.PIECE_BYTES", 64)
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    for outputs, factor in zip(run_in_pieces(model, [{"x": x}, {"x": 2 * x}], ["y4", "y0"]), (1, 2), strict=True):
+        np.testing.assert_allclose(outputs["y4"], factor * 120 * x)
+        np.testing.assert_allclose(outputs["y0"], factor * x)
+
+
+WRITE = """
+import sys
+from pathlib import Path
+import numpy as np
+from test_weights_in_files import write_and_run
+def peak():
+    return int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1]) / 1024
+write_and_run(Path(sys.argv[1]), 2, 64)
+before = peak()
+write_and_run(Path(sys.argv[1]), 20, 2048)
+print(peak() - before)
+"""
+
+
+def write_and_run(folder: Path, n: int, size: int) -> None:
+    model = make_chain(n, size)
+    save_graph(model, folder / "model.onnx", load=False)
+    run_in_pieces(model, [{"x": np.ones((2, size), np.float32)}], [f"y{n - 1}"])
+
+
+@pytest.mark.slow
+def test_writing_and_running_takes_the_memory_of_a_piece_and_not_of_all_weights(
+    tmp_path: Path,
+) -> None:
+    """320 MiB of weights of 16 MiB each, in pieces of at most 32."""
+    script = "import compress.graph.pieces as p; p.PIECE_BYTES = 32 << 20\n" + WRITE
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env={"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.onnx.data").stat().st_size >= 320 << 20
+    assert float(done.stdout) < 150, done.stdout

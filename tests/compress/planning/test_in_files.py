@@ -1,0 +1,57 @@
+"""Which models are exported with their weights left in their files, and when the float graph is run beside them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from compress.planning import in_files
+from compress.planning.in_files import WHOLE_BYTES, left_out_note, runs_float, stays_in_files
+
+GIB = 2**30
+
+
+def recipe(*stages: str, memory_gib: float | None = None, steps: Any = "auto", **model: Any) -> Any:
+    passes = [SimpleNamespace(stage_on=lambda facts, stage=stage: stage) for stage in stages]
+    return SimpleNamespace(
+        has_onnx=True,
+        passes=passes,
+        export=(),
+        model=SimpleNamespace(**{"generates": True, "encodes": False, **model}),
+        validate_=SimpleNamespace(steps=steps),
+        limits=SimpleNamespace(memory_gib=memory_gib),
+    )
+
+
+def facts(n_bytes: int = WHOLE_BYTES + 1, source: str = "torch") -> Any:
+    return SimpleNamespace(n_bytes=n_bytes, source=source, structure=object())
+
+
+def test_large_decoders_stay_in_files_where_nothing_needs_them_whole() -> None:
+    assert stays_in_files(recipe("blocks", "blocks"), facts())
+    for other in (
+        (recipe("blocks"), facts(WHOLE_BYTES)),
+        (recipe("blocks"), facts(source="onnx")),
+        (recipe("blocks", "graph"), facts()),
+        (recipe("model", "blocks"), facts()),
+        (recipe(), facts()),
+        (recipe("blocks", steps=True), facts()),
+        (recipe("blocks", generates=False), facts()),
+        (recipe("blocks", encodes=True), facts()),
+    ):
+        assert not stays_in_files(*other)
+
+
+def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_files, "available_bytes", lambda: 20 * GIB)
+    assert runs_float(recipe("blocks"), facts(5 * GIB))
+    assert not runs_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
+    assert not runs_float(recipe("blocks", memory_gib=100), facts(6 * GIB))
+    assert runs_float(recipe("blocks", memory_gib=0.1), facts(WHOLE_BYTES))  # as ever
+    assert left_out_note(recipe("blocks"), facts(5 * GIB)) is None
+    note = left_out_note(recipe("blocks", memory_gib=6), facts(5 * GIB))
+    assert note is not None and "takes about 18.2 GiB of memory, and 6.0 GiB may be taken" in note.text
