@@ -490,7 +490,6 @@ def _is_transpose(table: ir.Value, weight: ir.Value) -> bool:
         return False
     if tuple(a.shape.numpy()) != tuple(b.shape.numpy())[::-1]:
         return False
-    if isinstance(a, StoredTensor) or isinstance(b, StoredTensor):  # their values are not read for this
-        names = [tensor.origin[0] if isinstance(tensor, StoredTensor) and tensor.origin else "" for tensor in (a, b)]
-        return names[0] == names[1] != ""
+    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):  # their values are not read for this
+        return a.origin is not None and b.origin is not None and a.origin[0] == b.origin[0]
     return np.array_equal(constant(table).T, constant(weight))
