@@ -27,6 +27,8 @@ RECIPE = ROOT / "recipes/claims/tinystories-w4-gptq.yaml"
 SCHEMES = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8", "FP8_BLOCK", "W4A8", "W4AFP8")
 ROOM = 0.002
 """Nats by which MX, whose scales are one power of two or the next, and formats of eight bits may miss the range."""
+EIGHT_BITS_ROOM = 0.005
+"""The same with `gptq` in eight bits: what a few thousand roundings do to one model by chance."""
 PARTS = {"NVFP4A16": 0.5, "NVFP4": 0.75, "MXFP4A16": 0.8, "MXFP4": 1.0, "W4A8": 0.7, "W4AFP8": 0.7}
 """Of what the range loses, at most with `gptq`."""
 SAME = 0.001
@@ -148,7 +150,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         theirs = found["compressed-tensors' range"]["nats"]
         room = ROOM if scheme not in PARTS or scheme.startswith("MX") else 0.0
         made.append(at_most(f"{scheme}_rtn_nats", found["ours rtn"]["nats"], theirs + room))
-        bar = whole + PARTS[scheme] * (theirs - whole) if scheme in PARTS else theirs + ROOM
+        bar = whole + PARTS[scheme] * (theirs - whole) if scheme in PARTS else theirs + EIGHT_BITS_ROOM
         made.append(at_most(f"{scheme}_gptq_nats", found["ours gptq"]["nats"], bar))
         apart = max(abs(entry["nats"] - entry["reported"]) for entry in found.values() if "reported" in entry)
         made.append(at_most(f"{scheme}_transformers_apart", apart, SAME))
