@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, Call, Claim, Measured, Row, apply_recipe, at_most, run_script
+from common import ROOT, Call, Claim, Measured, Row, apply_recipe, at_most, metric, run_script
 from language import load_causal
 from subjects import ONLY_WHAT_IS_SCORED, Subject, checkpoint_of, float_row, row, stories_subject
 from torch import nn
@@ -57,9 +57,9 @@ def our_row(subject: Subject, made_by: str, scheme: str, call: Call) -> Row:
     bundle = call.out / name
     sets = (*ONLY_WHAT_IS_SCORED["text-generation"], f"passes={PASSES[made_by] % scheme}")
     apply_recipe(RECIPE, (f"vars.bench={call.bench}", *sets), bundle, call.out / f"{name}-cache")
-    judged = json.loads((bundle / "report.json").read_text(encoding="utf-8"))["results"]["candidate"]["metrics"]["nll"]
+    report = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
     found = row_of(subject, made_by, scheme) | {"nats": subject.score(load_unpacked(checkpoint_of(bundle)))}
-    return found | {"reported": judged["value"]}
+    return found | {"reported": metric(report, "candidate", "nll")}
 
 
 def load_unpacked(folder: Path) -> nn.Module:

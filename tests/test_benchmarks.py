@@ -18,7 +18,7 @@ from places import BENCHMARKS, ROOT
 
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
-    *("tensorrt_rtx_build", "engine_speed", "foreign_onnx"),
+    *("tensorrt_rtx_build", "engine_speed", "foreign_onnx", "float_formats"),
 )
 """Those that measure on real models."""
 SCRIPTS = (
