@@ -417,3 +417,13 @@ def test_bytes_claim_needs_every_kill(load: Any) -> None:
     assert all(claim.holds for claim in module.claims(rows))
     bad = {"different_files": ["x"], "steps_again": 1, "blocks_again": 2, "left": ["tmp"], "left_at_the_end": ["tmp"]}
     assert not any(claim.holds for claim in module.claims([bad, *rows[2:]]))
+
+
+def test_claims_of_float_formats(load: Any) -> None:
+    module = load("float_formats")
+    rows: list[dict[str, Any]] = [{"nats": 3.0}]
+    for made_by, nats in (("compressed-tensors' range", 3.1), ("ours rtn", 3.09), ("ours gptq", 3.06)):
+        rows.append({"made_by": made_by, "scheme": "NVFP4A16", "nats": nats})
+        rows[-1] |= {"reported": nats} if "ours" in made_by else {}
+    failing = [claim.name for claim in module.claims(rows) if not claim.holds]
+    assert failing == ["NVFP4A16_gptq_nats"]
