@@ -65,8 +65,8 @@ class Target:
         return self.group_sizes if bits <= 4 else self.group_sizes_8bit
 
 
-K_FORMATS: tuple[Format, ...] = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
-_NO_K_FORMATS = dict.fromkeys(
+K_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
+_NO_K_FORMATS: dict[str, FormatFact] = dict.fromkeys(
     K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
 )
 
