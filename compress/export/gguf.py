@@ -151,7 +151,7 @@ def _list_tensors(
     tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     parts = {plain(name): part for name, part in module.named_modules()}
     files = file_names(module, tensors)
-    entries, problems, stacks = [], [], dict[str, list[str]]()
+    entries, problems, stacks = list[TensorEntry](), list[str](), dict[str, list[str]]()
     for name, tensor in tensors.items():
         written = names.get_name(files.tensor(name), try_suffixes=(".weight", ".bias")) or ""
         if expert := _EXPERT.fullmatch(name):

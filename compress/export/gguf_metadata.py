@@ -113,7 +113,7 @@ _EPSILONS = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
 }
 _PECULIAR = re.compile(r"multiplier|scale|scaling|softcap|clip|alibi|no_rope|parallel_(attn|residual)|bidirectional")
-_NEUTRAL = (None, False, 0, 1, [], {}, "")
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -195,7 +195,8 @@ def _add_scaling(
 ) -> None:
     kind = rope.get("rope_type", "default")
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    factor = rope.get("factor") or (config["max_position_embeddings"] / original if original else None)
+    original = int(original or config["max_position_embeddings"])
+    factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
     odd = sorted(set(rope) & {"mscale", "mscale_all_dim", "mrope_section", "truncate"})
     if kind == "default":
         return
@@ -208,16 +209,16 @@ def _add_scaling(
     elif kind == "llama3":
         made.factors["rope_freqs.weight"] = _llama3_factors(rope, turned)
     elif kind == "longrope":
-        made.values.update({"rope.scaling.type": kind, "rope.scaling.original_context_length": int(original)})
+        made.values.update({"rope.scaling.type": kind, "rope.scaling.original_context_length": original})
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         made.values["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or default)
         for name in ("long", "short"):
             made.factors[f"rope_factors_{name}.weight"] = np.asarray(rope[f"{name}_factor"], np.float32)
         made.notes.append(f"llama.cpp takes the long factors of rope where its context is set beyond {original} tokens")
     else:
-        made.values.update({"rope.scaling.type": kind, "rope.scaling.factor": float(factor)})
+        made.values.update({"rope.scaling.type": kind, "rope.scaling.factor": factor})
         if kind == "yarn":
-            made.values["rope.scaling.original_context_length"] = int(original or config["max_position_embeddings"])
+            made.values["rope.scaling.original_context_length"] = original
             for key in ("beta_fast", "beta_slow"):
                 if rope.get(key) is not None:
                     made.values[f"rope.scaling.yarn_{key}"] = float(rope[key])

@@ -66,8 +66,8 @@ class Target:
         return self.group_sizes if bits <= 4 else self.group_sizes_8bit
 
 
-K_FORMATS: tuple[Format, ...] = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
-_NO_K_FORMATS = dict.fromkeys(
+K_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
+_NO_K_FORMATS: dict[str, FormatFact] = dict.fromkeys(
     K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
 )
 
@@ -87,10 +87,9 @@ _NO_KV_CACHE = FormatFact("refused", "gets graphs with a float KV cache; use tar
 _NO_FLOAT_FORMAT = FormatFact(
     "refused", "gets no graphs with FP4, MX or FP8 in blocks; use target: vllm, or scheme: W4A16"
 )
+_FLOAT_FORMATS = ("fp8-block", "w4afp8", "nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "mxfp8", "mxfp8a16")
 _CHECKPOINTS_ONLY = {
-    **dict.fromkeys(
-        ("fp8-block", "w4afp8", "nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "mxfp8", "mxfp8a16"), _NO_FLOAT_FORMAT
-    ),
+    **dict.fromkeys(_FLOAT_FORMATS, _NO_FLOAT_FORMAT),
     "w8a8": _NO_INT8_SCHEME,
     "w8a8-static": _NO_INT8_SCHEME,
     "w4a8": FormatFact("refused", "has no kernel of 4-bit weights with 8-bit activations; use scheme: W4A16"),
@@ -310,6 +309,9 @@ _OWN: dict[str, Target] = {
             **{f"w{bits}-asym": _NO_WIDE_OFFSETS for bits in (6, 7, 8)},
             **dict.fromkeys(K_FORMATS, FormatFact("fast", "its own format of 256 weights")),
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _NO_ROUNDED_INPUTS),
+            **dict.fromkeys(
+                _FLOAT_FORMATS, FormatFact("refused", "is not written with FP4, MX or FP8; use scheme: Q4_K or W4A16")
+            ),
             **dict.fromkeys(
                 ("kv-int8", "kv-fp8"), FormatFact("refused", "stores no scales of a cache; use its --cache-type-k")
             ),
