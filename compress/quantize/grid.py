@@ -283,7 +283,7 @@ def _fit_floats(
     numbers, rule = FLOATS[scheme.bits], ScaleRule.of(scheme)
     shared = fit_shared([weight], scheme, importance, every) if shared is None else shared
     if rule.rows == 0 and shared is not None:
-        return Grid(torch.full((rows, 1), shared), None, numbers, rule)
+        return Grid(weight.new_full((rows, 1), shared), None, numbers, rule)
     power = power_of_two(weight.abs().amax())
     size = scheme.group_size if scheme.group_size > 0 else inputs
     blocks = pad(weight / power, (0, 0, 0, -rows % rule.rows))  # rows of zeros change no error

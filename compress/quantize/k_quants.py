@@ -20,6 +20,7 @@ from compress.formats.schemes import SUPER_BLOCK, WeightScheme
 from compress.quantize.descent import descend
 from compress.quantize.gptq import Hessian, RoundedWeight, Rules, output_error, round_columns
 from compress.quantize.grid import CHUNK, Grid, finite
+from compress.quantize.numbers import Numbers
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
 
 ROUNDS = 2
@@ -139,7 +140,7 @@ class _KGrid:
     def levels_grid(self, bits: int) -> Grid:
         """Return the grid of a shifted weight; a scale of 0 is the smallest there is, so that it can divide."""
         scale, form = self.real()[0], _FORMATS[bits]
-        return Grid(torch.where(scale == 0, SMALLEST_SCALE, scale), None, form.low, form.high)
+        return Grid(torch.where(scale == 0, SMALLEST_SCALE, scale), None, Numbers(form.low, form.high))
 
     def pack(self, shifted: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of the nearest levels of a shifted weight."""

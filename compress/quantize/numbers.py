@@ -133,8 +133,9 @@ class ScaleRule:
         e4m3: `scales` (the bytes of E4M3) and `global_scale` float32 [1]; e8m0: `exponents`, uint8 with a bias of 127.
         """
         if self.kind == "e4m3":
-            unit = torch.tensor([self.global_scale], dtype=torch.float32)
-            return {"scales": (scales * unit).to(torch.float8_e4m3fn).view(torch.uint8), "global_scale": unit}
+            unit = torch.tensor(self.global_scale, dtype=torch.float32)
+            codes = (scales * unit).to(torch.float8_e4m3fn).view(torch.uint8)
+            return {"scales": codes, "global_scale": unit.reshape(1)}
         if self.kind == "e8m0":
             return {"exponents": (scales.view(torch.int32) >> MANTISSA_BITS).to(torch.uint8)}
         return {}
