@@ -194,7 +194,9 @@ class _Run:
 
     def start_seconds(self) -> float:
         """Return the seconds until work begins: imports, the plan, digests of weights that were not read."""
-        unread = self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
+        unread = (
+            self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
+        )
         return min(time.process_time(), START_SECONDS) + unread
 
     def export_seconds(self) -> float:
@@ -270,7 +272,7 @@ class _Run:
         speed = self.recipe.validate_.benchmark
         longest = max((math.prod(shape.shape[1:]) for shape in self.before.inputs if _is_plain(shape.shape)), default=0)
         prompt = 2 * single * min(speed.prompt_tokens / longest, 1.0) if longest else 2 * single
-        steps = speed.new_tokens * (self.before.n_bytes + self.after.n_bytes) / self.rates.touch
+        steps = speed.new_tokens * (self.before.n_bytes + self.after.n_bytes) / self.rates.scan
         pace = speed.batch_size * prompt + steps
         rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
         return pace * (min(speed.warmup, 3) + rounds)

@@ -72,7 +72,9 @@ def make_plan(
     store.refuse_file()
     with blame(recipe.root, SourceError):
         inputs = read_inputs(recipe, store.root)
-        unread_keys = cache_keys(inputs)  # of weights as they lie there: how fast they are does not change as they are read
+        unread_keys = cache_keys(
+            inputs
+        )  # of weights as they lie there: how fast they are does not change as they are read
         inputs = settle_digests(inputs, FileDigests(store.root))
         keys = cache_keys(inputs)
     before = inputs.facts
@@ -101,7 +103,12 @@ def make_plan(
     ]
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
-    notes = (*_collect_notes(inputs), *_note_unread(inputs), *(note for _, found in checkpoints for note in found), *unsaid)
+    notes = (
+        *_collect_notes(inputs),
+        *_note_unread(inputs),
+        *(note for _, found in checkpoints for note in found),
+        *unsaid,
+    )
     latency, told = forecast_latency(inputs, unread_keys, store.root, twins, log)
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency)
     return settle_keys(made, store, verify=True) if verify else made

@@ -115,9 +115,7 @@ def render_plan(plan: Plan, console: Console) -> None:
 
 def plan_html(plan: Plan) -> str:
     """Format the plan as a table for notebooks."""
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{html_escape(cell)}</td>' for cell in row)}</tr>" for row in _list_rows(plan)
-    )
+    rows = "".join(f"<tr>{''.join(f'<td>{html_escape(cell)}</td>' for cell in row)}</tr>" for row in _list_rows(plan))
     head = f"<tr>{''.join(f'<th>{title}</th>' for title in COLUMNS)}</tr>"
     name, total = html_escape(plan.recipe.name), html_escape(_format_forecast(plan))
     return f"<p><b>{name}</b></p><table>{head}{rows}</table><p>{total}</p>"

@@ -94,9 +94,15 @@ class Rates:
 
     @cached_property
     def touch(self) -> float:
-        """Return bytes/s of an operation on each number of a large float32 tensor, bytes read and written counted."""
+        """Return bytes/s of an operation on each number of a large float32 tensor that gives a new one, read and written."""
         values = torch.ones(LARGE_BYTES // 4)
-        return 2 * LARGE_BYTES / _time_mean(lambda: values.mul_(1.0), 2)
+        return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 2)
+
+    @cached_property
+    def scan(self) -> float:
+        """Return bytes/s that are read from memory, as a decoder reads its weights for each token."""
+        values = torch.ones(LARGE_BYTES // 4)
+        return LARGE_BYTES / _time_mean(values.sum, 2)
 
     @cached_property
     def read(self) -> float:
@@ -116,7 +122,10 @@ class Rates:
     @cached_property
     def compare(self) -> float:
         """Return logits/s at which a float and a compressed model's are compared, as `reduce_sample` does it."""
-        pair = [np.random.default_rng(n).standard_normal((REDUCED_AT_ONCE // COMPARED, COMPARED), np.float32) for n in (0, 1)]
+        pair = [
+            np.random.default_rng(n).standard_normal((REDUCED_AT_ONCE // COMPARED, COMPARED), np.float32)
+            for n in (0, 1)
+        ]
         return pair[0].size / _time_mean(lambda: reduce_sample(pair, np.zeros(len(pair[0]), np.int64)), 1)
 
     @cached_property

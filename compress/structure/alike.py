@@ -98,7 +98,9 @@ class CutChain:
         """Return names in the order in which they run, with those of the blocks left out behind the kept blocks'."""
         return tuple(name for name, *_ in self._continue_rows([(name,) for name in names]))
 
-    def _continue_norms(self, norms: tuple[tuple[str, tuple[str, ...]], ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    def _continue_norms(
+        self, norms: tuple[tuple[str, tuple[str, ...]], ...]
+    ) -> tuple[tuple[str, tuple[str, ...]], ...]:
         rows = self._continue_rows([(norm, *layers) for norm, layers in norms])
         return tuple((row[0], row[1:]) for row in rows)
 

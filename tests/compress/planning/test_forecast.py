@@ -154,7 +154,9 @@ def decoder(n_blocks: int = 2) -> ModelFacts:
 def stage_of(*passes: Pass, tokens: int = 4096, facts: ModelFacts | None = None) -> dict[str, StageForecast]:
     """The stages of a checkpoint's recipe, by name."""
     model = ModelSpec(source="dir:lm", task="text-generation")
-    recipe = Recipe(version=1, name="r", model=model, target="transformers", passes=passes, export=({"kind": "checkpoint"},))  # type: ignore[arg-type]
+    recipe = Recipe(
+        version=1, name="r", model=model, target="transformers", passes=passes, export=({"kind": "checkpoint"},)
+    )  # type: ignore[arg-type]
     facts = facts or decoder()
     volumes = Volumes({"calibration": 8, "evaluation": 4}, 1, tokens, 1024)
     found = forecast(recipe, facts, facts, volumes, rates=GivenRates())  # type: ignore[arg-type]
@@ -188,7 +190,13 @@ def test_the_terms_of_passes_over_blocks() -> None:
 def test_each_pass_over_blocks_takes_its_own_time() -> None:
     seconds = {
         pass_.kind: stage_of(pass_)[pass_.kind].seconds
-        for pass_ in (Rtn(group_size=32), Hqq(group_size=32), Gptq(group_size=32), Awq(group_size=32), AutoRound(group_size=32))
+        for pass_ in (
+            Rtn(group_size=32),
+            Hqq(group_size=32),
+            Gptq(group_size=32),
+            Awq(group_size=32),
+            AutoRound(group_size=32),
+        )
     }
     assert seconds["rtn"] < seconds["hqq"] and seconds["rtn"] < seconds["gptq"] < seconds["awq"] < seconds["autoround"]
     assert stage_of(Gptq(compute="bfloat16"))["gptq"].seconds < seconds["gptq"]

@@ -35,9 +35,7 @@ def recipe_of(folder: Path, model: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_plan_of_a_large_model_reads_none_of_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_a_large_model_reads_none_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read")
 
