@@ -20,7 +20,7 @@ from compress.quantize.gram import NARROW, ROWS, STRIPES, Compute
 
 FLOAT = 4
 """Bytes of a float32."""
-PASSED_OVER = 6
+PASSED_OVER = 3
 """Times that a forward reads or writes each output of a layer beside the product: norms, gates, sums, rotary angles."""
 ATTENDED = 8
 """Times that attention, eager as it is run here, reads or writes each of its scores."""

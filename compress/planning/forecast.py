@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -270,9 +271,10 @@ class _Run:
     def _request_seconds(self, single: float) -> float:
         """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each."""
         speed = self.recipe.validate_.benchmark
-        longest = max((math.prod(shape.shape[1:]) for shape in self.before.inputs if _is_plain(shape.shape)), default=0)
+        rows = [math.prod(shape) for shape in (spec.shape[1:] for spec in self.before.inputs) if _is_plain(shape)]
+        longest = max(rows, default=0)
         prompt = 2 * single * min(speed.prompt_tokens / longest, 1.0) if longest else 2 * single
-        steps = speed.new_tokens * (self.before.n_bytes + self.after.n_bytes) / self.rates.touch
+        steps = speed.new_tokens * (self.before.n_bytes + self.after.n_bytes) / self.rates.scan
         pace = speed.batch_size * prompt + steps
         rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
         return pace * (min(speed.warmup, 3) + rounds)
@@ -344,8 +346,8 @@ class _Run:
         return self.recipe.passes[number].estimate_training(self.before, samples, self.forward * self.volumes.filled)
 
 
-def _is_plain(shape: Sequence[int | str]) -> bool:
-    return len(shape) > 1 and all(isinstance(size, int) for size in shape[1:])
+def _is_plain(shape: Sequence[int | str]) -> TypeGuard[Sequence[int]]:
+    return bool(shape) and all(isinstance(size, int) for size in shape)
 
 
 def _find_inner_width(facts: ModelFacts) -> int:

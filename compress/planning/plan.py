@@ -131,13 +131,13 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the cells of each row: what is planned, then the other stages of the run, with their time and memory."""
     stages = {stage.name: stage for stage in plan.forecast.stages}
     names = [*(work.name for work in plan.steps[:2]), *pass_names(plan.recipe.passes)]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, work in zip(names, plan.steps, strict=True):
         sizes = size_text(work.before_bytes), size_text(work.after_bytes)
         done = "cached" if work.cached else ""
         rows.append((name, done, *sizes, *_format_stage(stages.pop(name, None)), _format_counts(work.decisions)))
-    rows += [(stage.name, "", "", "", *_format_stage(stage), "") for stage in stages.values()]
-    return rows
+    others = [(stage.name, "", "", "", *_format_stage(stage), "") for stage in stages.values()]
+    return [*others[:1], *rows, *others[1:]]
 
 
 def _format_stage(stage: StageForecast | None) -> tuple[str, str]:

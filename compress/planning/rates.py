@@ -1,4 +1,4 @@
-"""What this machine does in a second, measured as the plan is made: each rate in milliseconds, and only those asked for.
+"""What this machine does in a second, measured as a plan is made: each rate in milliseconds, only those asked for.
 
 A forecast counts work (products, weights, bytes); these say how fast such work goes here, on the threads that the run
 will have. Where a pass's own arithmetic is more than products, that arithmetic is timed itself, on a small weight, with
@@ -62,7 +62,7 @@ class Columns:
 class Rates:
     """The rates of this machine; measured when they are first asked for.
 
-    `folder`: on the disk that is written to. `width`: inputs of the products that are timed, the model's own up to SIDE.
+    `folder`: on the disk that is written to. `width`: inputs of the timed products, the model's own up to SIDE.
     """
 
     def __init__(self, folder: Path | None = None, width: int = SIDE) -> None:
@@ -94,9 +94,15 @@ class Rates:
 
     @cached_property
     def touch(self) -> float:
-        """Return bytes/s of an operation on each number of a large float32 tensor, bytes read and written counted."""
+        """Return bytes/s, read and written, of an operation on each number of a large tensor that gives a new one."""
         values = torch.ones(LARGE_BYTES // 4)
-        return 2 * LARGE_BYTES / _time_mean(lambda: values.mul_(1.0), 2)
+        return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 2)
+
+    @cached_property
+    def scan(self) -> float:
+        """Return bytes/s that are read from memory, as a decoder reads its weights for each token."""
+        values = torch.ones(LARGE_BYTES // 4)
+        return LARGE_BYTES / _time_mean(values.sum, 2)
 
     @cached_property
     def read(self) -> float:
@@ -138,7 +144,7 @@ class Rates:
         return self.touch
 
     def round(self, scheme: WeightScheme, weighted: bool = False, every: int = 1) -> float:
-        """Return weights/s of the search for scales and rounding to them; `every`: as of `fit_grid`, without rounding."""
+        """Return weights/s of the search for scales and rounding to them; `every`: of `fit_grid`, without rounding."""
         return _time_rounding(scheme, weighted, every)
 
     def solve_hqq(self, scheme: WeightScheme, steps: int) -> float:
@@ -235,7 +241,7 @@ def _make_weight(rows: int, scheme: WeightScheme, inputs: int = TIMED_INPUTS) ->
 
 
 def _time_mean(work: Callable[[], object], n: int) -> float:
-    """Return the mean seconds of `n` calls, after one that warms up: what others do on the machine slows the run, too."""
+    """Return the mean seconds of `n` calls after a first one: what others do on the machine slows the run, too."""
     work()
     return sum(_time_call(work) for _ in range(n)) / n
 

@@ -108,9 +108,9 @@ def test_the_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class GivenRates:
-    """A machine whose rates are round numbers: a product's FLOP in 1 ns, a touched byte in 1 ns, a weight's work 1 us."""
+    """A machine whose rates are round numbers: a FLOP in 1 ns, a byte in 1 ns, a weight's rounding in 1 us."""
 
-    touch = read = write = hash = compare = 1e9
+    touch = scan = read = write = hash = compare = 1e9
     invert = 1e12
 
     def product(self, compute: str) -> float:
