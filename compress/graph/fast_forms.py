@@ -329,9 +329,11 @@ class _Table:
         product = _read_blocks(other, axis=0)
         if product is None or product.block != self.block or product.bits != self.bits:
             return False
-        zeros = (self.zeros is None) == (product.zeros is None)
-        same = zeros and np.array_equal(self.values, product.values) and np.array_equal(self.scales, product.scales)
-        return same and (self.zeros is None or np.array_equal(self.zeros, product.zeros))
+        if not np.array_equal(self.values, product.values) or not np.array_equal(self.scales, product.scales):
+            return False
+        if self.zeros is None or product.zeros is None:
+            return self.zeros is product.zeros
+        return np.array_equal(self.zeros, product.zeros)
 
 
 def look_up_in_blocks(model: ir.Model) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.rounded import Rounded
+from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassResult
 from compress.distill.train import Around, Lessons, train
@@ -26,7 +27,7 @@ from compress.formats.schemes import Scheme
 from compress.models.load import TorchModel
 from compress.passes.qat import Qat
 from compress.quantize.fake import ScaledWeight
-from compress.work.block_layers import layer_facts, nearest
+from compress.work.block_layers import nearest
 from compress.work.contexts import ModelContext
 from compress.work.training import (
     batches_of,

@@ -14,6 +14,7 @@ from compress.blocks.block import BlockWork
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
+from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_hf_conv1d, weight_shape
 from compress.blocks.work import layers_of
 from compress.context import PassContext, PassResult
@@ -26,7 +27,7 @@ from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
 from compress.quantize.gptq import Hessian, invert_hessian
 from compress.quantize.gram import Gram
-from compress.work.block_layers import block_facts, layer_facts
+from compress.work.block_layers import block_facts
 
 JUDGED_ROWS = 128
 """Of each group of a weight, evenly spaced: the outputs on which the error is measured."""

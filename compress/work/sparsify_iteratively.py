@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_layer
 from compress.context import PassResult
 from compress.distill.course import Course
@@ -21,7 +22,6 @@ from compress.facts import LayerDecision, LayerFacts, Note
 from compress.models.load import TorchModel
 from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.prune.masks import round_shares, set_to_zero, smallest
-from compress.work.block_layers import layer_facts
 from compress.work.contexts import ModelContext
 from compress.work.training import (
     batches_of,
