@@ -8,7 +8,7 @@ import numpy as np
 CHUNK = 1 << 24
 """Values that are packed at a time: odd widths pass through one byte for each bit."""
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-FP4_CODES = np.zeros(256, np.uint8)
+FP4_CODES: np.ndarray = np.zeros(256, np.uint8)
 """Byte of an FP8 (E4M3) number -> bits of the same number of FP4."""
 for _sign in (-1, 1):  # zero has one code, 0, as the library packs it
     FP4_CODES[np.copysign(FP4, _sign).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)] = [

@@ -83,7 +83,7 @@ def test_columns_with_zeros_are_rounded_as_obq_rounds_them(symmetric: bool) -> N
     for column in hessian.order.tolist():
         scale = grid.scales[:, column // 16].double()
         zero = torch.zeros(12) if grid.zeros is None else grid.zeros[:, column // 16]
-        level = ((left[:, column] / scale).round() + zero).clamp(grid.low, grid.high)
+        level = ((left[:, column] / scale).round() + zero).clamp(grid.numbers.low, grid.numbers.high)
         expected[:, column] = torch.where(weight[:, column] == 0, zero.double(), level)
         error = (left[:, column] - (expected[:, column] - zero) * scale) / inverse[column, column]
         left -= torch.outer(error, inverse[column])
