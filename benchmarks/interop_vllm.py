@@ -64,7 +64,6 @@ FORMATS = (
     Format("W4A16, rotated", "{kind: rotate}, " + rtn("W4A16", G32)),
     Format("W4A16, some layers float", rtn("W4A16", G32, KEPT)),
     Format("W4A16, format: gptq", rtn("W4A16", G32), stored="format: gptq"),
-    Format("W4A16_ASYM, format: gptq", rtn("W4A16_ASYM", G32), stored="format: gptq"),
     Format("2:4", SPARSE),
     Format("2:4, W4A16", f"{SPARSE}, {rtn('W4A16', G32)}"),
     Format("one block of two, W4A16", "{kind: prune_layers, keep: 1}, " + rtn("W4A16", G32)),
