@@ -158,12 +158,19 @@ def judge(
         name = f"{form.name}: nats"
         return row | {"refused": answer["refused"]}, [at_most(name, None, form.bar)] if form.bar is not None else []
     difference = abs(answer["nats"] - checkpoint.nats)
-    equal, behind = compare_answers(load_causal(checkpoint.own, form.bar == WEIGHTS), prompts, answer["answers"])
+    equal, behind = compare_answers(load_own(checkpoint), prompts, answer["answers"])
     row |= {"nats": answer["nats"], "difference": difference, "equal_tokens": equal, "behind": behind}
     if form.bar is None:
         return row, []
     bars = [at_most(f"{form.name}: nats", difference, form.bar)]
     return row, [*bars, at_most(f"{form.name}: logits behind the likeliest", behind, LIKELY)]
+
+
+def load_own(checkpoint: Written) -> nn.Module:
+    """The checkpoint in transformers, in float32: weights alone unpacked at once, inputs rounded as it runs."""
+    config = json.loads((checkpoint.own / "config.json").read_text(encoding="utf-8"))
+    weights_alone = checkpoint.format.bar is not None and checkpoint.format.bar < INPUTS
+    return load_causal(checkpoint.own, "quantization_config" in config and weights_alone)
 
 
 @torch.no_grad()
