@@ -74,7 +74,8 @@ def as_prompts(texts: list[list[int]]) -> list[Any]:
 def first_line(text: str) -> str:
     """Return what is said first."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:SHOWN] if lines else "no reason given"
+    n_lines = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join(lines[:n_lines])[:SHOWN] or "no reason given"
 
 
 if __name__ == "__main__":

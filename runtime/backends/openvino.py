@@ -112,6 +112,8 @@ class Core(Protocol):
 
     def compile_model(self, model: Model, device: str, config: Mapping[str, object]) -> CompiledModel: ...
 
+    def add_extension(self, path: str) -> None: ...
+
 
 @dataclass
 class OpenVinoSession:
