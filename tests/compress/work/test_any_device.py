@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,21 @@ import torch
 from distilling import COURSE, taught
 from pretend_device import OnDevice, pretend_gpu
 from streaming import context, gpt2, llama, streamed, texts
+from tiny_lm import language_recipe
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from compress.blocks.device import choose_device, explain_no_device
 from compress.blocks.streamed import StreamedModel
 from compress.distill import train
-from compress.errors import PassError
+from compress.errors import PassError, PlanError
 from compress.execution import blocks
 from compress.execution.blocks import run_block_pass
 from compress.execution.quality import score_streamed
 from compress.passes import KINDS
+from compress.planning.make_plan import make_plan
 from compress.quantize.gram import Gram
+from compress.recipe.load import load_recipe
 from compress.store.cache import ResultCache
 from compress.work import apply_pass
 
@@ -52,6 +56,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
         {"kind": "tune", "steps": 2, "block_steps": 2, "blockwise": True},
     ],
 }
+SLOW = {"tune, block by block", "gptq of a sparse model", "awq", "hqq", "autoround of a sparse model"}
 ROUGH = {"gptq, in bfloat16, not sequential": 0.15}
 """Products in bfloat16 differ from a processor's by more than the rounding of sums."""
 TO_DEVICE = {
@@ -112,7 +117,9 @@ def difference(one: StreamedModel, other: StreamedModel) -> float:
     return max(float((a - b).norm() / a.norm().clamp_min(1e-30)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PASSES]
+)
 def test_a_pass_gives_what_it_gives_on_the_processor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = run(PASSES[name], llama(layers=2), "cpu")
     with pretend_gpu(monkeypatch, free_bytes=1 << 14) as gpu:  # some activations stay there, others do not
@@ -250,3 +257,10 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert choose_device("cuda") == torch.device("cuda", 1)
     assert "each of the 2 processes needs its own" in explain_no_device("cuda:0")
+
+
+def test_the_plan_refuses_it(tmp_path: Path) -> None:
+    given = language_recipe(tmp_path, [{"kind": "rtn"}], device="cuda:99")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(given))
+    with pytest.raises(PlanError, match="device: cuda:99 was asked for"):
+        make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", twins=False)
