@@ -25,7 +25,7 @@ from compress.errors import PassError, PlanError
 from compress.execution import blocks
 from compress.execution.blocks import run_block_pass
 from compress.execution.quality import score_streamed
-from compress.passes import KINDS
+from compress.passes import KINDS, Pass
 from compress.planning.make_plan import make_plan
 from compress.quantize.gram import Gram
 from compress.recipe.load import load_recipe
@@ -88,10 +88,14 @@ TO_HOST = {
 }
 
 
+def make_pass(config: dict[str, Any]) -> Pass:
+    return KINDS[config["kind"]](**config)
+
+
 def run(passes: list[dict[str, Any]], net: nn.Module, device: str, **more: Any) -> StreamedModel:
     model = streamed(net)
     for config in passes:
-        model = apply_pass(KINDS[config["kind"]](**config), model, context(texts(16), device=device, **more)).model
+        model = apply_pass(make_pass(config), model, context(texts(16), device=device, **more)).model
     return model
 
 
@@ -132,7 +136,7 @@ def test_a_pass_gives_what_it_gives_on_the_processor(name: str, monkeypatch: pyt
 @pytest.mark.parametrize("make", [gpt2, lambda: llama(layers=2, tied=True)], ids=["positions and Conv1D", "tied head"])
 def test_other_models_and_their_scores(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scored in torch: both models pass through block by block."""
-    config = KINDS["rtn"](kind="rtn", scheme="W8A8_STATIC", ignore=())
+    config = make_pass({"kind": "rtn", "scheme": "W8A8_STATIC", "ignore": ()})
     net = make()
     want = apply_pass(config, streamed(net), context(texts(4))).model
     with pretend_gpu(monkeypatch) as gpu:
@@ -200,8 +204,8 @@ def test_a_pass_takes_fewer_rows_where_the_device_is_full(
     blockwise: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on after its finished blocks: what did not fit is the second block's, for more than 150 tokens."""
-    gptq = {"kind": "gptq", **W4}
-    tune = {"kind": "tune", "steps": 2, "block_steps": 2, "blockwise": blockwise, "batch_size": 16}
+    gptq: dict[str, Any] = {"kind": "gptq", **W4}
+    tune: dict[str, Any] = {"kind": "tune", "steps": 2, "block_steps": 2, "blockwise": blockwise, "batch_size": 16}
     passes = [gptq] if blockwise is None else [{"kind": "rtn", **W4}, tune]
     net, lines = llama(layers=2), list[str]()
     want, model = run(passes, net, "cpu"), streamed(net)
@@ -209,7 +213,7 @@ def test_a_pass_takes_fewer_rows_where_the_device_is_full(
     monkeypatch.setattr(LlamaMLP, "forward", full_beyond(150, LlamaMLP.forward, lambda _, x: x[..., 0].numel()))
     for number, config in enumerate(passes):
         about = context(texts(16), log=lines.append)
-        pass_ = KINDS[config["kind"]](**config)
+        pass_ = make_pass(config)
         model = run_block_pass(ResultCache(tmp_path), f"{number:064d}", "", pass_, model, about).model
     assert "the device's memory is full; going on with 128 tokens at once" in lines
     assert difference(want, model) < 0.02
@@ -219,7 +223,7 @@ def test_what_does_not_fit_at_all_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     model = streamed(llama())
     monkeypatch.setattr(LlamaMLP, "forward", full_beyond(0, LlamaMLP.forward, lambda _, x: 1))
     with pytest.raises(PassError, match="no memory for the work, not even with 128 tokens at once; use device: cpu"):
-        run_block_pass(ResultCache(tmp_path), "0" * 64, "", KINDS["gptq"](**W4), model, context(texts()))
+        run_block_pass(ResultCache(tmp_path), "0" * 64, "", make_pass({"kind": "gptq", **W4}), model, context(texts()))
 
 
 def test_the_pretended_gpu_sees_what_a_real_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
