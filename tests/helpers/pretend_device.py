@@ -44,21 +44,21 @@ NOT_FAKED = (DataDependentOutputException, DynamicOutputShapeException, Unsuppor
 class OnDevice(Tensor):
     """A tensor that says it is on a GPU. To C++ it is on meta, for which every build has what gradients need."""
 
-    inner: Tensor
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    held: Tensor
+    device = property(lambda self: CUDA)
 
     @staticmethod
     def __new__(cls: type[OnDevice], inner: Tensor) -> OnDevice:
-        made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OnDevice = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device="meta",
+            device=torch.device("meta"),
             _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
         )
-        made.inner = inner
+        made.held = inner
         return made
 
     def __init__(self, inner: Tensor) -> None:
@@ -75,7 +75,7 @@ class OnDevice(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} on a pretended GPU, after it has gone")
 
 
@@ -92,7 +92,7 @@ class PretendDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        there = {id(x.inner): x for x in tree_leaves((args, kwargs)) if isinstance(x, OnDevice)}
+        there = {id(x.held): x for x in tree_leaves((args, kwargs)) if isinstance(x, OnDevice)}
         wanted = kwargs.get("device")
         if wanted is not None:
             meta = torch.device(wanted).type == "meta"
@@ -149,7 +149,7 @@ def _describe(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unwrap(values: Any) -> Any:
-    return tree_map_only(OnDevice, lambda x: x.inner, values)
+    return tree_map_only(OnDevice, lambda x: x.held, values)
 
 
 def _to_fake(values: Any) -> Any:

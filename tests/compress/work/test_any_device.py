@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,21 @@ import torch
 from distilling import COURSE, taught
 from pretend_device import OnDevice, pretend_gpu
 from streaming import context, gpt2, llama, streamed, texts
+from tiny_lm import language_recipe
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from compress.blocks.device import choose_device, explain_no_device
 from compress.blocks.streamed import StreamedModel
 from compress.distill import train
-from compress.errors import PassError
+from compress.errors import PassError, PlanError
 from compress.execution import blocks
 from compress.execution.blocks import run_block_pass
 from compress.execution.quality import score_streamed
-from compress.passes import KINDS
+from compress.passes import KINDS, Pass
+from compress.planning.make_plan import make_plan
 from compress.quantize.gram import Gram
+from compress.recipe.load import load_recipe
 from compress.store.cache import ResultCache
 from compress.work import apply_pass
 
@@ -52,6 +56,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
         {"kind": "tune", "steps": 2, "block_steps": 2, "blockwise": True},
     ],
 }
+SLOW = {"tune, block by block", "gptq of a sparse model", "awq", "hqq", "autoround of a sparse model"}
 ROUGH = {"gptq, in bfloat16, not sequential": 0.15}
 """Products in bfloat16 differ from a processor's by more than the rounding of sums."""
 TO_DEVICE = {
@@ -83,10 +88,14 @@ TO_HOST = {
 }
 
 
+def make_pass(config: dict[str, Any]) -> Pass:
+    return KINDS[config["kind"]](**config)
+
+
 def run(passes: list[dict[str, Any]], net: nn.Module, device: str, **more: Any) -> StreamedModel:
     model = streamed(net)
     for config in passes:
-        model = apply_pass(KINDS[config["kind"]](**config), model, context(texts(16), device=device, **more)).model
+        model = apply_pass(make_pass(config), model, context(texts(16), device=device, **more)).model
     return model
 
 
@@ -112,7 +121,9 @@ def difference(one: StreamedModel, other: StreamedModel) -> float:
     return max(float((a - b).norm() / a.norm().clamp_min(1e-30)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PASSES]
+)
 def test_a_pass_gives_what_it_gives_on_the_processor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = run(PASSES[name], llama(layers=2), "cpu")
     with pretend_gpu(monkeypatch, free_bytes=1 << 14) as gpu:  # some activations stay there, others do not
@@ -125,7 +136,7 @@ def test_a_pass_gives_what_it_gives_on_the_processor(name: str, monkeypatch: pyt
 @pytest.mark.parametrize("make", [gpt2, lambda: llama(layers=2, tied=True)], ids=["positions and Conv1D", "tied head"])
 def test_other_models_and_their_scores(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scored in torch: both models pass through block by block."""
-    config = KINDS["rtn"](kind="rtn", scheme="W8A8_STATIC", ignore=())
+    config = make_pass({"kind": "rtn", "scheme": "W8A8_STATIC", "ignore": ()})
     net = make()
     want = apply_pass(config, streamed(net), context(texts(4))).model
     with pretend_gpu(monkeypatch) as gpu:
@@ -193,8 +204,8 @@ def test_a_pass_takes_fewer_rows_where_the_device_is_full(
     blockwise: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on after its finished blocks: what did not fit is the second block's, for more than 150 tokens."""
-    gptq = {"kind": "gptq", **W4}
-    tune = {"kind": "tune", "steps": 2, "block_steps": 2, "blockwise": blockwise, "batch_size": 16}
+    gptq: dict[str, Any] = {"kind": "gptq", **W4}
+    tune: dict[str, Any] = {"kind": "tune", "steps": 2, "block_steps": 2, "blockwise": blockwise, "batch_size": 16}
     passes = [gptq] if blockwise is None else [{"kind": "rtn", **W4}, tune]
     net, lines = llama(layers=2), list[str]()
     want, model = run(passes, net, "cpu"), streamed(net)
@@ -202,7 +213,7 @@ def test_a_pass_takes_fewer_rows_where_the_device_is_full(
     monkeypatch.setattr(LlamaMLP, "forward", full_beyond(150, LlamaMLP.forward, lambda _, x: x[..., 0].numel()))
     for number, config in enumerate(passes):
         about = context(texts(16), log=lines.append)
-        pass_ = KINDS[config["kind"]](**config)
+        pass_ = make_pass(config)
         model = run_block_pass(ResultCache(tmp_path), f"{number:064d}", "", pass_, model, about).model
     assert "the device's memory is full; going on with 128 tokens at once" in lines
     assert difference(want, model) < 0.02
@@ -212,7 +223,7 @@ def test_what_does_not_fit_at_all_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     model = streamed(llama())
     monkeypatch.setattr(LlamaMLP, "forward", full_beyond(0, LlamaMLP.forward, lambda _, x: 1))
     with pytest.raises(PassError, match="no memory for the work, not even with 128 tokens at once; use device: cpu"):
-        run_block_pass(ResultCache(tmp_path), "0" * 64, "", KINDS["gptq"](**W4), model, context(texts()))
+        run_block_pass(ResultCache(tmp_path), "0" * 64, "", make_pass({"kind": "gptq", **W4}), model, context(texts()))
 
 
 def test_the_pretended_gpu_sees_what_a_real_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +261,10 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert choose_device("cuda") == torch.device("cuda", 1)
     assert "each of the 2 processes needs its own" in explain_no_device("cuda:0")
+
+
+def test_the_plan_refuses_it(tmp_path: Path) -> None:
+    given = language_recipe(tmp_path, [{"kind": "rtn"}], device="cuda:99")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(given))
+    with pytest.raises(PlanError, match="device: cuda:99 was asked for"):
+        make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", twins=False)
