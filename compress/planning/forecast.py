@@ -17,12 +17,14 @@ from compress.export.loading_back import HEADROOM
 from compress.facts import LayerDecision, ModelFacts
 from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
+from compress.planning.in_files import FLOAT_COPIES, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.rates import SIDE, Rates
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.bundle.manifest import fixed_batch
+from runtime.decode.scoring import LOGITS_BYTES
 from runtime.measure.benchmark import LATENCY_BUDGET_S, choose_backend
 from runtime.measure.timing import MIN_ROUNDS
 from runtime.processes.memory import available_bytes
@@ -162,23 +164,39 @@ class _Run:
         stages = [StageForecast("start", self.start_seconds(), self.base_bytes)]
         if self.recipe.has_onnx:
             stages.append(StageForecast(EXPORT, self.export_seconds(), self.export_bytes()))
+        if self.recipe.has_onnx and not self.in_files:
             stages.append(StageForecast(BASELINE, self.evaluation_seconds(1), self.export_bytes()))
         names = pass_names(self.recipe.passes)
         stages += [
             StageForecast(name, self.pass_seconds(number), self.pass_bytes(number)) for number, name in enumerate(names)
         ]
-        if self.recipe.has_onnx:
-            stages.append(StageForecast("judging", self.judging_seconds(), self.judging_bytes()))
-        elif self.before.structure is not None:
+        if self.before.structure is not None and (self.in_files or not self.recipe.has_onnx):
             stages.append(StageForecast("scoring the model in torch", self.scoring_seconds(), self.scoring_bytes()))
         if self.n_checkpoints:
             stages.append(StageForecast("writing the bundle", self.writing_seconds(), self.writing_bytes()))
+        if self.recipe.has_onnx:
+            stages.append(StageForecast("judging", self.judging_seconds(), self.judging_bytes()))
         return stages
 
     @property
     def base_bytes(self) -> int:
         """Return what the process holds beside the work: the libraries, as they lie in this one."""
         return max(LIBRARIES_BYTES, held_bytes())
+
+    @property
+    def in_files(self) -> bool:
+        """Return whether weights stay in their files from the graph's export to the verdict."""
+        return stays_in_files(self.recipe, self.before)
+
+    @property
+    def runs_float(self) -> bool:
+        """Return whether the float graph is in the bundle, and is run beside the candidate."""
+        return self.recipe.has_onnx and runs_float(self.recipe, self.before)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Return the float32 bytes of the largest weight."""
+        return FLOAT * max((layer.n_weights for layer in self.before.layers), default=0)
 
     @property
     def n_checkpoints(self) -> int:
@@ -205,7 +223,12 @@ class _Run:
         return self.before.n_bytes / EXPORT_BYTES_PER_S
 
     def export_bytes(self) -> int:
-        """Return the memory of exporting: copies of the float weights, and the activations of a batch."""
+        """Return the memory of exporting: copies of the float weights, and the activations of a batch.
+
+        Where weights stay in files, a piece of the graph is run with its largest weight and that one's transpose.
+        """
+        if self.in_files:
+            return self.base_bytes + ONNX_BYTES + 2 * self.largest_bytes
         copies = max(COPIES, 2 + self.between) * self.before.n_bytes
         return self.base_bytes + ONNX_BYTES + copies + 2 * self.volumes.batch * self.before.peak_activation_bytes
 
@@ -280,7 +303,19 @@ class _Run:
         return pace * (min(speed.warmup, 3) + rounds)
 
     def judging_bytes(self) -> int:
-        """Return the memory of two sessions, the float model's and the candidate's, and of the largest timed batch."""
+        """Return the memory of two sessions, the float model's and the candidate's, and of the largest timed batch.
+
+        Where weights stay in files, a session maps its file, and packs the integers, and the table of a tied head, for
+        its kernels; then come a batch's logits.
+        """
+        if self.in_files:
+            alone = 2 * self.after.n_bytes + self.largest_bytes
+            return (
+                self.base_bytes
+                + ONNX_BYTES
+                + LOGITS_BYTES
+                + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
+            )
         judging = 2 * self.before.n_bytes + (0 if self.timed is None else self.timed.n_bytes)
         return self.base_bytes + ONNX_BYTES + judging
 
@@ -319,10 +354,12 @@ class _Run:
         n_streams = sum(map(self.on_blocks, range(len(self.recipe.passes))))
         disk = self.after.n_bytes + n_streams * self.after.n_bytes
         disk += max((self._training(number).disk_bytes for number in range(len(self.recipe.passes))), default=0)
-        if self.recipe.has_onnx:
+        if self.in_files:
+            disk += self.after.n_bytes + self.runs_float * self.before.n_bytes
+        elif self.recipe.has_onnx:
             kept = len(self.recipe.passes) - n_streams + 2 + self.between
             disk += 2 * self.before.n_bytes + kept * self.before.n_bytes
-        bundle = len(self.recipe.export) * self.after.n_bytes + self.recipe.has_onnx * self.before.n_bytes
+        bundle = len(self.recipe.export) * self.after.n_bytes + self.runs_float * self.before.n_bytes
         return disk, min(bundle, disk)
 
     def on_blocks(self, number: int) -> bool:
