@@ -13,10 +13,6 @@ from importlib.metadata import version
 from typing import TypeVar
 
 import torch
-from accelerate.utils.memory import (  # type: ignore[import-untyped]
-    clear_device_cache,
-    should_reduce_batch_size,
-)
 
 from compress.errors import PassError
 
@@ -86,6 +82,12 @@ def run_with_fewer_rows(
         try:
             return run(rows)
         except RuntimeError as error:
+            # Here, because a plan is made without it, and it takes half a second to import.
+            from accelerate.utils.memory import (  # type: ignore[import-untyped]
+                clear_device_cache,
+                should_reduce_batch_size,
+            )
+
             if not should_reduce_batch_size(error):
                 raise
         # Only beyond the handler is free what the failed frames held.

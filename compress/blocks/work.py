@@ -427,9 +427,12 @@ def _is_real(parameter: nn.Parameter | None) -> bool:
 
 
 def _move_indices(table: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Bring what a table is called with to where its rows lie: in a file, or on the device; a forward pre-hook."""
+    """Bring what a table is called with to where its rows lie: in a file, or on the device; a forward pre-hook.
+
+    The rows of one in few bits are made by a look-up of its own (`row_reader`), and its weight stays on meta.
+    """
     weight: Any = table.weight
-    return map_tensors((args, kwargs), lambda index: index.to(weight.device))
+    return map_tensors((args, kwargs), lambda index: index.to(CPU if weight.is_meta else weight.device))
 
 
 def _no_data(i: int) -> Tensor:

@@ -40,6 +40,7 @@ from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Columns, count, take
+from runtime.bundle.files import sha256_of
 from runtime.bundle.manifest import Generation, Judgement, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
@@ -166,21 +167,26 @@ def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
-    """Return the inputs with the digests that are remembered of weight files; `read`: with all, read where they must.
+    """Return the inputs with the digests of weight files: of large ones only those that are remembered.
 
-    `verify`: every file is read again, whatever is remembered. Raises OSError.
+    `read`: all of them, read where they must be, and remembered. `verify`: every file is read again, whatever is
+    remembered. Raises OSError.
     """
     recipe = inputs.recipe
     files = _list_weight_files(recipe)
     if read or verify:
         digests.read_all(files, verify)
+    unread = digests.find_unread(files)
+
+    def digest_of(path: Path) -> str:
+        return identify_file(path) if path in unread else digests.find(path) or sha256_of(path)
+
     students = {
-        student.key: model_digest(student_spec(recipe.model, student), recipe.root, digests.find_or_identify)
+        student.key: model_digest(student_spec(recipe.model, student), recipe.root, digest_of)
         for student in _list_students(recipe)
         if student.key in inputs.students
     }
-    digest = model_digest(recipe.model, recipe.root, digests.find_or_identify)
-    unread = tuple(path for path in files if digests.find(path) is None)
+    digest = model_digest(recipe.model, recipe.root, digest_of)
     return replace(inputs, digest=digest, students=students, unread=unread)
 
 

@@ -87,9 +87,6 @@ def make_plan(
     store.refuse_file()
     with blame(recipe.root, SourceError):
         inputs = read_inputs(recipe, store.root)
-        unread_keys = cache_keys(
-            inputs
-        )  # of weights as they lie there: how fast they are does not change as they are read
         inputs = settle_digests(inputs, FileDigests(store.root))
         keys = cache_keys(inputs)
     before = inputs.facts
@@ -99,8 +96,8 @@ def make_plan(
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     tokens, scored = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
-    unread = sum(path.stat().st_size for path in inputs.unread)
-    volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), unread)
+    n_unread = sum(path.stat().st_size for path in inputs.unread)
+    volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), n_unread)
     expected = forecast(recipe, before, after, volumes, decisions, find_timed_batch(inputs))
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
@@ -112,9 +109,8 @@ def make_plan(
     cleaned = (Note("info", describe_clean_up(before.clean_up)),) if before.clean_up else ()
     first = [
         PlannedWork(name, key, store.has(key), before.n_bytes, before.n_bytes, notes=notes)
-        for name, key, notes in (
-            (EXPORT, keys.float_graph, cleaned),
-            (BASELINE, keys.torch_outputs if stays_in_files(recipe, before) else keys.baseline, ()),
+        for name, key, notes in zip(
+            (EXPORT, BASELINE), _list_first_keys(recipe, before, keys), (cleaned, ()), strict=True
         )
     ]
     work = (*first, *(planned.work for planned in done))
@@ -125,7 +121,7 @@ def make_plan(
         *(note for _, found in checkpoints for note in found),
         *unsaid,
     )
-    latency, told = forecast_latency(inputs, unread_keys, store.root, twins, log)
+    latency, told = forecast_latency(inputs, keys, store.root, twins, log)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
@@ -140,12 +136,18 @@ def settle_keys(plan: Plan, cache: ResultCache, verify: bool = False) -> Plan:
     with blame(plan.recipe.root, SourceError):
         inputs = settle_digests(plan.inputs, FileDigests(cache.root), read=True, verify=verify)
     keys = cache_keys(inputs)
+    first = _list_first_keys(plan.recipe, plan.before, keys)
     work = [
         replace(work, key=key, cached=cache.has(key))
-        for work, key in zip(plan.steps, (keys.float_graph, keys.baseline, *keys.passes), strict=True)
+        for work, key in zip(plan.steps, (*first, *keys.passes), strict=True)
     ]
     notes = tuple(note for note in plan.notes if note not in _note_unread(plan.inputs))
     return replace(plan, inputs=inputs, keys=keys, steps=tuple(work), notes=notes)
+
+
+def _list_first_keys(recipe: Recipe, facts: ModelFacts, keys: CacheKeys) -> tuple[str, str]:
+    """Return the keys of what comes before all passes: the float graph, and the baseline's outputs."""
+    return keys.float_graph, keys.torch_outputs if stays_in_files(recipe, facts) else keys.baseline
 
 
 def _note_unread(inputs: Inputs) -> list[Note]:

@@ -3,10 +3,11 @@
 **What a weight file is known by.** A result's key holds the sha256 of each weight file: two files that differ never
 share one, and a copy elsewhere finds the same results. That takes reading the file whole, so it is done once, by the
 first run that does work on it (`apply`, before its first pass, whose own reading then finds the bytes in memory), and
-is remembered in the cache by path, size, times of last change, inode and device. `plan` reads no weights: it takes what
-is remembered, and where nothing is, makes its keys from those same marks of the file (`identify_file`). Such keys name
-no result, ever: work is stored and looked up only under keys that `apply` has settled. What changes a file, changes
-its marks; who forges them all, or has a file system that keeps none, asks for `--verify`, which reads again.
+is remembered in the cache by path, size, times of last change, inode and device. `plan` reads no weights beyond
+READ_AT_ONCE_BYTES: it takes what is remembered, and where nothing is, makes its keys from those same marks of the file
+(`identify_file`). Such keys name no result, ever: work is stored and looked up only under keys that `apply` has
+settled. What changes a file, changes its marks; who forges them all, or has a file system that keeps none, asks for
+`--verify`, which reads again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from pathlib import Path
 from compress.store.durable import seal, unseal
 from runtime.bundle.files import sha256_of, write_whole
 
-FOLDER = "digests"
+FOLDER = ".digests"
+READ_AT_ONCE_BYTES = 256 * 2**20
+"""Of files that are not remembered: a plan reads so few nevertheless, in a third of a second."""
 TICK_NS = 20_000_000
 """Two changes of a file within so many nanoseconds may bear the same time: what the kernel's clock counts."""
 DigestOf = Callable[[Path], str]
@@ -48,9 +51,10 @@ class FileDigests:
                 return str(record["sha256"])
         return None
 
-    def find_or_identify(self, path: Path) -> str:
-        """Return the sha256 where it is remembered, else what stands for it until the file is read."""
-        return self.find(path) or identify_file(path)
+    def find_unread(self, paths: Sequence[Path]) -> tuple[Path, ...]:
+        """Return the files of which nothing is remembered, where they are too large to be read for a plan."""
+        unknown = tuple(path for path in paths if self.find(path) is None)
+        return unknown if sum(path.stat().st_size for path in unknown) > READ_AT_ONCE_BYTES else ()
 
     def read(self, path: Path) -> str:
         """Return the sha256, remembered or read and remembered. Raises OSError."""

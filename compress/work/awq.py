@@ -132,8 +132,6 @@ class _BlockScaling:
             weight = matrix(self.knobs, self.block, name)
             try:
                 rounded = nearest(weight, scheme, self.target, self.importance.get(name), shared.get(name))
-                self.block.put(name, rounded, scheme)
-                rounded = nearest(weight, scheme, self.target, self.importance.get(name))
                 put_layer(self.block, self.layers, name, rounded)
             except ValueError as error:
                 raise PassError(f"awq: {name}: {error}") from error

@@ -192,8 +192,10 @@ def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:
 
     from compress.quantize.grid import round_to_grid  # torch
 
+    weight = torch.tensor(layer.matrix())  # [out, in, ...]
     try:
-        return round_to_grid(torch.tensor(layer.matrix()), PRESETS["FP8"].weights)
+        rounded = round_to_grid(weight.flatten(1), PRESETS["FP8"].weights)
+        return replace(rounded, values=rounded.values.reshape(weight.shape))
     except ValueError as error:
         raise ValueError(f"{layer.name}: {error}") from error
 

@@ -307,7 +307,7 @@ def test_a_checkpoint_alone_is_judged_by_torch_and_not_timed(
     assert read_manifest(tmp_path / "b").score == BuildScore(report.scored_by)
     assert "onnxruntime" not in "".join((tmp_path / f"b/report.{kind}").read_text() for kind in ("json", "md", "xml"))
     assert not list((tmp_path / "b").rglob("*.onnx"))
-    monkeypatch.setattr("compress.execution.run.available_bytes", lambda: 0)
+    monkeypatch.setattr("compress.planning.in_files.available_bytes", lambda: 0)
     scarce = apply(recipe, tmp_path / "scarce", cache, home)
     assert bundle_bytes(tmp_path / "scarce") == bundle_bytes(tmp_path / "b")
     for folder, made, said in (("b", report, "are those that were judged"), ("scarce", scarce, "were not compared")):

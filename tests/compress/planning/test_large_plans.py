@@ -49,7 +49,8 @@ def test_a_plan_of_a_large_model_reads_none_of_its_weights(tmp_path: Path, monke
     assert len(plan.before.structure.blocks) == 80
 
 
-def test_keys_are_settled_by_what_the_weights_are(tmp_path: Path) -> None:
+def test_keys_are_settled_by_what_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "READ_AT_ONCE_BYTES", 0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = hollow_llama(tmp_path / "tiny", **sizes, num_key_value_heads=4, vocab_size=64)
     cache, path = tmp_path / "cache", recipe_of(tmp_path, model)
