@@ -432,7 +432,8 @@ def _move_indices(table: nn.Module, args: Any, kwargs: Any) -> Any:
     The rows of one in few bits are made by a look-up of its own (`row_reader`), and its weight stays on meta.
     """
     weight: Any = table.weight
-    return map_tensors((args, kwargs), lambda index: index.to(CPU if weight.is_meta else weight.device))
+    place = CPU if weight.device.type == "meta" else weight.device
+    return map_tensors((args, kwargs), lambda index: index.to(place))
 
 
 def _no_data(i: int) -> Tensor:
