@@ -14,6 +14,7 @@ import numpy as np
 from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
 from compress.blocks.sharing import main_process, wait
+from compress.blocks.stream import rss_mib
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.errors import PlaceError, PlanError
@@ -238,7 +239,7 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
     """Return what the checkpoints are loaded back with: a few samples of the evaluation set."""
     plan, recipe = run.plan, run.plan.recipe
     batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
-    allowed = allowed_bytes(recipe)
+    allowed = allowed_bytes(recipe, held=int(2 * rss_mib() * 2**20))  # this process, and another's libraries
     feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
     spec = recipe.model
     for config in recipe.passes:

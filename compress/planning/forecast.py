@@ -17,7 +17,7 @@ from compress.export.loading_back import HEADROOM
 from compress.facts import LayerDecision, ModelFacts
 from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
-from compress.planning.in_files import FLOAT_COPIES, runs_float, stays_in_files
+from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.rates import SIDE, Rates
@@ -27,7 +27,6 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.decode.scoring import LOGITS_BYTES
 from runtime.measure.benchmark import LATENCY_BUDGET_S, choose_backend
 from runtime.measure.timing import MIN_ROUNDS
-from runtime.processes.memory import available_bytes
 
 EXPORT, BASELINE = "export to float ONNX", "baseline outputs"
 """Names of the work before all passes, as the plan has it."""
@@ -333,9 +332,7 @@ class _Run:
 
     def loads_whole(self) -> bool:
         """Return whether a checkpoint is run when it is loaded back, or its tensors are only read."""
-        limit = self.recipe.limits.memory_gib
-        allowed = available_bytes() if limit is None else min(available_bytes(), int(limit * 2**30))
-        return self.before.n_bytes * HEADROOM <= allowed
+        return self.before.n_bytes * HEADROOM <= allowed_bytes(self.recipe, 2 * self.base_bytes)
 
     def writing_seconds(self) -> float:
         """Return the seconds of writing checkpoints and of loading each back in a process of its own."""

@@ -29,10 +29,10 @@ def stays_in_files(recipe: Recipe, facts: ModelFacts) -> bool:
     return recipe.has_onnx and decoder and large and stages == {"blocks"} and not whole
 
 
-def allowed_bytes(recipe: Recipe) -> int:
-    """Return the memory that a run of the recipe may take on this machine."""
+def allowed_bytes(recipe: Recipe, held: int = 0) -> int:
+    """Return the memory that a run of the recipe may take on this machine beside the bytes that its processes hold."""
     limit = recipe.limits.memory_gib
-    return available_bytes() if limit is None else min(available_bytes(), int(limit * 2**30))
+    return available_bytes() if limit is None else min(available_bytes(), int(limit * 2**30) - held)
 
 
 def runs_float(recipe: Recipe, facts: ModelFacts) -> bool:
