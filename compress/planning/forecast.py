@@ -233,7 +233,9 @@ class _Run:
 
     def evaluation_seconds(self, runs: float) -> float:
         """Return the seconds of so many passes over the evaluation set in ONNX Runtime."""
-        return runs * self.volumes.samples.get("evaluation", 0) * self.forward
+        rows = self._rows("evaluation")
+        filled = self.volumes.scored / rows if self.volumes.scored and rows else 1.0
+        return runs * filled * self.volumes.samples.get("evaluation", 0) * self.forward
 
     def pass_seconds(self, number: int) -> float:
         """Return the seconds of a pass, and of measuring what it leaves where that is asked for."""
@@ -291,12 +293,15 @@ class _Run:
         return seconds + min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
 
     def _request_seconds(self, single: float) -> float:
-        """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each."""
+        """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each.
+
+        Of the candidate alone where the float graph is not run.
+        """
         speed = self.recipe.validate_.benchmark
         rows = [math.prod(shape) for shape in (spec.shape[1:] for spec in self.before.inputs) if _is_plain(shape)]
         longest = max(rows, default=0)
-        prompt = 2 * single * min(speed.prompt_tokens / longest, 1.0) if longest else 2 * single
-        steps = speed.new_tokens * (self.before.n_bytes + self.after.n_bytes) / self.rates.scan
+        prompt = (1 + self.runs_float) * single * (min(speed.prompt_tokens / longest, 1.0) if longest else 1.0)
+        steps = speed.new_tokens * (self.runs_float * self.before.n_bytes + self.after.n_bytes) / self.rates.scan
         pace = speed.batch_size * prompt + steps
         rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
         return pace * (min(speed.warmup, 3) + rounds)
