@@ -75,6 +75,11 @@ FORMATS = (
     Format("FP8", rtn("FP8"), None),
     Format("W8A16", rtn("W8A16", G32), None),
     Format("W8A16, format: gptq", rtn("W8A16", G32), None, "format: gptq"),
+    *(
+        Format(scheme, rtn(scheme), None)
+        for scheme in ("FP8_BLOCK", "W4AFP8", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8A16", "MXFP8")
+    ),
+    Format("W4A16, a head of its own", rtn("W4A16", G32, "ignore: []"), None),
     Format("fp8 cache", "{kind: kv_cache, scheme: fp8}", None),
 )
 

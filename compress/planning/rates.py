@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from compress.blocks.activations import ROWS
 from compress.blocks.store import Stored, WeightStore
-from compress.formats.schemes import WeightScheme
+from compress.formats.schemes import SUPER_BLOCK, WeightScheme
 from compress.quantize.autoround import autoround_block
-from compress.quantize.gptq import BLOCK, Rules, gptq_round_together, invert_hessian
+from compress.quantize.gptq import BLOCK, Rules, gptq_round, invert_hessian
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.hqq import hqq_round
+from compress.quantize.k_quants import gptq_round_k, round_to_k
 from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Together
 from runtime.decode.scoring import REDUCED_AT_ONCE, reduce_sample
@@ -191,7 +192,8 @@ def _time_rounding(scheme: WeightScheme, weighted: bool, every: int) -> float:
     importance = torch.rand(weight.shape[1]) if weighted else None
     if every > 1:
         return weight.numel() / _time_mean(lambda: fit_grid(weight, scheme, importance, every=every), 2)
-    return weight.numel() / _time_mean(lambda: round_to_grid(weight, scheme, importance), 2)
+    nearest = round_to_k if scheme.scales == "six-bit" else round_to_grid
+    return weight.numel() / _time_mean(lambda: nearest(weight, scheme, importance), 2)
 
 
 @lru_cache(maxsize=32)
@@ -210,8 +212,9 @@ def _time_columns(scheme: WeightScheme, rules: Rules) -> Columns:
     gram = Gram(inputs)
     gram.add(x)
     hessian = invert_hessian(gram.mean()[0], 0.01)
+    round_columns = gptq_round_k if scheme.scales == "six-bit" else gptq_round
     times = {
-        rows: _time_mean(lambda w=weight: gptq_round_together([w], hessian, scheme, rules), 1)  # type: ignore[misc]
+        rows: _time_mean(lambda w=weight: round_columns(w, hessian, scheme, rules), 1)  # type: ignore[misc]
         for rows, weight in weights.items()
     }
     a_weight = max(times[many] - times[few], 0.0) / ((many - few) * inputs)
@@ -228,7 +231,14 @@ def _time_learning(scheme: WeightScheme) -> float:
 
     def work(steps: int) -> None:
         course = RoundingCourse(steps, 0.1, 0.1, method="sign", seed=0)
-        autoround_block({"layer": layer}, {"layer": start}, [Together([lesson])], course, floats={"layer": weight})
+        autoround_block(
+            {"layer": layer},
+            {"layer": start},
+            [Together([lesson])],
+            course,
+            floats={"layer": weight},
+            schemes={"layer": scheme},
+        )
 
     short, long = (_time_mean(lambda n=n: work(n), 2) for n in (1, 4))  # type: ignore[misc]
     return 3 * weight.numel() / max(long - short, 1e-6)
@@ -236,7 +246,7 @@ def _time_learning(scheme: WeightScheme) -> float:
 
 def _make_weight(rows: int, scheme: WeightScheme, inputs: int = TIMED_INPUTS) -> Tensor:
     """Return a random weight with whole groups of the scheme."""
-    size = scheme.group_size if scheme.group_size > 0 else 1
+    size = SUPER_BLOCK if scheme.scales == "six-bit" else scheme.group_size if scheme.group_size > 0 else 1
     return torch.randn(rows, -(-inputs // size) * size, generator=torch.Generator().manual_seed(0))
 
 

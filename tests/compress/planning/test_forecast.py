@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.formats.schemes import PRESETS
 from compress.passes import AutoRound, Awq, Distill, Gptq, Hqq, Int8, Pass, Rtn, SmoothQuant, Tune
 from compress.passes.training import BFLOAT16
 from compress.planning import forecast as room
@@ -23,6 +24,7 @@ from compress.planning.forecast import (
     matrix_rate,
 )
 from compress.planning.rates import Columns, Rates
+from compress.quantize.gptq import Rules
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 
@@ -221,3 +223,12 @@ def test_rates_are_measured_in_moments() -> None:
     found = [rates.touch, rates.hash, rates.product("bfloat16"), rates.round(scheme), rates.read]
     assert all(1e4 < rate < 1e15 for rate in found)
     assert rates.touch == rates.touch
+
+
+@pytest.mark.parametrize("name", ["W4A16_ASYM", "NVFP4A16", "MXFP4A16", "FP8_BLOCK", "Q4_K"])
+def test_every_kind_of_numbers_has_its_rates(name: str) -> None:
+    rates, scheme = Rates(), PRESETS[name].weights
+    found = [rates.round(scheme), rates.columns(scheme, Rules(sweeps=1)).a_column]
+    if scheme.scales != "six-bit":  # which nothing learns
+        found.append(rates.learn(scheme))
+    assert all(0 < rate < float("inf") for rate in found)
