@@ -66,8 +66,8 @@ CALIBRATION, CALIBRATION_TOKENS = 32, 256
 EVALUATION, EVALUATION_TOKENS = 64, 64
 SPREAD = 0.02
 """Of the random weights, as transformers draws them."""
-MOST_GIB, QUICK_GIB = 6.0, 1.7
-"""Less than the float model takes to be run: 2.5 times its weights in float32."""
+MOST_GIB, QUICK_GIB = 6.0, 2.2
+"""Less than the float model takes to be run: 3.5 times its weights in float32."""
 KILLED_AFTER = 5
 """Finished blocks."""
 SAMPLED_S = 0.1

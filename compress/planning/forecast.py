@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import numpy as np
 
@@ -38,6 +37,8 @@ EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
 START_SECONDS = 8.0
 """Importing the libraries and planning, at most: what this process has computed by now, if that is less."""
+EXPORT_SECONDS_A_LAYER = 0.25
+"""Tracing a large decoder without its weights, and rewriting its graph."""
 EXPORT_BYTES_PER_S = 20e6
 """Weights that are exported, written and checked in a second."""
 JUDGING_RUNS = 2
@@ -218,7 +219,14 @@ class _Run:
         return min(time.process_time(), START_SECONDS) + unread
 
     def export_seconds(self) -> float:
-        """Return the seconds of exporting the float graph, writing and comparing it."""
+        """Return the seconds of exporting the float graph, writing and comparing it.
+
+        Where weights stay in files none are written; they are read twice, to compare torch with the graph.
+        """
+        if self.in_files:
+            return (
+                len(self.before.layers) * EXPORT_SECONDS_A_LAYER + 2 * BlockTime(self.before, self.rates).read_seconds()
+            )
         return self.before.n_bytes / EXPORT_BYTES_PER_S
 
     def export_bytes(self) -> int:
@@ -283,7 +291,10 @@ class _Run:
     def judging_seconds(self) -> float:
         """Return the seconds of the candidate's outputs, the gates, the timed calls, and models between the passes."""
         speed, between = self.recipe.validate_.benchmark, self.between
-        seconds = self.evaluation_seconds(JUDGING_RUNS + between) + between * self.export_seconds()
+        if self.in_files:
+            seconds = self.judged_seconds()
+        else:
+            seconds = self.evaluation_seconds(JUDGING_RUNS + between) + between * self.export_seconds()
         single = self.forward * max(os.cpu_count() or 1, 1) / speed.threads  # one sample on the timed threads
         if self.recipe.model.generates:
             return seconds + self._request_seconds(single)
@@ -292,15 +303,23 @@ class _Run:
         seconds += (2 + between) * single * min(calls, most) * speed.batch_size
         return seconds + min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
 
+    def judged_seconds(self) -> float:
+        """Return the seconds of sending the evaluation texts through a large candidate, on the timed threads.
+
+        And through the float model, where it is run.
+        """
+        timed, tokens = BlockTime(self.before, self.rates), Tokens(self.volumes.scored or self._rows("evaluation"))
+        slower = max(os.cpu_count() or 1, 1) / self.recipe.validate_.benchmark.threads
+        return (1 + self.runs_float) * slower * (timed.forward_seconds(tokens) + timed.head_seconds(tokens.n))
+
     def _request_seconds(self, single: float) -> float:
         """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each.
 
         Of the candidate alone where the float graph is not run.
         """
         speed = self.recipe.validate_.benchmark
-        rows = [math.prod(shape) for shape in (spec.shape[1:] for spec in self.before.inputs) if _is_plain(shape)]
-        longest = max(rows, default=0)
-        prompt = (1 + self.runs_float) * single * (min(speed.prompt_tokens / longest, 1.0) if longest else 1.0)
+        longest = _count_rows(self.before)
+        prompt = (1 + self.runs_float) * single * min(speed.prompt_tokens / longest, 1.0)
         steps = speed.new_tokens * (self.runs_float * self.before.n_bytes + self.after.n_bytes) / self.rates.scan
         pace = speed.batch_size * prompt + steps
         rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
@@ -315,7 +334,7 @@ class _Run:
         if self.in_files:
             alone = 2 * self.after.n_bytes + self.largest_bytes
             return (
-                self.base_bytes
+                2 * self.base_bytes  # what torch has left behind counts, too
                 + ONNX_BYTES
                 + LOGITS_BYTES
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
@@ -383,10 +402,6 @@ class _Run:
     def _training(self, number: int) -> TrainingCost:
         samples = self.volumes.samples.get("train", 0)
         return self.recipe.passes[number].estimate_training(self.before, samples, self.forward * self.volumes.filled)
-
-
-def _is_plain(shape: Sequence[int | str]) -> TypeGuard[Sequence[int]]:
-    return bool(shape) and all(isinstance(size, int) for size in shape)
 
 
 def _find_inner_width(facts: ModelFacts) -> int:
