@@ -27,8 +27,8 @@ from runtime.decode.scoring import LOGITS_BYTES
 from runtime.measure.benchmark import LATENCY_BUDGET_S, choose_backend
 from runtime.measure.timing import MIN_ROUNDS
 
-EXPORT, BASELINE = "export to float ONNX", "baseline outputs"
-"""Names of the work before all passes, as the plan has it."""
+EXPORT, BASELINE, WRITING = "export to float ONNX", "baseline outputs", "writing the bundle"
+"""Names of work before and after the passes, as the plan has it."""
 LIBRARIES_BYTES = 460 * 2**20
 """torch and transformers once imported, and the data read: the least, where this process does not hold more already."""
 ONNX_BYTES = 240 * 2**20
@@ -173,7 +173,7 @@ class _Run:
         if self.before.structure is not None and (self.in_files or not self.recipe.has_onnx):
             stages.append(StageForecast("scoring the model in torch", self.scoring_seconds(), self.scoring_bytes()))
         if self.n_checkpoints:
-            stages.append(StageForecast("writing the bundle", self.writing_seconds(), self.writing_bytes()))
+            stages.append(StageForecast(WRITING, self.writing_seconds(), self.writing_bytes()))
         if self.recipe.has_onnx:
             stages.append(StageForecast("judging", self.judging_seconds(), self.judging_bytes()))
         return stages
