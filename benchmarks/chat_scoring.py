@@ -149,7 +149,7 @@ def count_other(folder: Path, dialogues: Sequence[Dialogue]) -> int:
     tokenizer, ours = AutoTokenizer.from_pretrained(folder), ChatEncoder(ChatSpec(), folder, folder)
     other = 0
     for dialogue in dialogues:
-        marked = tokenizer.apply_chat_template(
+        marked: Any = tokenizer.apply_chat_template(
             dialogue, chat_template=TEMPLATE, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = ours.encode(dialogue)

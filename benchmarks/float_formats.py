@@ -112,7 +112,7 @@ def fuse_global_scales(layers: dict[str, nn.Linear], together: Sequence[str]) ->
     """Give layers that engines run as one the range of all of them, as llm-compressor does."""
     parents = {name.rpartition(".")[0] for name in layers if name.endswith(together[0])}
     for parent in parents:
-        members = [layers[f"{parent}.{leaf}"] for leaf in together]
+        members: list[Any] = [layers[f"{parent}.{leaf}"] for leaf in together]
         whole = max(float(layer.weight.abs().max()) for layer in members)
         for layer in members:
             layer.shared_peak = whole

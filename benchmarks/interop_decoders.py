@@ -37,6 +37,7 @@ import runtime
 from runtime.backends import open_artifact
 from runtime.bundle.format import Artifact, read_manifest
 from runtime.decode.kv_cache import Decoder
+from runtime.decode.scoring import language_encoder
 from runtime.encode.language import empty_past
 
 RECIPE = ROOT / "recipes/claims" / "tinystories-w4-gptq.yaml"
@@ -95,7 +96,9 @@ class Decoding:
             self.bundle, backend=backend, threads=THREADS, options=precision_of(backend) or None
         ) as opened:
             texts = [np.concatenate([prompt, answer]) for prompt, answer in zip(self.prompts, answers, strict=True)]
-            logits = opened.session.run(opened.preprocessor.feeds(texts))["logits"]  # [n, t, vocabulary]
+            logits = opened.session.run(language_encoder(opened.preprocessor).feeds(texts))[
+                "logits"
+            ]  # [n, t, vocabulary]
         ahead = logits[:, PROMPT_TOKENS - 1 : -1]  # [n, new, vocabulary]
         chosen = np.take_along_axis(ahead, np.array(answers)[:, :, None], axis=2)[:, :, 0]
         return float((ahead.max(axis=2) - chosen).max())
@@ -128,7 +131,10 @@ def make_decoding(name: str, call: Call) -> Decoding:
     with runtime.open_bundle(bundle) as opened:
         first, last = EVALUATED
         texts = read_stories(call.bench, (first, last))
-        rows = [np.array([BOS, *opened.preprocessor.tokens(text)][:PROMPT_TOKENS], np.int64) for text in texts]
+        rows = [
+            np.array([BOS, *language_encoder(opened.preprocessor).tokens(text)][:PROMPT_TOKENS], np.int64)
+            for text in texts
+        ]
     return Decoding(name, bundle, [row for row in rows if len(row) == PROMPT_TOKENS][:PROMPTS])
 
 
@@ -159,7 +165,7 @@ def compare_openvino_genai(decoding: Decoding, ours: Answers, call: Call) -> lis
     }
     answer = run_job(GENAI, job, call.out, f"openvino-genai-{decoding.bundle.name}")
     with runtime.open_bundle(decoding.bundle) as opened:
-        tokens = [opened.preprocessor.tokens(text) for text in texts]
+        tokens = [language_encoder(opened.preprocessor).tokens(text) for text in texts]
     split = float(np.mean([a == b for a, b in zip(answer["tokens"], tokens, strict=True)]))
     found = [
         equal_row(decoding, "OpenVINO GenAI", decoding.run_ours("openvino", 1), lambda _: answer["answers"]),
@@ -214,7 +220,8 @@ def run_openvino(decoding: Decoding) -> Answers:
     model = openvino.Core().read_model(decoding.bundle / artifact.path)
     request = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": PRECISION}).create_infer_request()
     caches = [spec for spec in artifact.inputs if len(spec.shape) == 4]
-    ids, answers = np.stack(decoding.prompts), []  # [n, t]
+    ids = np.stack(decoding.prompts)  # [n, t]
+    answers: list[np.ndarray] = []
     past: dict[str, Any] = {spec.name: empty_past(spec, len(ids)) for spec in caches}
     mask = np.ones_like(ids)
     while len(answers) < NEW_TOKENS:

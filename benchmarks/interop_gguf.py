@@ -199,7 +199,8 @@ def measure_k_formats(call: Call) -> Measured:
     counts = (len(calibration), 4)
     files = {"float16": write_bundle(call, "wide-float", folder, "", "float16", counts) / "model/model.gguf"}
     importance = call.out / "importance.npz"
-    np.savez(importance, **gather_importance(load_causal(folder), calibration))
+    gathered: Any = gather_importance(load_causal(folder), calibration)
+    np.savez(importance, **gathered)
     for name in list(K_FORMATS)[: 1 if call.quick else None]:
         theirs = call.out / f"llamacpp-{name}.gguf"
         job = {"source": str(files["float16"]), "out": str(theirs), "type": K_FORMATS[name]}
@@ -246,7 +247,8 @@ def ask(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What llama.cpp answers of each file, and its logits of the first row."""
     tokens, logits = call.out / f"{name}-tokens.npz", call.out / f"{name}-logits.npz"
-    np.savez(tokens, **{f"row-{i:05}": row for i, row in enumerate(rows)})
+    numbered: Any = {f"row-{i:05}": row for i, row in enumerate(rows)}
+    np.savez(tokens, **numbered)
     job = {"models": {key: str(path) for key, path in files.items()}, "tokens": str(tokens), "logits": str(logits)}
     answers = run_job(RUN, job | {"texts": list(texts), "greedy": greedy}, call.out, name)["models"]
     with np.load(logits) as arrays:
@@ -363,7 +365,7 @@ def write_wide(source: Path, out: Path) -> Path:
 
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = load_causal(source)
+    small: Any = load_causal(source)
     config = small.config
     torch.manual_seed(0)
     width, wide, heads, kv = (
@@ -382,7 +384,7 @@ def write_wide(source: Path, out: Path) -> Path:
         "rms_norm_eps": config.rms_norm_eps / 2,
         "tie_word_embeddings": False,
     }
-    made = LlamaForCausalLM(LlamaConfig(**settings)).float()
+    made: Any = LlamaForCausalLM(LlamaConfig(**settings)).float()
     root = 2**0.5  # the mean square over twice as many dimensions is half as large
     made.model.embed_tokens.weight.copy_(small.model.embed_tokens.weight @ rotation.T)
     made.model.norm.weight.fill_(1 / root)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import (
@@ -170,13 +171,14 @@ def write_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Path:
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    settings: Any = shape
     config = LlamaConfig(
         max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=True,
         dtype="bfloat16",
-        **shape,
+        **settings,
     )
     folder.mkdir()
     config.architectures = ["LlamaForCausalLM"]
