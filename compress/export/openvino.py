@@ -18,7 +18,7 @@ import numpy as np
 
 from compress.errors import ExportError
 from compress.facts import Note
-from runtime.backends.openvino import core, keep_decoder_cache, read_specs
+from runtime.backends.openvino import core, keep_decoder_cache, name_outputs, read_specs
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import PreprocessSpec
 
@@ -57,10 +57,11 @@ def write_ir(graph: Path, folder: Path) -> tuple[Path, Specs, Specs]:
         keep_decoder_cache(graph, model)
         _name_by_place(model)
         openvino.save_model(model, path, compress_to_fp16=False)
+        names = name_outputs(model)
         compiled = core().compile_model(core().read_model(path), "CPU", {})
     except RuntimeError as error:
         raise ExportError(f"{graph.name}: OpenVINO {openvino.__version__} cannot write its IR: {error}") from error
-    return path, read_specs(compiled.inputs), read_specs(compiled.outputs)
+    return path, read_specs(compiled.inputs), read_specs(compiled.outputs, names)
 
 
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> list[Note]:

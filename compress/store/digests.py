@@ -21,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from compress.store.durable import seal, unseal
+from compress.store.durable import blame, seal, unseal
 from runtime.bundle.files import sha256_of, write_whole
 
 FOLDER = ".digests"
@@ -45,11 +46,8 @@ class FileDigests:
 
         Raises OSError where there is no such file.
         """
-        with suppress(FileNotFoundError):
-            record = unseal(self._name_record(path).read_bytes())
-            if record is not None and record["marks"] == _read_marks(path):
-                return str(record["sha256"])
-        return None
+        record = self._read_record(path)
+        return str(record["sha256"]) if record is not None and record["marks"] == _read_marks(path) else None
 
     def find_unread(self, paths: Sequence[Path]) -> tuple[Path, ...]:
         """Return the files of which nothing is remembered, where they are too large to be read for a plan."""
@@ -67,9 +65,10 @@ class FileDigests:
         time.sleep(min(max(newest + TICK_NS - time.time_ns(), 0), TICK_NS) / 1e9)  # a later change has a later time
         digest = sha256_of(path)
         if marks == _read_marks(path):  # nobody wrote to it meanwhile
-            record = self._name_record(path)
-            record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(record, seal({"marks": marks, "sha256": digest}))
+            with blame(self.root):
+                record = self._name_record(path)
+                record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_whole(record, seal({"marks": marks, "sha256": digest}))
         return digest
 
     def read_all(self, paths: Sequence[Path], verify: bool = False) -> None:
@@ -77,6 +76,12 @@ class FileDigests:
         wanted = [path for path in dict.fromkeys(paths) if verify or self.find(path) is None]
         with ThreadPoolExecutor(max(min(len(wanted), os.cpu_count() or 1), 1)) as threads:
             list(threads.map(self.read_anew, wanted))
+
+    def _read_record(self, path: Path) -> dict[str, Any] | None:
+        """Return what is remembered of a file, as it was then; None: nothing, or it is damaged."""
+        with blame(self.root), suppress(FileNotFoundError):
+            return unseal(self._name_record(path).read_bytes())
+        return None
 
     def _name_record(self, path: Path) -> Path:
         return self.root / FOLDER / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()}.json"

@@ -88,6 +88,9 @@ class Model(Protocol):
     @property
     def inputs(self) -> Sequence[Port]: ...
 
+    @property
+    def outputs(self) -> Sequence[Port]: ...
+
     def clone(self) -> Model: ...
 
     def reshape(self, shapes: Mapping[str, list[int]]) -> None: ...
@@ -227,12 +230,14 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
     with _name_failure(path):
         model = core().read_model(path)
         past = keep_decoder_cache(path, model)
+        names = name_outputs(model)
         compiled = core().compile_model(model, "CPU", config)
+    outputs = read_specs(compiled.outputs, names)
     if past is not None:
         if options.get("static"):
             raise UsageError("openvino: static is for models whose calls keep their shapes; a decoder's do not")
         inputs = tuple(spec for spec in read_specs(compiled.inputs) if spec.name != BEAMS)
-        return OpenVinoDecoder(path, inputs, read_specs(compiled.outputs), past, compiled)
+        return OpenVinoDecoder(path, inputs, outputs, past, compiled)
 
     def specialize(feeds: Feeds) -> InferRequest:
         fixed = model.clone()
@@ -242,7 +247,7 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
     return OpenVinoSession(
         path,
         read_specs(compiled.inputs),
-        read_specs(compiled.outputs),
+        outputs,
         compiled.create_infer_request(),
         specialize if options.get("static") else None,
     )
@@ -355,9 +360,18 @@ def _import_openvino() -> ModuleType:
     return library
 
 
-def read_specs(ports: Sequence[Port]) -> tuple[TensorSpec, ...]:
-    """Return the ports' names, numpy's names of their types, and shapes."""
-    return tuple(TensorSpec(port.get_any_name(), port.element_type.to_dtype().name, _shape(port)) for port in ports)
+def name_outputs(model: Model) -> list[str]:
+    """Return the outputs' names in order, as the file has them: compiling adds those of operators that it takes out."""
+    return [port.get_any_name() for port in model.outputs]
+
+
+def read_specs(ports: Sequence[Port], names: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
+    """Return the ports' names (`names`, where they are known), numpy's names of their types, and shapes."""
+    known = [port.get_any_name() for port in ports] if names is None else names
+    return tuple(
+        TensorSpec(name, port.element_type.to_dtype().name, _shape(port))
+        for name, port in zip(known, ports, strict=True)
+    )
 
 
 def _shape(port: Port) -> tuple[int | str, ...]:

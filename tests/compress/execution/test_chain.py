@@ -22,7 +22,7 @@ from compress.formats.targets import Target
 from compress.passes import Int8, Pass, Rtn
 from compress.passes.base import Stage
 from compress.planning import measurements as rules
-from compress.planning.forecast import forecast
+from compress.planning.forecast import Volumes, forecast
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
@@ -214,7 +214,7 @@ def test_a_checkpoint_cannot_have_its_passes_measured(cache: Path) -> None:
 def test_the_forecast_counts_what_lies_between(cache: Path) -> None:
     plan = make_plan(recipe_of(Shake(), INT8), cache)
     few, many = (
-        forecast(recipe_of(Shake(), INT8, steps=steps), plan.before, plan.after, {"evaluation": 10_000}, 1)
+        forecast(recipe_of(Shake(), INT8, steps=steps), plan.before, plan.after, Volumes({"evaluation": 10_000}, 1))
         for steps in (False, True)
     )
     assert many.disk_bytes - few.disk_bytes == plan.before.n_bytes

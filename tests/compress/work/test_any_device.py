@@ -45,7 +45,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
     "rtn in 2 bits": [{"kind": "rtn", "bits": 2, "group_size": 16}],
     "rtn to FP8, and the cache": [{"kind": "rtn", "scheme": "FP8"}, {"kind": "kv_cache"}],
     "gptq to NVFP4": [{"kind": "gptq", "scheme": "NVFP4"}],
-    "autoround to MXFP4": [{"kind": "autoround", "scheme": "MXFP4A16", "steps": 2}],
+    "autoround to MXFP4": [{"kind": "autoround", "scheme": "MXFP4A16", "steps": 2, "targets": ("re:.*[qkv]_proj",)}],
     "gptq of tables": [{"kind": "gptq", **W4, "embeddings": "W4", "lm_head": "W4"}],
     "rotate": [{"kind": "rotate"}],
     "smoothquant": [{"kind": "smoothquant"}, {"kind": "rtn", "scheme": "W8A8"}],
