@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from compress.blocks import activations
+from compress.blocks.stream_memory import FLOAT
 from compress.facts import ModelFacts, Reading
 from compress.formats.schemes import WeightScheme
 from compress.passes.base import TRIED_ROWS, BlockWorkload
@@ -18,8 +19,6 @@ from compress.quantize.awq import ROUGH
 from compress.quantize.gptq import JUDGED_ROWS, Rules
 from compress.quantize.gram import NARROW, ROWS, STRIPES, Compute
 
-FLOAT = 4
-"""Bytes of a float32."""
 PASSED_OVER = 3
 """Times that a forward reads or writes each output of a layer beside the product: norms, gates, sums, rotary angles."""
 ATTENDED = 8

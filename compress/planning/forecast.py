@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.measurements import n_between, pass_names
-from compress.planning.rates import SIDE, Rates
+from compress.planning.rates import SIDE, Rates, time_call
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.bundle.manifest import fixed_batch
@@ -434,15 +434,9 @@ def _count_rows(facts: ModelFacts) -> int:
 def matrix_rate() -> float:
     """Measure the FLOP/s of a float32 matrix product on this machine: the best of a few, each of milliseconds."""
     a = np.ones((512, 512), np.float32)
-    return max(2 * 512**3 / _time_call(lambda: a @ a) for _ in range(8))
+    return max(2 * 512**3 / time_call(lambda: a @ a) for _ in range(8))
 
 
 def held_bytes() -> int:
     """Return the memory that this process holds now: what a run in one like it begins with."""
     return int(rss_mib() * 2**20)
-
-
-def _time_call(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return max(time.perf_counter() - start, 1e-6)

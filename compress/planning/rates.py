@@ -253,10 +253,11 @@ def _make_weight(rows: int, scheme: WeightScheme, inputs: int = TIMED_INPUTS) ->
 def _time_mean(work: Callable[[], object], n: int) -> float:
     """Return the mean seconds of `n` calls after a first one: what others do on the machine slows the run, too."""
     work()
-    return sum(_time_call(work) for _ in range(n)) / n
+    return sum(time_call(work) for _ in range(n)) / n
 
 
-def _time_call(work: Callable[[], object]) -> float:
+def time_call(work: Callable[[], object]) -> float:
+    """Return the seconds of one call."""
     start = time.perf_counter()
     work()
-    return max(time.perf_counter() - start, 1e-7)
+    return max(time.perf_counter() - start, 1e-6)
