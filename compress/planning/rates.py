@@ -26,13 +26,13 @@ from compress.blocks.activations import ROWS
 from compress.blocks.store import Stored, WeightStore
 from compress.formats.schemes import SUPER_BLOCK, WeightScheme
 from compress.quantize.autoround import autoround_block
-from compress.quantize.gptq import BLOCK, Rules, gptq_round, invert_hessian
+from compress.quantize.gptq import BLOCK, Rules, invert_hessian
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.hqq import hqq_round
-from compress.quantize.k_quants import gptq_round_k, round_to_k
 from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Together
+from compress.quantize.weights import gptq_round_weights, round_weight
 from runtime.decode.scoring import REDUCED_AT_ONCE, reduce_sample
 
 SIDE = 1024
@@ -192,8 +192,7 @@ def _time_rounding(scheme: WeightScheme, weighted: bool, every: int) -> float:
     importance = torch.rand(weight.shape[1]) if weighted else None
     if every > 1:
         return weight.numel() / _time_mean(lambda: fit_grid(weight, scheme, importance, every=every), 2)
-    nearest = round_to_k if scheme.scales == "six-bit" else round_to_grid
-    return weight.numel() / _time_mean(lambda: nearest(weight, scheme, importance), 2)
+    return weight.numel() / _time_mean(lambda: round_weight(weight, scheme, importance), 2)
 
 
 @lru_cache(maxsize=32)
@@ -212,9 +211,8 @@ def _time_columns(scheme: WeightScheme, rules: Rules) -> Columns:
     gram = Gram(inputs)
     gram.add(x)
     hessian = invert_hessian(gram.mean()[0], 0.01)
-    round_columns = gptq_round_k if scheme.scales == "six-bit" else gptq_round
     times = {
-        rows: _time_mean(lambda w=weight: round_columns(w, hessian, scheme, rules), 1)  # type: ignore[misc]
+        rows: _time_mean(lambda w=weight: gptq_round_weights([w], hessian, scheme, rules), 1)  # type: ignore[misc]
         for rows, weight in weights.items()
     }
     a_weight = max(times[many] - times[few], 0.0) / ((many - few) * inputs)

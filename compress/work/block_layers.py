@@ -19,10 +19,10 @@ from compress.facts import LayerDecision, LayerFacts, Note, Reading
 from compress.formats.schemes import ActivationScheme, Scheme
 from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
-from compress.quantize.grid import finite, fit_shared, round_to_grid
-from compress.quantize.k_quants import round_to_k
+from compress.quantize.grid import finite, fit_shared
 from compress.quantize.observers import Method, Observer, choose_range
-from compress.quantize.rounding import QuantizedWeight, by_rows
+from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.weights import round_weight
 
 LOOKED_UP = 1.5
 """Weight of a shared table's use as embeddings beside that as output layer. Nats above float tables, on a small decoder
@@ -149,12 +149,7 @@ def nearest(
     shared: float | None = None,
 ) -> QuantizedWeight:
     """Round `weight` [out, in] to the nearest of whatever numbers the scheme has; `shared`: of `find_shared`."""
-    signed = may_be_negative(scheme, target)
-    if scheme.weights.scales == "six-bit":
-        return by_rows(weight, lambda rows: round_to_k(rows, scheme.weights, importance))
-    if not scheme.weights.has_separate_rows:
-        return round_to_grid(weight, scheme.weights, importance, signed, shared)
-    return by_rows(weight, lambda rows: round_to_grid(rows, scheme.weights, importance, signed, shared))
+    return round_weight(weight, scheme.weights, importance, may_be_negative(scheme, target), shared)
 
 
 def fold_into(block: BlockWork, reading: Reading, scales: Tensor) -> None:

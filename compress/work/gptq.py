@@ -27,12 +27,12 @@ from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.gptq import Gptq
-from compress.quantize.gptq import Hessian, RoundedWeight, Rules, gptq_round, gptq_round_together, invert_hessian
+from compress.quantize.gptq import Hessian, RoundedWeight, Rules, invert_hessian
 from compress.quantize.gram import Gram, gram_matrix
-from compress.quantize.k_quants import gptq_round_k
 from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
+from compress.quantize.weights import gptq_round_weights
 from compress.work.block_layers import (
     BlockLayers,
     InputRanges,
@@ -86,7 +86,7 @@ def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, 
     scheme = knobs.setting(facts, context.target)
     weight = torch.from_numpy(layer.matrix().copy()).to(context.device)
     try:
-        return gptq_round(weight, hessian, scheme.weights, _gptq_rules(knobs, scheme, context.target))
+        return gptq_round_weights([weight], hessian, scheme.weights, _gptq_rules(knobs, scheme, context.target))[0]
     except ValueError as problem:
         raise PassError(f"gptq: {layer.name}: {problem}") from problem
 
@@ -190,12 +190,7 @@ class _BlockRounding:
         weights = [matrix(self.knobs, self.block, name) for name in names]
         rules = _gptq_rules(self.knobs, scheme, self.target)
         with _name_errors(names):
-            if scheme.weights.scales == "six-bit":
-                all_rounded = [gptq_round_k(weight, hessian, scheme.weights, rules) for weight in weights]
-            elif len(weights) == 1:
-                all_rounded = [gptq_round(weights[0], hessian, scheme.weights, rules)]
-            else:
-                all_rounded = gptq_round_together(weights, hessian, scheme.weights, rules)
+            all_rounded = gptq_round_weights(weights, hessian, scheme.weights, rules)
         for name, rounded in zip(names, all_rounded, strict=True):
             with _name_errors([name]):
                 scale = self.inputs.scale(name)
