@@ -40,7 +40,6 @@ from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Columns, count, take
-from runtime.bundle.files import sha256_of
 from runtime.bundle.manifest import Generation, Judgement, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
@@ -167,19 +166,17 @@ def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
-    """Return the inputs with the digests of weight files: of large ones only those that are remembered.
+    """Return the inputs with the digests of weight files, remembered or read once: of large ones those remembered.
 
-    `read`: all of them, read where they must be, and remembered. `verify`: every file is read again, whatever is
-    remembered. Raises OSError.
+    `read`: of large ones, too. `verify`: every file is read again, whatever is remembered. Raises OSError.
     """
     recipe = inputs.recipe
     files = _list_weight_files(recipe)
-    if read or verify:
-        digests.read_all(files, verify)
-    unread = digests.find_unread(files)
+    unread = () if read or verify else digests.find_unread(files)
+    digests.read_all([path for path in files if path not in unread], verify)
 
     def digest_of(path: Path) -> str:
-        return identify_file(path) if path in unread else digests.find(path) or sha256_of(path)
+        return identify_file(path) if path in unread else digests.read(path)
 
     students = {
         student.key: model_digest(student_spec(recipe.model, student), recipe.root, digest_of)

@@ -33,7 +33,7 @@ def round_weight(
 
 
 def gptq_round_weights(
-    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()
+    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: Rules
 ) -> list[RoundedWeight]:
     """Quantize weights [out, in] that read the same inputs by GPTQ, together where the format lets them be.
 

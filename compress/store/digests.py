@@ -1,13 +1,13 @@
 """The sha256 of large files, read once and remembered, so that a plan of any size reads none of them.
 
 **What a weight file is known by.** A result's key holds the sha256 of each weight file: two files that differ never
-share one, and a copy elsewhere finds the same results. That takes reading the file whole, so it is done once, by the
-first run that does work on it (`apply`, before its first pass, whose own reading then finds the bytes in memory), and
-is remembered in the cache by path, size, times of last change, inode and device. `plan` reads no weights beyond
-READ_AT_ONCE_BYTES: it takes what is remembered, and where nothing is, makes its keys from those same marks of the file
-(`identify_file`). Such keys name no result, ever: work is stored and looked up only under keys that `apply` has
-settled. What changes a file, changes its marks; who forges them all, or has a file system that keeps none, asks for
-`--verify`, which reads again.
+share one, and a copy elsewhere finds the same results. That takes reading the file whole, so it is done once and
+remembered in the cache by path, size, times of last change, inode and device: of small files by the first plan, of
+large ones by the first run that does work on them (`apply`, before its first pass, whose own reading then finds the
+bytes in memory). `plan` reads no weights beyond READ_AT_ONCE_BYTES: where nothing is remembered of them, it makes its
+keys from those same marks of the file (`identify_file`). Such keys name no result, ever: work is stored and looked up
+only under keys that `apply` has settled. What changes a file, changes its marks; who forges them all, or has a file
+system that keeps none, asks for `--verify`, which reads again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class FileDigests:
         if marks == _read_marks(path):  # nobody wrote to it meanwhile
             with blame(self.root):
                 record = self._name_record(path)
-                record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                for folder in (self.root, record.parent):  # `parents` would leave the first one open to all
+                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 write_whole(record, seal({"marks": marks, "sha256": digest}))
         return digest
 

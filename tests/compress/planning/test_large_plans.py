@@ -18,6 +18,15 @@ from compress.recipe.load import load_recipe
 from compress.store import digests
 from compress.store.cache import ResultCache
 
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+}
+
 
 def recipe_of(folder: Path, model: Path) -> Path:
     texts = {"source": f"jsonl:{write_texts(folder / 'texts.jsonl', 4)}"}
@@ -52,10 +61,19 @@ def test_a_plan_of_a_large_model_reads_none_of_its_weights(tmp_path: Path, monke
     assert len(plan.before.structure.blocks) == 80
 
 
+def test_the_weights_of_a_small_model_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    whole = digests.sha256_of
+    monkeypatch.setattr(digests, "sha256_of", lambda path: read.append(path) or whole(path))
+    model = hollow_llama(tmp_path / "tiny", **SMALL)
+    planned = make_plan(load_recipe(recipe_of(tmp_path, model)), tmp_path / "cache")
+    settled = settle_keys(planned, ResultCache(tmp_path / "cache"))
+    assert settled.keys == planned.keys and sorted(read) == sorted(model.glob("*.safetensors"))
+
+
 def test_keys_are_settled_by_what_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "READ_AT_ONCE_BYTES", 0)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = hollow_llama(tmp_path / "tiny", **sizes, num_key_value_heads=4, vocab_size=64)
+    model = hollow_llama(tmp_path / "tiny", **SMALL)
     cache, path = tmp_path / "cache", recipe_of(tmp_path, model)
     first = make_plan(load_recipe(path), cache)
     settled = settle_keys(first, ResultCache(cache))
