@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, assign_roles
 from compress.formats.targets import Target
 from compress.passes.base import Pass
+from runtime.report.units import size_text
 
 
 class Rotate(Pass):
@@ -107,7 +108,7 @@ def _untie_head(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, li
         Note(
             "warning",
             f"rotate: {layer.name} shares its weight with an embedding and gets one of its own: "
-            f"{layer.n_bytes / 1e6:.1f} MB more",
+            f"{size_text(layer.n_bytes)} more",
         )
         for layer in tied
     ]

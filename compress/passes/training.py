@@ -20,6 +20,7 @@ from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
 from runtime.boxes.spec import Detections
+from runtime.report.units import size_text
 from runtime.tasks import find_task
 
 if TYPE_CHECKING:
@@ -374,7 +375,7 @@ class LearningPass(TrainingPass):
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
         """Return what the plan says once it knows the training set."""
         course, n_bytes = self.course(n_samples, 0), self.cache_bytes(facts, n_samples)
-        kept = f"its outputs are kept on disk ({n_bytes / 1e6:.1f} MB)" if n_bytes else "it is run in every step"
+        kept = f"its outputs are kept on disk ({size_text(n_bytes)})" if n_bytes else "it is run in every step"
         return [Note("info", f"{self.kind}: {course.steps} steps of {course.samples} samples; the teacher: {kept}")]
 
 

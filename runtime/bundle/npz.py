@@ -20,7 +20,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.processes.memory import available_bytes
-from runtime.report.units import bytes_text
+from runtime.report.units import size_text
 
 _DAMAGE = (
     *(OSError, EOFError, ValueError, OverflowError, RuntimeError, MemoryError),
@@ -204,4 +204,4 @@ def _read_end(file: IO[bytes]) -> None:
 def _check_memory(n_bytes: int) -> None:
     most = int(SHARE * available_bytes())
     if n_bytes > most:
-        raise NpzError(f"arrays of {bytes_text(n_bytes)}, and {bytes_text(most)} of memory may be taken")
+        raise NpzError(f"arrays of {size_text(n_bytes)}, and {size_text(most)} of memory may be taken")

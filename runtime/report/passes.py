@@ -18,7 +18,7 @@ from runtime.bundle.format import canonical_json
 from runtime.bundle.manifest import KvCacheSpec, Manifest
 from runtime.bundle.records import from_json
 from runtime.errors import BundleError
-from runtime.report.units import bytes_text, interval_brackets, ms_text
+from runtime.report.units import interval_brackets, ms_text, size_text
 
 PASSES_FILE = "report.steps.json"
 LATENCY = {"latency_p50": "latency p50", "tpot": "time per token"}
@@ -132,7 +132,7 @@ def pass_notes(table: PassTable) -> list[str]:
 
 def _format_cells(row: PassRow, table: PassTable) -> Iterator[str]:
     yield row.name
-    yield bytes_text(row.size_bytes)
+    yield size_text(row.size_bytes)
     yield _format_ratio(row.smaller)
     for name in table.shown:
         value = row.metrics.get(name)

@@ -33,7 +33,7 @@ from runtime.report.slices import (
     slice_cells,
     slice_notes,
 )
-from runtime.report.units import bytes_text, interval_brackets, ms_text
+from runtime.report.units import interval_brackets, ms_text, size_text
 
 __all__ = [
     "Report",
@@ -102,7 +102,7 @@ class Row:
 def table_rows(report: Findings) -> list[Row]:
     """Return what the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
     before, after = report.baseline, report.candidate
-    rows = [Row("size", bytes_text(before.size_bytes), bytes_text(after.size_bytes), _format_ratio(report, "size"))]
+    rows = [Row("size", size_text(before.size_bytes), size_text(after.size_bytes), _format_ratio(report, "size"))]
     rows += [_make_metric_row(report, name) for name in order_metrics(after.metrics)]
     rows += [_make_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
     for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens
@@ -125,7 +125,7 @@ def table_rows(report: Findings) -> list[Row]:
         limit = report.benchmark.get("latency_limit_ms")
         label = f"throughput, {_limit_percentile(report)} within {limit:g} ms"
         rows.append(_make_rate_row(report, label, "throughput_under_latency"))
-    memory = bytes_text(before.peak_memory_bytes), bytes_text(after.peak_memory_bytes)
+    memory = size_text(before.peak_memory_bytes), size_text(after.peak_memory_bytes)
     rows.append(Row("peak memory", *memory, _format_ratio(report, "peak_memory")))
     rows.append(Row("load time", ms_text(before.load_ms), ms_text(after.load_ms), _format_ratio(report, "load_time")))
     return [row for row in rows if (row.before, row.after) != ("-", "-")]

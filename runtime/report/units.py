@@ -10,12 +10,15 @@ def ms_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g} ms"
 
 
-def bytes_text(value: float | None) -> str:
-    """Format bytes in the largest unit that they fill, of 1000 each."""
-    if value is None:
+def size_text(n_bytes: float | None) -> str:
+    """Format bytes in units of 1024, as limits of memory are given: 1536 -> "1.5 KiB"."""
+    if n_bytes is None:
         return "-"
-    unit = next((u for u in ("B", "kB", "MB") if abs(value) < 1000 ** (1 + ("B", "kB", "MB").index(u))), "GB")
-    return f"{value / 1000 ** ('B', 'kB', 'MB', 'GB').index(unit):.{0 if unit == 'B' else 2}f} {unit}"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(n_bytes) < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"
 
 
 def interval_words(low: float, high: float, spec: str = ".4g", unit: str = "") -> str:
@@ -37,12 +40,3 @@ def interval_brackets(ends: tuple[float, float] | None, spec: str = ".4f") -> st
     if all(map(math.isfinite, ends)):
         return f"[{ends[0]:{spec}}, {ends[1]:{spec}}]"
     return f"[{interval_words(*ends, spec)}]"
-
-
-def size_text(n_bytes: float) -> str:
-    """Format bytes in units of 1024: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} GiB"

@@ -183,7 +183,7 @@ def test_how_long_and_what_is_kept() -> None:
     texts = replace(FACTS, task="text-generation", outputs=(TensorSpec("logits", "float32", ("batch", "sequence", 9)),))
     assert knobs.cache_bytes(texts, 1000) == 0
     notes = [knobs.train_notes(facts, 1000)[0].text for facts in (FACTS, texts)]
-    assert notes[0] == "distill: 270 steps of 10 samples; the teacher: its outputs are kept on disk (0.0 MB)"
+    assert notes[0] == "distill: 270 steps of 10 samples; the teacher: its outputs are kept on disk (15.6 KiB)"
     assert notes[1].endswith("the teacher: it is run in every step")
     assert knobs.train_runs(1000) == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
 

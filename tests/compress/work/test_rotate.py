@@ -194,7 +194,7 @@ def test_the_plan_says_that_a_tied_head_gets_its_own_weight() -> None:
     plan = Rotate().check(before, CPU)
     assert plan.problems == ()
     assert plan.facts.n_bytes - before.n_bytes == 3200
-    assert "head shares its weight with an embedding and gets one of its own: 0.0 MB more" in plan.notes[0].text
+    assert "head shares its weight with an embedding and gets one of its own: 3.1 KiB more" in plan.notes[0].text
     assert {d.layer: d.reason for d in plan.decisions} == {
         "embed": "what it writes to the stream",
         "v": "what it reads of the stream and its values, head by head",

@@ -111,9 +111,9 @@ def test_a_file_that_declares_more_than_fits_is_refused_before_it_is_read(
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((1000, 500)), b=np.zeros(10))
     monkeypatch.setattr(npz, "available_bytes", lambda: 1_000_000)
     monkeypatch.setattr(npz, "_read_body", None)
-    assert refusal(tmp_path / "a.npz") == "arrays of 4.00 MB, and 800.00 kB of memory may be taken"
+    assert refusal(tmp_path / "a.npz") == "arrays of 3.8 MiB, and 781.2 KiB of memory may be taken"
     assert read_rows(tmp_path / "a.npz", "a", np.arange(100)).nbytes == 400_000
-    with pytest.raises(NpzError, match=r"arrays of 1\.20 MB"):
+    with pytest.raises(NpzError, match=r"arrays of 1\.1 MiB"):
         read_rows(tmp_path / "a.npz", "a", np.arange(300))
 
 
