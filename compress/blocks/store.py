@@ -23,6 +23,7 @@ from compress.quantize.rounding import QuantizedWeight
 VALUES, SCALES, ZERO_POINTS, OFFSETS, STORED = ":values", ":scales", ":zero_points", ":offsets", ":stored:"
 """Endings of a quantized layer's tensors in a file of finished work."""
 FLOAT_BYTES = 4
+"""Of a float32."""
 PIECE_BYTES = 16 << 20
 """Of a tensor that are read from its file at once."""
 

@@ -7,11 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.blocks import activations
+from compress.blocks.store import FLOAT_BYTES
 from compress.facts import Reading, Structure
 from compress.quantize.rounding import ROWS
 
-FLOAT = 4
-"""Bytes of a float32."""
 FIXED_BYTES = 25 * 2**20
 """What libraries take at their first large product."""
 SCORED_ROWS = 512
@@ -58,7 +57,7 @@ def stream_memory(
     early = [name for name in how.rounded or () if name not in late and _is_outside(name, structure)]
     tables = [shapes[f"{name}.weight"] for name in early if f"{name}.weight" in shapes]
     blocks += [at.rounding(shape) for shape in tables if len(shape) == 2]
-    held = FLOAT * n_rows * hidden_width * (2 if how.float_too else 1)
+    held = FLOAT_BYTES * n_rows * hidden_width * (2 if how.float_too else 1)
     return int(FIXED_BYTES + held + max(blocks, default=0))
 
 
@@ -70,7 +69,7 @@ def head_memory(structure: Structure, shapes: Shapes) -> int:
     heads = {f"{layer}.weight" for reading in structure.after for layer in reading.layers}
     known = [shapes[name] for name in heads if name in shapes]
     logits = max((SCORED_ROWS * max(shape) for shape in known), default=0)
-    return int(FIXED_BYTES + 2 * FLOAT * (sum(map(math.prod, known)) + logits))
+    return int(FIXED_BYTES + 2 * FLOAT_BYTES * (sum(map(math.prod, known)) + logits))
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,19 @@ class _At:
         """Return the bytes of one block at its largest reading, what it reads left out."""
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
         known = [reading for reading in readings if self.matrices(reading)]
-        kept = 0 if self.use.lockstep else FLOAT * sum(self.n_inputs(reading) ** 2 for reading in known if self.n_rows)
+        kept = (
+            0
+            if self.use.lockstep
+            else FLOAT_BYTES * sum(self.n_inputs(reading) ** 2 for reading in known if self.n_rows)
+        )
         written = n_weights  # the integers, a byte each
-        return FLOAT * n_weights + written + kept + max((self.reading(each) for each in known), default=0.0)
+        return FLOAT_BYTES * n_weights + written + kept + max((self.reading(each) for each in known), default=0.0)
 
     def reading(self, reading: Reading) -> float:
         """Return the bytes held while a forward stops at a reading: input, residual and norm, then the pass's work."""
         n_inputs = self.n_inputs(reading)
-        item = 2 if self.use.compute == "bfloat16" and reading.how != "norm" else FLOAT
-        row = item * n_inputs + 2 * FLOAT * self.width
+        item = 2 if self.use.compute == "bfloat16" and reading.how != "norm" else FLOAT_BYTES
+        row = item * n_inputs + 2 * FLOAT_BYTES * self.width
         batch = min(self.n_rows, activations.ROWS)
         others = 2 * item * n_inputs * batch  # of the one that is on its way
         if self.use.lockstep:
@@ -106,11 +109,11 @@ class _At:
         wanted = [name for name in reading.layers if self.use.rounded is None or name in self.use.rounded]
         shapes = [self.shapes[f"{name}.weight"] for name in wanted if f"{name}.weight" in self.shapes]
         squares = self.use.squares * self.n_inputs(reading) ** 2 if self.n_rows and shapes else 0
-        return FLOAT * squares + sum(map(self.rounding, shapes))
+        return FLOAT_BYTES * squares + sum(map(self.rounding, shapes))
 
     def rounding(self, shape: tuple[int, ...]) -> float:
         """Return the bytes that rounding a weight takes: copies of it, of a tall one of ROWS rows, which are joined."""
-        copies = FLOAT * self.use.copies * min(shape[0], ROWS) * math.prod(shape[1:])
+        copies = FLOAT_BYTES * self.use.copies * min(shape[0], ROWS) * math.prod(shape[1:])
         return copies + (JOINED * math.prod(shape) if shape[0] > ROWS else 0)
 
     def matrices(self, reading: Reading) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from compress.blocks import activations
-from compress.blocks.stream_memory import FLOAT
+from compress.blocks.store import FLOAT_BYTES
 from compress.facts import ModelFacts, Reading
 from compress.formats.schemes import WeightScheme
 from compress.passes.base import TRIED_ROWS, BlockWorkload
@@ -85,7 +85,7 @@ class BlockTime:
     def write_seconds(self, chosen: Collection[str]) -> float:
         """Return the seconds to pack rounded weights, put them into the block, write and hash its file."""
         n = self._count(chosen)
-        return n * (PACKED * FLOAT / self.rates.touch + 1 / self.rates.write + READ_AGAIN / self.rates.hash)
+        return n * (PACKED * FLOAT_BYTES / self.rates.touch + 1 / self.rates.write + READ_AGAIN / self.rates.hash)
 
     def forward_seconds(self, tokens: Tokens, compute: Compute = "float32") -> float:
         """Return the seconds of one pass of the tokens through all blocks, attention's scores included."""
@@ -96,7 +96,7 @@ class BlockTime:
         outputs = sum(shape[0] for name, shape in layers.items() if name in self._inside())
         heads, width = self._attention()
         products += 4 * tokens.a_sample * width  # scores, and values weighted with them
-        touched = FLOAT * (PASSED_OVER * outputs + ATTENDED * heads * tokens.a_sample)
+        touched = FLOAT_BYTES * (PASSED_OVER * outputs + ATTENDED * heads * tokens.a_sample)
         cast = 0.0
         if compute == "bfloat16":  # each micro-batch casts the weights anew
             micro_batches = math.ceil(tokens.n / activations.ROWS)
@@ -157,7 +157,7 @@ class BlockTime:
     def scoring_seconds(self, tokens: Tokens, rounded: Collection[str] | None) -> float:
         """Return the seconds of sending texts through the float model and the compressed one, and comparing logits."""
         chosen = [layer for layer in self._list_layers() if rounded is None or layer in rounded]
-        unpacked = self._count(chosen) * PACKED * FLOAT / self.rates.touch
+        unpacked = self._count(chosen) * PACKED * FLOAT_BYTES / self.rates.touch
         logits = max((shape[0] for _, shape in self._late()), default=0)
         late = sum(math.prod(shape) for _, shape in self._late())
         both = 2 * (self.read_seconds() + self.forward_seconds(tokens) + self.head_seconds(tokens.n))
@@ -213,5 +213,5 @@ class BlockTime:
 
     def _rounding_rate(self, scheme: WeightScheme, weighted: bool) -> float:
         if scheme.kind != "int":  # one scale from the largest, and one rounding
-            return self.rates.touch / (PACKED * FLOAT)
+            return self.rates.touch / (PACKED * FLOAT_BYTES)
         return self.rates.round(scheme, weighted)

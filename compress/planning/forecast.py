@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from compress.blocks.stream import rss_mib
-from compress.blocks.stream_memory import FIXED_BYTES, FLOAT, Shapes, StreamUse, head_memory, stream_memory
+from compress.blocks.store import FLOAT_BYTES
+from compress.blocks.stream_memory import FIXED_BYTES, Shapes, StreamUse, head_memory, stream_memory
 from compress.export.loading_back import HEADROOM
 from compress.facts import LayerDecision, ModelFacts
 from compress.passes.base import TrainingCost
@@ -196,7 +197,7 @@ class _Run:
     @property
     def largest_bytes(self) -> int:
         """Return the float32 bytes of the largest weight."""
-        return FLOAT * max((layer.n_weights for layer in self.before.layers), default=0)
+        return FLOAT_BYTES * max((layer.n_weights for layer in self.before.layers), default=0)
 
     @property
     def n_checkpoints(self) -> int:
@@ -286,7 +287,7 @@ class _Run:
         assert structure is not None
         inside = {layer for block in structure.blocks for layer in block.layers}
         outside = {layer.weight: layer.n_weights for layer in self.before.layers if layer.name not in inside}
-        return FLOAT * sum(outside.values())
+        return FLOAT_BYTES * sum(outside.values())
 
     def judging_seconds(self) -> float:
         """Return the seconds of the candidate's outputs, the gates, the timed calls, and models between the passes."""
@@ -361,7 +362,7 @@ class _Run:
     def writing_seconds(self) -> float:
         """Return the seconds of writing checkpoints and of loading each back in a process of its own."""
         written = self.after.n_bytes * (1 / self.rates.write + 2 / self.rates.hash)
-        weights = self.before.n_bytes / FLOAT
+        weights = self.before.n_bytes / FLOAT_BYTES
         read = (3 if self.loads_whole() else 1) * weights / self.rates.read  # there, and here as stored and as judged
         return self.n_checkpoints * (written + read + min(time.process_time(), START_SECONDS))
 
