@@ -26,7 +26,7 @@ from compress.export.parity import TOLERANCE
 from compress.graph.pieces import run_in_pieces
 from compress.graph.run import Feeds, clone
 from compress.graph.specs import input_specs, n_cached_layers, output_specs, past_name, present_name
-from compress.graph.stored import StoredTensor, stored_weight
+from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.quantize.measure import relative_difference
 from compress.quantize.state import GraphState
 from compress.store.cache import ResultCache
@@ -172,7 +172,7 @@ def _load_with_weights(path: Path, origins: dict[str, list[Any]], store: WeightS
     for value in [value for value in graph.graph.inputs if value.name in origins]:
         name, turned = origins[value.name or ""]
         graph.graph.inputs.remove(value)
-        value.const_value = stored_weight(name, store.shape(name), read, turned)
+        value.const_value = make_stored_weight(name, store.shape(name), read, turned)
         value.const_value.name = value.name
         graph.graph.register_initializer(value)
     return graph

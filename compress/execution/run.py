@@ -33,7 +33,7 @@ from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.source import locate
-from compress.planning.in_files import allowed_bytes, left_out_note, runs_float, stays_in_files
+from compress.planning.in_files import allowed_bytes, note_missing_float, runs_float, stays_in_files
 from compress.planning.inputs import (
     TEXTS,
     Batches,
@@ -193,7 +193,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
             outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
             recorded = [metric.compute_or_mark(outputs, labels) for metric in own]
     if not with_float:
-        left_out = left_out_note(recipe, plan.before)
+        left_out = note_missing_float(recipe, plan.before)
         scoring += [] if left_out is None else [left_out]
     elif in_files:  # the runtime measures the candidate beside the float graph
         candidate, score = None, None

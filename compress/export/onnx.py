@@ -48,7 +48,7 @@ from compress.graph.layers import find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
-from compress.graph.stored import holds_stored, stored_weight
+from compress.graph.stored import holds_stored, make_stored_weight
 from compress.models.load import OnnxModel, TorchModel
 from compress.quantize.qdq import is_float4, write_state
 from compress.quantize.rounding import QuantizedWeight, UnreadWeight
@@ -347,14 +347,14 @@ def _leave_in_files(model: ir.Model, weights: Mapping[str, Weight]) -> None:
         readers = [use.node for use in value.uses()]
         if len(readers) == 1 and readers[0].op_type == "Transpose" and len(shape) == 2:
             turned = readers[0].outputs[0]
-            result = initializer(model, f"{value.name}/turned", stored_weight(name, shape, read, turned=True))
+            result = initializer(model, f"{value.name}/turned", make_stored_weight(name, shape, read, turned=True))
             result_name = turned.name
             reroute(uses_of(turned), result)
             model.graph.remove(readers[0], safe=True)
             del model.graph.initializers[value.name or ""]
             _rename(model, result, result_name or "")
         else:
-            value.const_value = stored_weight(name, shape, read, turned=False)
+            value.const_value = make_stored_weight(name, shape, read, turned=False)
             value.const_value.name = value.name
 
 

@@ -30,7 +30,9 @@ class StoredTensor(ir.LazyTensor):
         self.straight = straight
 
 
-def stored_weight(name: str, shape: Sequence[int], read: Callable[[str], np.ndarray], turned: bool) -> StoredTensor:
+def make_stored_weight(
+    name: str, shape: Sequence[int], read: Callable[[str], np.ndarray], turned: bool
+) -> StoredTensor:
     """Return the constant that holds a weight of that name, float32 [shape]; `turned`: its transpose."""
     if not turned:
         return StoredTensor(lambda: read(name), ir.DataType.FLOAT, shape, origin=(name, False))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compress.blocks.stream import rss_mib
 from compress.blocks.store import FLOAT_BYTES
+from compress.blocks.stream import rss_mib
 from compress.blocks.stream_memory import FIXED_BYTES, Shapes, StreamUse, head_memory, stream_memory
 from compress.export.loading_back import HEADROOM
 from compress.facts import LayerDecision, ModelFacts
@@ -182,7 +182,7 @@ class _Run:
     @property
     def base_bytes(self) -> int:
         """Return what the process holds beside the work: the libraries, as they lie in this one."""
-        return max(LIBRARIES_BYTES, held_bytes())
+        return max(LIBRARIES_BYTES, measure_held_bytes())
 
     @property
     def in_files(self) -> bool:
@@ -254,7 +254,7 @@ class _Run:
             work = pass_.count_block_work(self.before, self.calibration.a_sample)
             tokens = self.calibration if pass_.needs_calibration else Tokens(0)
             timed = BlockTime(self.before, self.rates)
-            return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.rounded(number))
+            return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.find_rounded(number))
         runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
         return trained + runs * self.forward
 
@@ -273,7 +273,7 @@ class _Run:
             lockstep=getattr(pass_, "sequential", True),
             float_too=pass_.keeps_float_blocks,
             compute=getattr(pass_, "compute", "float32"),
-            rounded=self.rounded(number),
+            rounded=self.find_rounded(number),
         )
         rows = self.calibration.n if pass_.needs_calibration else 0
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
@@ -345,7 +345,7 @@ class _Run:
 
     def scoring_seconds(self) -> float:
         """Return the seconds of scoring both models in torch, block by block."""
-        rounded = {name for number in range(len(self.recipe.passes)) for name in self.rounded(number) or ()}
+        rounded = {name for number in range(len(self.recipe.passes)) for name in self.find_rounded(number) or ()}
         tokens = Tokens(self.volumes.scored or self._rows("evaluation"), self.calibration.a_sample)
         return BlockTime(self.before, self.rates).scoring_seconds(tokens, rounded)
 
@@ -387,7 +387,7 @@ class _Run:
     def on_blocks(self, number: int) -> bool:
         return self.before.structure is not None and self.recipe.passes[number].stage_on(self.before) == "blocks"
 
-    def rounded(self, number: int) -> set[str] | None:
+    def find_rounded(self, number: int) -> set[str] | None:
         """Return the layers that a pass works on; None: all."""
         return {d.layer for d in self.decisions[number] if d.action != "kept"} if self.decisions else None
 
@@ -438,6 +438,6 @@ def matrix_rate() -> float:
     return max(2 * 512**3 / time_call(lambda: a @ a) for _ in range(8))
 
 
-def held_bytes() -> int:
+def measure_held_bytes() -> int:
     """Return the memory that this process holds now: what a run in one like it begins with."""
     return int(rss_mib() * 2**20)

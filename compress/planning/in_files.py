@@ -40,7 +40,7 @@ def runs_float(recipe: Recipe, facts: ModelFacts) -> bool:
     return not stays_in_files(recipe, facts) or BASE_BYTES + FLOAT_COPIES * facts.n_bytes <= allowed_bytes(recipe)
 
 
-def left_out_note(recipe: Recipe, facts: ModelFacts) -> Note | None:
+def note_missing_float(recipe: Recipe, facts: ModelFacts) -> Note | None:
     """Return what a report says of a float graph that is not in the bundle; None where it is."""
     if runs_float(recipe, facts):
         return None

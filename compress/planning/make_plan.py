@@ -28,7 +28,7 @@ from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
-from compress.planning.in_files import left_out_note, stays_in_files
+from compress.planning.in_files import note_missing_float, stays_in_files
 from compress.planning.inputs import (
     IMAGE_BATCH,
     TEXTS,
@@ -295,7 +295,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
-    if (left_out := left_out_note(recipe, inputs.facts)) is not None:
+    if (left_out := note_missing_float(recipe, inputs.facts)) is not None:
         notes.append(left_out)
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
 

@@ -99,7 +99,7 @@ class FakeWeight(nn.Module):
         if points is not None and grid.zeros is not None:
             points = grid.zeros.cpu().numpy().astype(points.dtype)
         scales = grid.scales.contiguous()
-        stored = {name: array.cpu().numpy() for name, array in self.rule.stored(scales).items()}
+        stored = {name: array.cpu().numpy() for name, array in self.rule.encode(scales).items()}
         return replace(self.start, values=values, scales=scales.cpu().numpy().copy(), zero_points=points, stored=stored)
 
     def on_grid(self, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Grid]:

@@ -73,7 +73,7 @@ class Grid:
     def pack(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of levels [out, in] on this grid; FP4's numbers are held as the same ones of FP8."""
         scales = self.scales[:1] if self.rule.rows == 0 else self.scales  # [1, 1]: one for the whole tensor
-        stored = {name: array.cpu().numpy() for name, array in self.rule.stored(scales).items()}
+        stored = {name: array.cpu().numpy() for name, array in self.rule.encode(scales).items()}
         if self.numbers.mantissa is not None:
             bytes_ = levels.to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
             values, zeros = bytes_.view(ml_dtypes.float8_e4m3fn), None

@@ -127,7 +127,7 @@ class ScaleRule:
         pooled = torch.zeros(int(block[-1]) + 1, dtype=sums.dtype, device=sums.device).index_add_(0, block, sums)
         return pooled[block]
 
-    def stored(self, scales: Tensor) -> dict[str, Tensor]:
+    def encode(self, scales: Tensor) -> dict[str, Tensor]:
         """Return what a file holds in place of scales [out, groups] that obey the rule; empty: the scales themselves.
 
         e4m3: `scales` (the bytes of E4M3) and `global_scale` float32 [1]; e8m0: `exponents`, uint8 with a bias of 127.

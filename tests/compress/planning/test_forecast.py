@@ -50,7 +50,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
     monkeypatch.setattr(room.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(room.time, "process_time", lambda: 1e3)
-    monkeypatch.setattr(room, "held_bytes", lambda: 0)
+    monkeypatch.setattr(room, "measure_held_bytes", lambda: 0)
 
 
 def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SAMPLES, batch: int = 32) -> Forecast:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from compress.planning import in_files
-from compress.planning.in_files import WHOLE_BYTES, left_out_note, runs_float, stays_in_files
+from compress.planning.in_files import WHOLE_BYTES, note_missing_float, runs_float, stays_in_files
 
 GIB = 2**30
 
@@ -52,6 +52,6 @@ def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(
     assert not runs_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
     assert not runs_float(recipe("blocks", memory_gib=100), facts(6 * GIB))
     assert runs_float(recipe("blocks", memory_gib=0.1), facts(WHOLE_BYTES))  # as ever
-    assert left_out_note(recipe("blocks"), facts(5 * GIB)) is None
-    note = left_out_note(recipe("blocks", memory_gib=6), facts(5 * GIB))
+    assert note_missing_float(recipe("blocks"), facts(5 * GIB)) is None
+    note = note_missing_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
     assert note is not None and "takes about 18.2 GiB of memory, and 6.0 GiB may be taken" in note.text
