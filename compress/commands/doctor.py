@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -26,7 +27,7 @@ from runtime.plugins import (
     Plugin,
     find_plugins,
 )
-from runtime.processes.isolated import trouble
+from runtime.processes.isolated import run, trouble
 
 OWN_NAME = "compress"
 SKIPPED_EXTRAS = {"dev"}
@@ -39,6 +40,16 @@ LOOK_UP = {
     BACKEND_GROUP: "from compress.formats.targets import TARGETS as table",
 }
 """Group of plug-ins -> the code that finds the table, and for passes their work."""
+IMPORT_IN_TURN = """
+import importlib
+for name, modules in MODULES.items():
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except BaseException:  # SystemExit, too: what is wrong is found out where the package is imported alone
+        continue
+    print(f"\\nimported {name}", flush=True)  # before the next one may crash
+"""
 
 
 @dataclass(frozen=True)
@@ -80,19 +91,19 @@ def diagnose(console: Console) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Import each requirement, plug-in, backend and compiler of engines in a process of its own, for it may crash.
+    """Import each requirement, plug-in, backend and compiler of engines in other processes, for it may crash.
 
     Returns {"python", "cpu", "cpu_flags", "findings"}.
     """
     cpu, flags = cpu_info()
     with ThreadPoolExecutor(max_workers=4) as pool:
+        packages = pool.submit(_examine_packages, _list_requirements())
         found = [
-            *pool.map(_examine_package, _list_requirements()),
             *pool.map(_examine_plugin, [plugin for group in GROUPS for plugin in find_plugins(group)]),
             *pool.map(_examine_backend, _list_backends()),
             *pool.map(_examine_compiler, ENGINES),
         ]
-    findings = [asdict(finding) for finding in found]
+        findings = [asdict(finding) for finding in (*packages.result(), *found)]
     return {"python": sys.version.split()[0], "cpu": cpu, "cpu_flags": flags, "findings": findings}
 
 
@@ -117,7 +128,22 @@ def _parse_requirement(line: str) -> Requirement | None:
     return Requirement(match[1].lower(), match[2] or "", match[3] or "") if match else None
 
 
-def _examine_package(wanted: Requirement) -> Finding:
+def _examine_packages(requirements: Sequence[Requirement]) -> list[Finding]:
+    """Import all packages in one process, where libraries that several of them use load once, and alone what fails."""
+    modules = {wanted.name: find_modules(wanted.name) for wanted in requirements if _is_installed(wanted.name)}
+    printed = run(f"MODULES = {modules!r}\n{IMPORT_IN_TURN}")[1].splitlines()
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return list(
+            pool.map(lambda wanted: _examine_package(wanted, f"imported {wanted.name}" in printed), requirements)
+        )
+
+
+def _is_installed(name: str) -> bool:
+    return any(True for _ in metadata.distributions(name=name))
+
+
+def _examine_package(wanted: Requirement, imported: bool = False) -> Finding:
+    """Find out how it stands with a package. `imported`: it is known that it can be."""
     part, mend = _describe_part(wanted)
     try:
         version = metadata.version(wanted.name)
@@ -125,7 +151,7 @@ def _examine_package(wanted: Requirement) -> Finding:
         return Finding(part, wanted.name, "missing", mend=mend)
     if _parse_version(version) < _parse_version(wanted.least):
         return Finding(part, wanted.name, "too old", version, f"needs {wanted.least}", f"pip install -U {wanted.name}")
-    why = trouble("; ".join(f"import {module}" for module in find_modules(wanted.name)))
+    why = "" if imported else trouble("; ".join(f"import {module}" for module in find_modules(wanted.name)))
     if why:
         return Finding(part, wanted.name, "broken", version, why, f"pip install --force-reinstall {wanted.name}")
     return Finding(part, wanted.name, "ok", version)

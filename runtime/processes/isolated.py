@@ -66,7 +66,7 @@ def run(code: str) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return f"did not answer within {SECONDS} s", ""
     if done.returncode < 0:
-        return f"crashed (signal {-done.returncode})", ""
+        return f"crashed (signal {-done.returncode})", done.stdout
     why = "" if done.returncode == 0 else (_strip_error_name(last_line(done.stderr)) or f"exit code {done.returncode}")
     return why, done.stdout
 

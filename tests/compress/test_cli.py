@@ -433,8 +433,32 @@ def test_doctor_imports_what_a_package_installed(
     assert doctor.find_modules(package) == modules
 
 
+def test_doctor_imports_together_what_can_be_and_alone_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "modules").mkdir()
+    (folder / "crashing.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    (folder / "leaving.py").write_text("raise SystemExit('no')")
+    monkeypatch.syspath_prepend(str(folder))
+    imported = {"numpy": "json", "onnx": "leaving", "rich": "csv", "pydantic": "crashing", "typer": "wave"}
+    monkeypatch.setattr(doctor, "find_modules", lambda name: [imported[name]])
+    alone: list[str] = []
+    trouble = doctor.trouble
+    monkeypatch.setattr(doctor, "trouble", lambda code: alone.append(code) or trouble(code))
+    found = doctor._examine_packages([doctor.Requirement(name, "0", "") for name in (*imported, "surely-not-here")])
+    assert [(finding.state, finding.why) for finding in found] == [
+        ("ok", ""),
+        ("broken", "no"),
+        ("ok", ""),
+        ("broken", "crashed (signal 11)"),
+        ("ok", ""),
+        ("missing", ""),
+    ]
+    assert sorted(alone) == ["import crashing", "import leaving", "import wave"]
+
+
 def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "trouble", lambda code: "" if "numpy" in code else "not today")
+    monkeypatch.setattr(doctor, "trouble", lambda code: "not today")
     monkeypatch.setattr(doctor, "_list_requirements", lambda: [doctor.Requirement("numpy", "2.0", "")])
     monkeypatch.setattr(doctor, "_list_backends", lambda: ["openvino"])
     monkeypatch.setattr(engines, "why_not_here", lambda order: f"no {order.runtime} today")
