@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def forecast(
     `decisions`: what each pass will do to the layers; not given, it is taken to work on all. `timed`: the largest batch
     that judging times. `rates`: of this machine; not given, they are measured.
     """
-    run = _Run(recipe, before, after, volumes, decisions, timed, rates or Rates(width=_find_inner_width(before)))
+    run = _Run(recipe, before, after, volumes, decisions, timed, rates or find_rates(_find_inner_width(before)))
     stages = run.list_stages()
     disk, bundle = run.disk_bytes()
     seconds, memory = sum(stage.seconds for stage in stages), max(stage.memory_bytes for stage in stages)
@@ -432,6 +433,13 @@ def _count_rows(facts: ModelFacts) -> int:
     return max((layer.macs // layer.n_weights for layer in facts.layers if layer.op == "MatMul"), default=1)
 
 
+@cache
+def find_rates(width: int) -> Rates:
+    """Return the rates for products of that width, which all plans of a process share: each is measured once."""
+    return Rates(width=width)
+
+
+@cache
 def matrix_rate() -> float:
     """Measure the FLOP/s of a float32 matrix product on this machine: the best of a few, each of milliseconds."""
     a = np.ones((512, 512), np.float32)
