@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -57,25 +58,44 @@ ON_CPU = ("onnxruntime-cpu", "openvino")
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage of a run: `name` as the log and the plan have it, its seconds, the most memory that it takes."""
+    """One stage of a run: `name` as the log and the plan have it, the most memory that it takes, its seconds.
+
+    Seconds are found when they are asked for, because rates of this machine are measured for them: `apply` asks for
+    memory and disk alone.
+    """
 
     name: str
-    seconds: float
     memory_bytes: int
+    find_seconds: Callable[[], float]
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.find_seconds()
 
 
 @dataclass(frozen=True)
 class Forecast:
     """`memory_bytes` is the peak of the processes together, `disk_bytes` what the cache and the bundle take.
 
-    `bundle_bytes`: the bundle's part of that. `stages`: in order; their seconds add up to `seconds`.
+    `bundle_bytes`: the bundle's part of that. `stages`: in order.
     """
 
-    seconds: float
     memory_bytes: int
     disk_bytes: int
     bundle_bytes: int = 0
     stages: tuple[StageForecast, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON: {"seconds", "memory_bytes", "disk_bytes", "bundle_bytes", "stages": [...]}."""
+        stages = [
+            {"name": stage.name, "seconds": stage.seconds, "memory_bytes": stage.memory_bytes} for stage in self.stages
+        ]
+        sizes = {"memory_bytes": self.memory_bytes, "disk_bytes": self.disk_bytes, "bundle_bytes": self.bundle_bytes}
+        return {"seconds": self.seconds, **sizes, "stages": stages}
 
 
 @dataclass(frozen=True)
@@ -144,9 +164,7 @@ def forecast(
     """
     run = _Run(recipe, before, after, volumes, decisions, timed, rates or find_rates(_find_inner_width(before)))
     stages = run.list_stages()
-    disk, bundle = run.disk_bytes()
-    seconds, memory = sum(stage.seconds for stage in stages), max(stage.memory_bytes for stage in stages)
-    return Forecast(seconds, memory, disk, bundle, tuple(stages))
+    return Forecast(max(stage.memory_bytes for stage in stages), *run.disk_bytes(), tuple(stages))
 
 
 @dataclass(frozen=True)
@@ -163,21 +181,23 @@ class _Run:
 
     def list_stages(self) -> list[StageForecast]:
         """Return the stages of the run, in order."""
-        stages = [StageForecast("start", self.start_seconds(), self.base_bytes)]
+        started = self.start_seconds()  # as it is now: a later call would count the work of this process, too
+        stages = [StageForecast("start", self.base_bytes, lambda: started)]
         if self.recipe.has_onnx:
-            stages.append(StageForecast(EXPORT, self.export_seconds(), self.export_bytes()))
+            stages.append(StageForecast(EXPORT, self.export_bytes(), self.export_seconds))
         if self.recipe.has_onnx and not self.in_files:
-            stages.append(StageForecast(BASELINE, self.evaluation_seconds(1), self.export_bytes()))
+            stages.append(StageForecast(BASELINE, self.export_bytes(), partial(self.evaluation_seconds, 1)))
         names = pass_names(self.recipe.passes)
         stages += [
-            StageForecast(name, self.pass_seconds(number), self.pass_bytes(number)) for number, name in enumerate(names)
+            StageForecast(name, self.pass_bytes(number), partial(self.pass_seconds, number))
+            for number, name in enumerate(names)
         ]
         if self.before.structure is not None and (self.in_files or not self.recipe.has_onnx):
-            stages.append(StageForecast("scoring the model in torch", self.scoring_seconds(), self.scoring_bytes()))
+            stages.append(StageForecast("scoring the model in torch", self.scoring_bytes(), self.scoring_seconds))
         if self.n_checkpoints:
-            stages.append(StageForecast(WRITING, self.writing_seconds(), self.writing_bytes()))
+            stages.append(StageForecast(WRITING, self.writing_bytes(), self.writing_seconds))
         if self.recipe.has_onnx:
-            stages.append(StageForecast("judging", self.judging_seconds(), self.judging_bytes()))
+            stages.append(StageForecast("judging", self.judging_bytes(), self.judging_seconds))
         return stages
 
     @property

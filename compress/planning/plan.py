@@ -96,7 +96,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             name: {"source": f.source, "samples": f.n_samples, "digest": f.digest}
             for name, f in plan.inputs.data.items()
         },
-        "forecast": asdict(plan.forecast),
+        "forecast": plan.forecast.to_record(),
         "latency": None if plan.latency is None else asdict(plan.latency),
         "notes": [asdict(note) for note in plan.notes],
     }

@@ -204,7 +204,16 @@ def test_each_pass_over_blocks_takes_its_own_time() -> None:
     assert stage_of(Gptq(compute="bfloat16"))["gptq"].seconds < seconds["gptq"]
     assert stage_of(Gptq(bits=3))["gptq"].seconds > stage_of(Gptq(sweeps=0))["gptq"].seconds
     assert stage_of(Gptq(), tokens=8192)["gptq"].seconds > seconds["gptq"]
-    assert stage_of(Rtn(), tokens=8192)["rtn"] == stage_of(Rtn())["rtn"], "it reads no data"
+    assert stage_of(Rtn(), tokens=8192)["rtn"].seconds == seconds["rtn"], "it reads no data"
+
+
+def test_nothing_is_measured_for_memory_and_disk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "product", None)
+    recipe = RECIPE.model_copy(update={"passes": (Gptq(),)})
+    found = forecast(recipe, decoder(), decoder(), Volumes(SAMPLES, 1, 4096))
+    assert found.memory_bytes > 0 < found.disk_bytes
+    with pytest.raises(TypeError, match="not callable"):
+        _ = found.seconds
 
 
 def test_weights_that_were_not_read_take_time_at_the_start() -> None:
