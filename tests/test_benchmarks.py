@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
+from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,32 +54,44 @@ def measuring(load: Any) -> Any:
     return load("measuring")
 
 
-def call(script: str, *arguments: str) -> CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "COMPRESS_BENCH"}
-    return run_python(BENCHMARKS / f"{script}.py", *arguments, cwd=ROOT, environment=environment)
+Call = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a script of benchmarks/ with these arguments; returns its exit code, and what it writes to each stream."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delenv("COMPRESS_BENCH", raising=False)
+
+    def run(script: str, *arguments: str) -> tuple[object, str, str]:
+        path = str(BENCHMARKS / f"{script}.py")
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run_path(path, run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_is_claimed(script: str) -> None:
-    done = call(script, "--help")
-    assert done.returncode == 0
-    assert "recipes/" in done.stdout
-    assert all(option in done.stdout for option in ("--bench", "--ours", "--out", "--keep"))
+def test_help_says_what_is_claimed(script: str, call: Call) -> None:
+    code, out, _ = call(script, "--help")
+    assert code == 0 and "recipes/" in out
+    assert all(option in out for option in ("--bench", "--ours", "--out", "--keep"))
+
+
+def test_a_script_starts_by_its_file(tmp_path: Path) -> None:
+    done = run_python(BENCHMARKS / "int8_cnn.py", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--bench" in done.stdout
 
 
 @pytest.mark.parametrize("script", ON_BENCH)
-def test_without_a_bench_folder_it_says_how_to_give_one(script: str) -> None:
-    done = call(script)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "--bench DIR or set COMPRESS_BENCH" in done.stderr
-
-
-@pytest.mark.parametrize("script", ON_BENCH)
-def test_a_bench_folder_without_its_files_is_refused_by_their_names(script: str, tmp_path: Path, load: Any) -> None:
-    done = call(script, "--bench", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip() == f"error: {tmp_path}: missing: {', '.join(load(script).NEEDS)}"
+def test_a_bench_folder_that_is_not_there_or_lacks_files_is_refused(script: str, tmp_path: Path, call: Call) -> None:
+    code, out, err = call(script)
+    assert (code, out) == (2, "") and "--bench DIR or set COMPRESS_BENCH" in err
+    needs = importlib.import_module(script).NEEDS
+    wanted = f"error: {tmp_path}: missing: {', '.join(needs)}"
+    assert call(script, "--bench", str(tmp_path)) == (2, "", f"{wanted}\n")
 
 
 def test_bench_folder_comes_from_the_environment(common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
