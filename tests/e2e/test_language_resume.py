@@ -175,7 +175,7 @@ def test_a_run_killed_at_a_block_goes_on_there(
 
 
 def test_killed_again_and_again(home: Path, unbroken: Callable[[str], Runs], tmp_path: Path) -> None:
-    """After every block, the last ones of the passes, too, which end them: no run writes a block that one has written."""
+    """After every block, the last ones of the passes, too, which end them: none is written twice."""
     name = "smoothquant, gptq"
     runs = Runs(home, tmp_path, name)
     for _ in range(2 * N_STEPS):
