@@ -28,6 +28,8 @@ settings.load_profile("repeatable")
 SHARED = {
     "tests/compress/export/test_decoder_export.py": "exported decoders",
     "tests/compress/export/test_genai.py": "exported decoders",
+    "tests/compress/export/test_openvino_export.py": "exported decoders",
+    "tests/compress/export/test_weights_in_files.py": "exported decoders",
     "tests/compress/graph/test_group_query_attention.py": "exported decoders",
     "tests/e2e/test_chats.py": "a decoder's cached results",
     "tests/e2e/test_cli_golden.py": "quickstart",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,26 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from child_processes import SEARCH_PATH
-from streaming import VOCABULARY, W4, context, llama, nearest, streamed
+from child_processes import run_in_process
+from decoder_graphs import exported, make, tokens
+from streaming import W4, context, nearest, streamed
 
 from compress.blocks.store import HeldLayer
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.execution import in_files
-from compress.export.decoder import export_decoder
+from compress.execution.cached import FloatModel
 from compress.export.onnx import finish, save_graph, with_integers
 from compress.formats.targets import TARGETS
 from compress.graph.pieces import cut, run_in_pieces
 from compress.graph.run import open_session
+from compress.graph.specs import cache_of, past_name
 from compress.graph.stored import StoredTensor, holds_stored
 from compress.quantize.rounding import UnreadWeight
 from compress.quantize.state import GraphState
 from compress.store.cache import ResultCache
 
-OPSET = 20
-LAYERS, HEADS, HEAD = 2, 2, 8
+OPSET = 21
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +37,33 @@ def nearly_all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_files, "SMALL", 100)
 
 
-def feeds_of(seed: int, length: int) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(seed).integers(0, VOCABULARY, (1, length))
-    empty = np.zeros((1, HEADS, 0, HEAD), np.float32)
-    kept = {f"past_key_values.{i}.{kind}": empty for i in range(LAYERS) for kind in ("key", "value")}
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids), **kept}
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a model of each kind, and for what is kept of their exports."""
+    return tmp_path_factory.mktemp("in-files")
+
+
+def opened(kind: str, home: Path) -> StreamedModel:
+    return streamed(deepcopy(make(kind)), home / kind)
+
+
+def kept(kind: str, home: Path) -> FloatModel:
+    """The graph of a model whose weights lie in files, which is exported once."""
+    model, feeds = opened(kind, home), [feeds_of(kind, 0, 9), feeds_of(kind, 1, 10)]
+    found = in_files.float_model_in_files(
+        ResultCache(home / "cache"), kind, model, lambda specs: feeds, OPSET, context()
+    )  # type: ignore[arg-type]
+    assert found.parity is not None and found.parity < 1e-5
+    return found
+
+
+def feeds_of(kind: str, seed: int, length: int) -> dict[str, np.ndarray]:
+    ids = tokens(1, length, seed)
+    cache = cache_of(exported(kind))
+    assert cache is not None
+    empty = np.zeros((1, cache.n_heads, 0, cache.head_size), np.float32)
+    names = [name for i in range(cache.n_layers) for name in (past_name(i, "key"), past_name(i, "value"))]
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), **dict.fromkeys(names, empty)}
 
 
 def same(one: ir.Model, other: ir.Model) -> bool:
@@ -62,49 +84,37 @@ def rounded(model: StreamedModel) -> StreamedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_graph_is_that_of_a_model_in_memory_float_and_rounded(tmp_path: Path, tied: bool) -> None:
-    net = llama(layers=LAYERS, tied=tied)
-    net.set_attn_implementation("eager")  # type: ignore[operator]
-    whole = export_decoder(net, OPSET)
-    model = streamed(net, tmp_path / "model")
-    graph = in_files.export_in_files(model, OPSET)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"], ids=["two tables", "one table"])
+def test_the_graph_is_that_of_a_model_in_memory_float_and_rounded(kind: str, home: Path) -> None:
+    whole, graph = exported(kind), kept(kind, home).state.model
     assert holds_stored(graph) and not holds_stored(whole)
     assert same(whole, graph)
+    model = rounded(opened(kind, home))
     finished = []
     for state in (GraphState(whole), GraphState(graph)):
-        state, notes = with_integers(state, rounded(model))
+        state, notes = with_integers(state, model)
         assert not notes
         finished.append(finish(state, TARGETS["onnxruntime-cpu"])[0])
     assert isinstance(state.weights["model.layers.1.mlp.down_proj"], UnreadWeight)
     large = [v.const_value for v in finished[1].graph.initializers.values() if v.dtype == ir.DataType.INT4]
-    assert len(large) == 2 and all(isinstance(tensor, StoredTensor) for tensor in large)  # q and k are joined
+    assert large and all(isinstance(tensor, StoredTensor) for tensor in large)
+    assert len(large) == 2  # q and k are joined
     assert same(*finished)
 
 
 @pytest.mark.slow
-def test_the_graph_is_compared_and_kept_without_its_weights_and_taken_up_again(tmp_path: Path) -> None:
-    model = streamed(llama(layers=LAYERS), tmp_path / "model")
-    cache = ResultCache(tmp_path / "cache")
-
-    def export(**changes: Any) -> GraphState:
-        found = in_files.float_model_in_files(
-            cache, "key", model, lambda specs: [feeds_of(i, 9 + i) for i in range(2)], OPSET, context(**changes)
-        )  # type: ignore[arg-type]
-        assert found.parity is not None and found.parity < 1e-5
-        assert [spec.name for spec in found.inputs] == list(feeds_of(0, 1))
-        return found.state
-
-    first, again = export().model, export().model
-    assert same(first, again) and holds_stored(again)
-    tensors = [value.const_value for value in first.graph.initializers.values() if value.const_value]
+def test_the_graph_is_kept_without_its_weights_and_taken_up_again(tmp_path: Path, home: Path) -> None:
+    first, again = kept("llama", home), kept("llama", home).state.model
+    assert [spec.name for spec in first.inputs] == list(feeds_of("llama", 0, 1))
+    assert same(first.state.model, again) and holds_stored(again)
+    tensors = [value.const_value for value in again.graph.initializers.values() if value.const_value]
     held = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, StoredTensor))
     n_bytes = sum(tensor.nbytes for tensor in tensors)
     assert held < n_bytes / 10
     save_graph(again, tmp_path / "out" / "model.onnx")
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size >= n_bytes - held
     names = ["logits", "present.1.key"]
-    feeds = [feeds_of(0, 5), feeds_of(1, 7)]
+    feeds = [feeds_of("llama", 0, 5), feeds_of("llama", 1, 7)]
     session = open_session(tmp_path / "out" / "model.onnx")
     for got, given in zip(run_in_pieces(again, feeds, names), feeds, strict=True):
         for name, want in zip(names, session.run(names, given), strict=True):
@@ -112,14 +122,13 @@ def test_the_graph_is_compared_and_kept_without_its_weights_and_taken_up_again(t
 
 
 @pytest.mark.slow
-def test_a_graph_with_another_weight_is_refused(tmp_path: Path) -> None:
-    model = streamed(llama(layers=LAYERS), tmp_path / "model")
-    graph = in_files.export_in_files(model, OPSET)
+def test_a_graph_with_another_weight_is_refused(home: Path) -> None:
+    graph = kept("llama", home).state.model
     name, value = next((n, v) for n, v in graph.graph.initializers.items() if isinstance(v.const_value, StoredTensor))
     wrong = np.ascontiguousarray(value.const_value.numpy() * 1.5)  # type: ignore[union-attr]
     value.const_value = ir.Tensor(wrong, name=name)
     with pytest.raises(ExportError, match="parity: the logits of torch and of ONNX"):
-        in_files.compare_in_pieces(model, graph, [feeds_of(0, 9)], context())
+        in_files.compare_in_pieces(opened("llama", home), graph, [feeds_of("llama", 0, 9)], context())
 
 
 def make_chain(n: int, size: int) -> ir.Model:
@@ -159,39 +168,29 @@ def test_pieces_hold_no_more_weights_than_they_may_and_hand_on_what_is_needed(mo
         np.testing.assert_allclose(outputs["y0"], factor * x)
 
 
-WRITE = """
-import sys
-from pathlib import Path
-import numpy as np
-from test_weights_in_files import write_and_run
-def peak():
-    return int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1]) / 1024
-write_and_run(Path(sys.argv[1]), 2, 64)
-before = peak()
-write_and_run(Path(sys.argv[1]), 20, 2048)
-print(peak() - before)
-"""
-
-
 def write_and_run(folder: Path, n: int, size: int) -> None:
     model = make_chain(n, size)
     save_graph(model, folder / "model.onnx", load=False)
     run_in_pieces(model, [{"x": np.ones((2, size), np.float32)}], [f"y{n - 1}"])
 
 
+def measure_growth(folder: Path) -> float:
+    """MiB by which the process grows at most as it writes and runs 20 weights, after two small ones."""
+    write_and_run(folder, 2, 64)
+    before = read_peak()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compress.graph.pieces.PIECE_BYTES", 32 << 20)
+        write_and_run(folder, 20, 2048)
+    return read_peak() - before
+
+
+def read_peak() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+
 @pytest.mark.slow
-def test_writing_and_running_takes_the_memory_of_a_piece_and_not_of_all_weights(
-    tmp_path: Path,
-) -> None:
+def test_writing_and_running_takes_the_memory_of_a_piece_and_not_of_all_weights(tmp_path: Path) -> None:
     """320 MiB of weights of 16 MiB each, in pieces of at most 32."""
-    script = "import compress.graph.pieces as p; p.PIECE_BYTES = 32 << 20\n" + WRITE
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env={"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    assert run_in_process(measure_growth, tmp_path) < 150
     assert (tmp_path / "model.onnx.data").stat().st_size >= 320 << 20
-    assert float(done.stdout) < 150, done.stdout

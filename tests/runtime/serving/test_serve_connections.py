@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import select
 import socket
 import threading
@@ -319,8 +320,10 @@ def test_the_end_waits_for_what_is_under_way(image_bundle: Path, held: Any) -> N
         assert read_answer(first)[0] == 200
 
 
-def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on, calls = held
+    told: list[str] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", lambda record: told.append(record.getMessage()))
     with (
         running(image_bundle, ends=False, drain_timeout=0.1) as server,
         connected(server, whole(pixels())) as first,
@@ -334,7 +337,7 @@ def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, caplog: p
         # the thread that computes ends after the server has told that it could not wait
         threading.Timer(1.0, go_on.set).start()
     assert len(calls) == 1
-    assert ["timeout graceful shutdown exceeded" in record.message for record in caplog.records] == [True]
+    assert ["timeout graceful shutdown exceeded" in text for text in told] == [True]
 
 
 def test_a_port_that_is_taken(image_bundle: Path) -> None:
