@@ -29,6 +29,7 @@ SHARED = {
     "tests/compress/export/test_decoder_export.py": "exported decoders",
     "tests/compress/export/test_genai.py": "exported decoders",
     "tests/compress/export/test_openvino_export.py": "exported decoders",
+    "tests/compress/export/test_refill.py": "exported decoders",
     "tests/compress/export/test_weights_in_files.py": "exported decoders",
     "tests/compress/graph/test_group_query_attention.py": "exported decoders",
     "tests/e2e/test_chats.py": "a decoder's cached results",

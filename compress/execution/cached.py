@@ -76,14 +76,23 @@ def float_model(
     load: Callable[[], TorchModel | OnnxModel],
     batches: MakeBatches,
     opset: int,
+    refilled: Callable[[], ir.Model | None] = lambda: None,
 ) -> FloatModel:
-    """Export the float graph, check parity on real inputs, keep it; weights are loaded only if the cache has none."""
+    """Export the float graph, check parity on real inputs, keep it; weights are loaded only if the cache has none.
+
+    `refilled`: gives a graph to take in place of an export, if there is one and it passes the same check.
+    """
 
     def write(folder: Path) -> dict[str, Any]:
-        loaded = load()
+        loaded, given = load(), refilled()
         task = find_task(loaded.task)
         export = _export_encoder_decoder if task.encodes else _export_decoder if task.generates else _export_plain
-        graph, inputs, outputs, parity = export(loaded, batches, opset)
+        try:
+            graph, inputs, outputs, parity = export(loaded, batches, opset, given)
+        except ExportError:
+            if given is None:
+                raise
+            graph, inputs, outputs, parity = export(loaded, batches, opset, None)
         write_graph(graph, folder / GRAPH)
         return {
             "inputs": to_json(inputs),
@@ -111,30 +120,35 @@ Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float
 """The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
 
 
-def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
+def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None) -> Exported:
+    """Export a model, or take the graph that is given, and compare the two; so do the others below."""
     sample = batches(loaded.inputs)
     example = example_feeds(sample[0], loaded.inputs)
-    graph = export_float(loaded, example, opset)
+    graph = given or export_float(loaded, example, opset)
     parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
     return graph, loaded.inputs, loaded.outputs, parity
 
 
-def _export_decoder(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
+def _export_decoder(
+    loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None
+) -> Exported:
     """Export a language model with its key-value cache."""
     if isinstance(loaded, OnnxModel):
         raise ExportError("a language model is exported from torch, and an onnx: source is none")
-    graph = export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
+    graph = given or export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
     inputs = input_specs(graph)
     parity = check_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
     return graph, inputs, output_specs(graph), parity
 
 
-def _export_encoder_decoder(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int) -> Exported:
+def _export_encoder_decoder(
+    loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None
+) -> Exported:
     """Export an encoder-decoder as the whole graph; its two halves are what is compared with torch."""
     if isinstance(loaded, OnnxModel):
         raise ExportError("an encoder-decoder is exported from torch, and an onnx: source is none")
     sample = batches(loaded.inputs)
-    graph = export_encoder_decoder(getattr(loaded.module, "wrapped", loaded.module), sample[0], opset)
+    graph = given or export_encoder_decoder(getattr(loaded.module, "wrapped", loaded.module), sample[0], opset)
     inputs = input_specs(graph)
     parity = check_encoder_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
     return graph, inputs, output_specs(graph), parity

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 
 from compress.blocks.device import choose_device
 from compress.blocks.sharing import from_main, share
@@ -24,6 +25,7 @@ from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.export.parity import TOLERANCE, check_parity
+from compress.export.refill import refill
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import input_specs
@@ -123,12 +125,21 @@ def block_passes_alone(run: RunContext) -> None:
     _run_block_passes(run, loaded, None, not_kept)
 
 
-def export(run: RunContext, key: str, load: Callable[[], TorchModel | OnnxModel]) -> FloatModel:
-    """Export the model as a float graph; check parity on calibration samples (evaluation samples without a set)."""
+def export(
+    run: RunContext,
+    key: str,
+    load: Callable[[], TorchModel | OnnxModel],
+    refilled: Callable[[], ir.Model | None] = lambda: None,
+) -> FloatModel:
+    """Export the model as a float graph; check parity on calibration samples (evaluation samples without a set).
+
+    `refilled`: as of `float_model`.
+    """
     plan, samples = run.plan, _parity_samples(run)
     if stays_in_files(plan.recipe, plan.before):
         return _export_in_files(run, key, open_streamed(plan.inputs, None))
-    return float_model(run.cache, key, load, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset)
+    batches = partial(Batches, samples, plan.inputs)
+    return float_model(run.cache, key, load, batches, plan.recipe.opset, refilled)
 
 
 def _export_in_files(run: RunContext, key: str, streamed: StreamedModel) -> FloatModel:
@@ -355,8 +366,17 @@ def _export_blocks(
         if stays_in_files(run.plan.recipe, run.plan.before):
             state = _export_in_files(run, key, streamed).state
         else:
-            state = export(run, key, lambda: _build_module(run, streamed)).state
+            refilled = partial(_refill, exported.state.model, source if loaded is None else None, streamed)
+            state = export(run, key, lambda: _build_module(run, streamed), refilled).state
     return with_integers(state, streamed)
+
+
+def _refill(graph: ir.Model, source: StreamedModel | None, streamed: StreamedModel) -> ir.Model | None:
+    """Return the graph, which was exported from `source`, with the other model's values; None: that is not sure."""
+    if source is None or set(source.store.names()) != set(streamed.store.names()):
+        return None
+    before, after = (lambda name, store=model.store: store.read(name).numpy() for model in (source, streamed))
+    return refill(graph, source.store.names(), before, after)
 
 
 def _run_graph_passes(
