@@ -329,11 +329,16 @@ def _run_block_passes(
 
 
 def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
-    """Export what passes over the torch module left, as a graph: of an ONNX file, with its inputs and outputs."""
+    """Export what passes over the torch module left, as a graph, with what they rounded."""
+    return with_rounded_layers(_export_floats(run, key, loaded), loaded.rounded)
+
+
+def _export_floats(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
+    """Export the torch module, as a float graph: of an ONNX file, with its inputs and outputs."""
     before = run.plan.before
     if before.source == "onnx":
         loaded = replace(loaded, inputs=before.inputs, outputs=before.outputs)
-    return with_rounded_layers(export(run, key, lambda: loaded).state, loaded.rounded)
+    return export(run, key, lambda: loaded).state
 
 
 def _export_after_pass(
@@ -359,15 +364,19 @@ def _export_blocks(
 ) -> tuple[GraphState, tuple[Note, ...]]:
     """Export what passes over blocks left, as a graph, with notes of what could not be taken over.
 
-    Where they have only rounded, the float model's graph serves: its integers take their layers' places.
+    Where they have only rounded, the graph of the model that they got serves: their integers take the layers' places.
     """
-    state = exported.state
-    if loaded is not None or source is None or not streamed.store.same_floats(source.store):
-        if stays_in_files(run.plan.recipe, run.plan.before):
-            state = _export_in_files(run, key, streamed).state
-        else:
-            refilled = partial(_refill, exported.state.model, source if loaded is None else None, streamed)
-            state = export(run, key, lambda: _build_module(run, streamed), refilled).state
+    rounded_alone = source is not None and streamed.store.same_floats(source.store)
+    if rounded_alone and loaded is None:
+        state = exported.state
+    elif rounded_alone and loaded is not None:
+        last = max(index for index, _, _ in _iter_stage(run, "model"))
+        state = _export_floats(run, run.plan.keys.exports[last], loaded)
+    elif stays_in_files(run.plan.recipe, run.plan.before):
+        state = _export_in_files(run, key, streamed).state
+    else:
+        refilled = partial(_refill, exported.state.model, source if loaded is None else None, streamed)
+        state = export(run, key, lambda: _build_module(run, streamed), refilled).state
     return with_integers(state, streamed)
 
 

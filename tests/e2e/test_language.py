@@ -49,7 +49,7 @@ EXACT = 1e-4
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model whose next tokens differ in likelihood; recipes stand in it."""
     folder = tmp_path_factory.mktemp("language")
-    language_folder(folder / "lm", initializer_range=0.1)
+    language_folder(folder / "lm", unlike_norms=True, initializer_range=0.1)
     return folder
 
 

@@ -37,8 +37,11 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """As ARCHITECTURES, of mixtures of experts."""
 
 
-def language_folder(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:
-    """A random model of the architecture as a Hugging Face folder, and a tokenizer of words."""
+def language_folder(folder: Path, architecture: str = "llama", unlike_norms: bool = False, **sizes: Any) -> Path:
+    """A random model of the architecture as a Hugging Face folder, and a tokenizer of words.
+
+    `unlike_norms`: their weights differ, as a trained model's; of all ones an exported graph holds one for all.
+    """
     import torch
     import transformers
 
@@ -50,6 +53,9 @@ def language_folder(folder: Path, architecture: str = "llama", **sizes: Any) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if unlike_norms and parameter.ndim == 1:
+                parameter.data.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
