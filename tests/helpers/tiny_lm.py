@@ -55,7 +55,7 @@ def language_folder(folder: Path, architecture: str = "llama", unlike_norms: boo
         model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             if unlike_norms and parameter.ndim == 1:
-                parameter.data.add_(0.1 * torch.randn_like(parameter))
+                parameter.data.add_(0.01 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
