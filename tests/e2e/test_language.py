@@ -16,12 +16,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from child_processes import run_in_process
 from makers import apply, bundle_bytes, compress_elsewhere, write_recipe
 from places import ROOT
 from safetensors.torch import load_file, save_file
+from shortcuts import quick_export, quick_judge, quick_reader
 from tiny_lm import CHARACTERS, MIXTURES, language_folder, language_recipe
 
 import runtime
+from compress.execution.run import apply_recipe
+from compress.recipe.load import load_recipe
 from runtime.bundle.format import BuildScore, read_manifest
 from runtime.report.report import verdict_line
 
@@ -176,12 +180,16 @@ def test_the_command_prints_text(gptq: Path) -> None:
     assert done.stdout == f"{answer.text}\n" and answer.text.strip()
 
 
+def make_again(file: Path, folder: Path) -> None:
+    with quick_judge(), quick_reader(), quick_export():
+        apply_recipe(load_recipe(file), folder / "tiny", folder / "fresh", quiet=True)
+
+
 def test_same_recipe_same_bytes(home: Path, gptq: Path, tmp_path: Path) -> None:
     """In another process, with nothing in its cache."""
     recipe = language_recipe(home, [{"kind": "gptq", **W4}], export=BOTH)
     file = write_recipe(home / "again.yaml", recipe)
-    done = compress_elsewhere(["apply", str(file), "--out", "tiny", "--cache", "fresh", "--quiet"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_in_process(make_again, file, tmp_path)
     assert bundle_bytes(tmp_path / "tiny") == bundle_bytes(gptq)
 
 
