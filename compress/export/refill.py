@@ -86,4 +86,4 @@ class _Places:
 
 
 def _digest(array: np.ndarray) -> str:
-    return f"{array.shape} {hashlib.sha256(np.ascontiguousarray(array)).hexdigest()}"
+    return f"{array.shape} {hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()}"
