@@ -29,6 +29,7 @@ from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
+from compress.models.meta import open_on_meta
 from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.passes.distill_student import Student
@@ -108,7 +109,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     """
     root, spec = recipe.root, recipe.model
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
-    names = model_inputs(spec, root)
+    opened = open_on_meta(spec, root)
+    names = model_inputs(opened)
     class_names = find_class_names(spec, root)
     data, problems, chats = {}, [], _make_chat_encoder(recipe)
     for name, declared in recipe.data.declared.items():
@@ -123,11 +125,11 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     problems += _find_rate_problems(preprocess, data)
     shapes = next(iter(data.values())).shapes
-    feeds = feeds_shapes(spec, root, preprocess, shapes)
+    feeds = feeds_shapes(spec, root, preprocess, shapes, names)
     coupling, blocks = (
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
-    facts = model_facts(spec, root, feeds, coupling, blocks)
+    facts = model_facts(spec, root, feeds, coupling, blocks, opened=opened)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
         facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
