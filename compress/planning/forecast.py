@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,14 +17,16 @@ from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
+from compress.planning.judging_time import Calls, judging_seconds, requests_seconds
+from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.rates import SIDE, Rates, time_call
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
+from runtime.backends import BACKENDS
 from runtime.bundle.manifest import fixed_batch
 from runtime.decode.scoring import LOGITS_BYTES
-from runtime.measure.benchmark import LATENCY_BUDGET_S, choose_backend
-from runtime.measure.timing import MIN_ROUNDS
+from runtime.measure.benchmark import choose_backend
 
 EXPORT, BASELINE, WRITING = "export to float ONNX", "baseline outputs", "writing the bundle"
 """Names of work before and after the passes, as the plan has it."""
@@ -35,16 +36,11 @@ ONNX_BYTES = 240 * 2**20
 """What exporting a graph and ONNX Runtime's sessions take beside that."""
 EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
-START_SECONDS = 8.0
-"""Importing the libraries and planning, at most: what this process has computed by now, if that is less."""
-EXPORT_SECONDS_A_LAYER = 0.25
-"""Tracing a large decoder without its weights, and rewriting its graph."""
-EXPORT_BYTES_PER_S = 20e6
-"""Weights that are exported, written and checked in a second."""
+TRACED_A_LAYER = 4000
+"""Operators on shapes alone in whose time a layer is exported, with all that is around it, and its graph rewritten: the
+work of the libraries, in units of this machine's pace with them."""
 JUDGING_RUNS = 2
 """Forward passes over the evaluation set beside the baseline's: the candidate's, one for the gates."""
-THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
-"""Timed calls of the large batch, and the most that they are given."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 LOADED_COPIES = 1.5
@@ -134,13 +130,16 @@ def forecast(
     decisions: Sequence[Sequence[LayerDecision]] = (),
     timed: TimedBatch | None = None,
     rates: Rates | None = None,
+    latency: LatencyForecast | None = None,
 ) -> Forecast:
     """Estimate the time, memory and disk that a recipe takes, as the sum of what each piece of work needs.
 
     `decisions`: what each pass will do to the layers; not given, it is taken to work on all. `timed`: the largest batch
-    that judging times. `rates`: of this machine; not given, they are measured.
+    that judging times. `rates`: of this machine; not given, they are measured. `latency`: what was measured of models
+    that were made like the recipe's.
     """
-    run = _Run(recipe, before, after, volumes, decisions, timed, rates or Rates(width=_find_inner_width(before)))
+    rates = rates or Rates(width=find_inner_width(before))
+    run = _Run(recipe, before, after, volumes, decisions, timed, rates, latency)
     stages = run.list_stages()
     disk, bundle = run.disk_bytes()
     seconds, memory = sum(stage.seconds for stage in stages), max(stage.memory_bytes for stage in stages)
@@ -158,6 +157,7 @@ class _Run:
     decisions: Sequence[Sequence[LayerDecision]]
     timed: TimedBatch | None
     rates: Rates
+    latency: LatencyForecast | None
 
     def list_stages(self) -> list[StageForecast]:
         """Return the stages of the run, in order."""
@@ -209,6 +209,9 @@ class _Run:
     @property
     def forward(self) -> float:
         """Return the seconds of one sample through the float model in ONNX Runtime, on all threads."""
+        speed = self.recipe.validate_.benchmark
+        if self.latency is not None and self.latency.metric != "tpot":
+            return self.latency.float_ms / 1000 / speed.batch_size * speed.threads / self.rates.threads
         return 2 * self.before.macs / (matrix_rate() * EFFICIENCY)
 
     def start_seconds(self) -> float:
@@ -216,18 +219,21 @@ class _Run:
         unread = (
             self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
         )
-        return min(time.process_time(), START_SECONDS) + unread
+        return self.rates.start + unread
 
     def export_seconds(self) -> float:
         """Return the seconds of exporting the float graph, writing and comparing it.
 
         Where weights stay in files none are written; they are read twice, to compare torch with the graph.
         """
+        if self.before.source == "onnx":
+            return self.before.n_bytes / self.rates.write
+        traced = len(self.before.layers) * TRACED_A_LAYER * self.rates.trace
         if self.in_files:
-            return (
-                len(self.before.layers) * EXPORT_SECONDS_A_LAYER + 2 * BlockTime(self.before, self.rates).read_seconds()
-            )
-        return self.before.n_bytes / EXPORT_BYTES_PER_S
+            return traced + 2 * BlockTime(self.before, self.rates).read_seconds()
+        if self.latency is not None and self.latency.export_s:
+            traced = self.latency.export_s
+        return traced + self.before.n_bytes * (2 / self.rates.write + 2 / self.rates.touch)
 
     def export_bytes(self) -> int:
         """Return the memory of exporting: copies of the float weights, and the activations of a batch.
@@ -255,7 +261,8 @@ class _Run:
             timed = BlockTime(self.before, self.rates)
             return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.rounded(number))
         runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
-        return trained + runs * self.forward
+        choosing = self.latency.choosing_s if self.latency is not None and pass_.chooses_by_time else 0.0
+        return trained + choosing + runs * self.forward
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
@@ -289,19 +296,28 @@ class _Run:
         return FLOAT * sum(outside.values())
 
     def judging_seconds(self) -> float:
-        """Return the seconds of the candidate's outputs, the gates, the timed calls, and models between the passes."""
+        """Return the seconds of the candidate's outputs, the timed calls, and models between the passes."""
         speed, between = self.recipe.validate_.benchmark, self.between
-        if self.in_files:
-            seconds = self.judged_seconds()
-        else:
-            seconds = self.evaluation_seconds(JUDGING_RUNS + between) + between * self.export_seconds()
-        single = self.forward * max(os.cpu_count() or 1, 1) / speed.threads  # one sample on the timed threads
+        calls = self.find_calls()
         if self.recipe.model.generates:
-            return seconds + self._request_seconds(single)
-        calls = speed.warmup + 2 * speed.iterations
-        most = max(MIN_ROUNDS, LATENCY_BUDGET_S / max(single * speed.batch_size, 1e-9))  # they are given so long
-        seconds += (2 + between) * single * min(calls, most) * speed.batch_size
-        return seconds + min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
+            seconds = self.judged_seconds() if self.in_files else self.evaluation_seconds(JUDGING_RUNS + between)
+            return seconds + between * self.export_seconds() + self._request_seconds(calls)
+        seconds = self.evaluation_seconds(between) + between * self.export_seconds()
+        return seconds + judging_seconds(speed, self.volumes.samples.get("evaluation", 0), calls)
+
+    def find_calls(self) -> Calls:
+        """Return how long a call of a sample takes on the timed threads: measured, or by its work."""
+        speed = self.recipe.validate_.benchmark
+        single = self.forward * self.rates.threads / speed.threads
+        before, after = single, single
+        if self.latency is not None and self.latency.metric != "tpot":
+            before, after = (ms / 1000 / speed.batch_size for ms in (self.latency.float_ms, self.latency.compressed_ms))
+        elif self.recipe.model.generates:
+            before = after = single * min(speed.prompt_tokens / _count_rows(self.before), 1.0)
+        main = choose_backend(self.recipe.target, None, self.recipe.model.generates)[0]
+        others = [name for name in ON_CPU if name != main and BACKENDS[name].available() is None]
+        others = [] if self.recipe.model.generates else others
+        return Calls(before, after, self.rates.process, self.between, others)
 
     def judged_seconds(self) -> float:
         """Return the seconds of sending the evaluation texts through a large candidate, on the timed threads.
@@ -309,21 +325,18 @@ class _Run:
         And through the float model, where it is run.
         """
         timed, tokens = BlockTime(self.before, self.rates), Tokens(self.volumes.scored or self._rows("evaluation"))
-        slower = max(os.cpu_count() or 1, 1) / self.recipe.validate_.benchmark.threads
+        slower = self.rates.threads / self.recipe.validate_.benchmark.threads
         return (1 + self.runs_float) * slower * (timed.forward_seconds(tokens) + timed.head_seconds(tokens.n))
 
-    def _request_seconds(self, single: float) -> float:
+    def _request_seconds(self, calls: Calls) -> float:
         """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each.
 
         Of the candidate alone where the float graph is not run.
         """
-        speed = self.recipe.validate_.benchmark
-        longest = _count_rows(self.before)
-        prompt = (1 + self.runs_float) * single * min(speed.prompt_tokens / longest, 1.0)
-        steps = speed.new_tokens * (self.runs_float * self.before.n_bytes + self.after.n_bytes) / self.rates.scan
-        pace = speed.batch_size * prompt + steps
-        rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
-        return pace * (min(speed.warmup, 3) + rounds)
+        tokens = [self.before.n_bytes / self.rates.scan, self.after.n_bytes / self.rates.scan]
+        if self.latency is not None and self.latency.metric == "tpot":
+            tokens = [self.latency.float_ms / 1000, self.latency.compressed_ms / 1000]
+        return requests_seconds(self.recipe.validate_.benchmark, calls, tokens if self.runs_float else tokens[1:])
 
     def judging_bytes(self) -> int:
         """Return the memory of two sessions, the float model's and the candidate's, and of the largest timed batch.
@@ -363,7 +376,7 @@ class _Run:
         written = self.after.n_bytes * (1 / self.rates.write + 2 / self.rates.hash)
         weights = self.before.n_bytes / FLOAT
         read = (3 if self.loads_whole() else 1) * weights / self.rates.read  # there, and here as stored and as judged
-        return self.n_checkpoints * (written + read + min(time.process_time(), START_SECONDS))
+        return self.n_checkpoints * (written + read + self.rates.start)
 
     def writing_bytes(self) -> int:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
@@ -404,7 +417,7 @@ class _Run:
         return self.recipe.passes[number].estimate_training(self.before, samples, self.forward * self.volumes.filled)
 
 
-def _find_inner_width(facts: ModelFacts) -> int:
+def find_inner_width(facts: ModelFacts) -> int:
     """Return the inputs of the layer in the middle of all, by their number."""
     sizes = sorted(layer.shape[1] for layer in facts.layers if layer.op == "MatMul" and len(layer.shape) > 1)
     return sizes[len(sizes) // 2] if sizes else SIDE

@@ -27,7 +27,7 @@ from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
-from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
+from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_inner_width, find_timed_batch, forecast
 from compress.planning.in_files import left_out_note, stays_in_files
 from compress.planning.inputs import (
     IMAGE_BATCH,
@@ -42,6 +42,7 @@ from compress.planning.inputs import (
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
+from compress.planning.rates import Rates
 from compress.planning.validation import engine_notes, objections
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
@@ -98,7 +99,9 @@ def make_plan(
     decisions = [planned.work.decisions for planned in done]
     n_unread = sum(path.stat().st_size for path in inputs.unread)
     volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), n_unread)
-    expected = forecast(recipe, before, after, volumes, decisions, find_timed_batch(inputs))
+    rates = Rates(width=find_inner_width(before))
+    about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), rates)
+    expected = forecast(*about)
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
@@ -122,6 +125,7 @@ def make_plan(
         *unsaid,
     )
     latency, told = forecast_latency(inputs, keys, store.root, twins, log)
+    expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compress.blocks.activations import ROWS
 from compress.blocks.store import Stored, WeightStore
@@ -34,6 +35,7 @@ from compress.quantize.k_quants import gptq_round_k, round_to_k
 from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Together
 from runtime.decode.scoring import REDUCED_AT_ONCE, reduce_sample
+from runtime.processes.isolated import start_python
 
 SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
@@ -43,9 +45,12 @@ COMPARED = 1 << 15
 """Logits of a token that are compared."""
 PIECE_BYTES = 8 << 20
 """Of what is copied, hashed and written."""
+TRACED = 50
+"""Operators whose shapes are computed, to time one."""
 LARGE_BYTES = 64 << 20
 """Of a tensor that no cache holds."""
-Clock = Callable[[], float]
+START_SECONDS = 20.0
+"""The most that a process takes to begin: one that is older (a notebook's) has done other things."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,11 @@ class Rates:
 
     def __init__(self, folder: Path | None = None, width: int = SIDE) -> None:
         self._folder, self._width = folder, min(max(width, BLOCK), SIDE)
+
+    @property
+    def threads(self) -> int:
+        """Return how many threads the rates are those of."""
+        return torch.get_num_threads()
 
     def product(self, compute: Compute) -> float:
         """Return FLOP/s of a matrix product in torch in that type, summed as passes sum it."""
@@ -143,6 +153,28 @@ class Rates:
         with suppress(OSError):
             return PIECE_BYTES / _time_mean(work, 2)
         return self.touch
+
+    @cached_property
+    def start(self) -> float:
+        """Return the seconds from this process's start to here, which a run's process takes, too: imports and plan."""
+        return min(_find_age(), START_SECONDS)
+
+    @cached_property
+    def trace(self) -> float:
+        """Return the seconds of one operator that computes shapes alone, as an exporter traces a model with."""
+        with FakeTensorMode():
+            x = torch.ones(2, 3)
+
+            def work() -> None:
+                for _ in range(TRACED):
+                    torch.add(x, x)
+
+            return _time_mean(work, 2) / TRACED
+
+    @cached_property
+    def process(self) -> float:
+        """Return the seconds of a fresh process that imports ONNX Runtime, as load times are measured in."""
+        return _time_mean(lambda: start_python("import numpy, onnxruntime"), 1)
 
     def round(self, scheme: WeightScheme, weighted: bool = False, every: int = 1) -> float:
         """Return weights/s of the search for scales and rounding to them; `every`: of `fit_grid`, without rounding."""
@@ -248,6 +280,15 @@ def _make_weight(rows: int, scheme: WeightScheme, inputs: int = TIMED_INPUTS) ->
     """Return a random weight with whole groups of the scheme."""
     size = SUPER_BLOCK if scheme.scales == "six-bit" else scheme.group_size if scheme.group_size > 0 else 1
     return torch.randn(rows, -(-inputs // size) * size, generator=torch.Generator().manual_seed(0))
+
+
+def _find_age() -> float:
+    """Return the seconds since this process began; those that it has computed where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.process_time()
 
 
 def _time_mean(work: Callable[[], object], n: int) -> float:

@@ -41,20 +41,22 @@ def read_field_texts(record: type) -> dict[str, str]:
     """Return field name -> the text beneath it, of a record and what it inherits."""
     texts: dict[str, str] = {}
     for base in reversed(record.__mro__):
-        if not base.__dict__.get("__annotations__"):
-            continue
         try:
             definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # not from a file
+        except (OSError, TypeError):  # built in, or not from a file
             continue
         assert isinstance(definition, ast.ClassDef)
         own = [node.target.id for node in definition.body if _names_field(node)]  # type: ignore[attr-defined]
         texts = {name: text for name, text in texts.items() if name not in own}
         for node, below in pairwise(definition.body):
-            if _names_field(node) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                if isinstance(below.value.value, str):
-                    texts[node.target.id] = inspect.cleandoc(below.value.value)  # type: ignore[attr-defined]
+            if _names_field(node) and (text := _read_text(below)) is not None:
+                texts[node.target.id] = inspect.cleandoc(text)  # type: ignore[attr-defined]
     return texts
+
+
+def _read_text(node: ast.stmt) -> str | None:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
 def _names_field(node: ast.stmt) -> bool:
