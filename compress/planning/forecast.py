@@ -242,8 +242,13 @@ class _Run:
         """
         if self.in_files:
             return self.base_bytes + ONNX_BYTES + 2 * self.largest_bytes
-        copies = max(COPIES, 2 + self.between) * self.before.n_bytes
-        return self.base_bytes + ONNX_BYTES + copies + 2 * self.volumes.batch * self.before.peak_activation_bytes
+        return self.graph_bytes() + 2 * self.volumes.batch * self.before.peak_activation_bytes
+
+    def graph_bytes(self) -> int:
+        """Return the memory of a process that has made the float graph and run it: as the plan's own, or by copies."""
+        if self.latency is not None and self.latency.held_bytes:
+            return max(self.base_bytes, self.latency.held_bytes) + self.between * self.before.n_bytes
+        return self.base_bytes + ONNX_BYTES + max(COPIES, 2 + self.between) * self.before.n_bytes
 
     def evaluation_seconds(self, runs: float) -> float:
         """Return the seconds of so many passes over the evaluation set in ONNX Runtime."""
@@ -266,10 +271,12 @@ class _Run:
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
-        memory = self.base_bytes + self._training(number).memory_bytes
+        pass_ = self.recipe.passes[number]
         if self.on_blocks(number):
-            memory = max(memory, self.base_bytes + self.stream_bytes(number))
-        return memory
+            return self.base_bytes + max(self._training(number).memory_bytes, self.stream_bytes(number))
+        calibrated = self.volumes.batch * self.before.peak_activation_bytes if pass_.needs_calibration else 0
+        held = self.graph_bytes() if self.recipe.has_onnx else self.base_bytes
+        return held + max(self._training(number).memory_bytes, calibrated)
 
     def stream_bytes(self, number: int) -> int:
         """Return the bytes that a pass over blocks takes at its peak, above what the process holds."""
@@ -352,8 +359,9 @@ class _Run:
                 + LOGITS_BYTES
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
             )
-        judging = 2 * self.before.n_bytes + (0 if self.timed is None else self.timed.n_bytes)
-        return self.base_bytes + ONNX_BYTES + judging
+        timed = 0 if self.timed is None else self.timed.n_bytes
+        alone = self.rates.process_bytes + 2 * self.before.n_bytes  # the process in which a model's load is measured
+        return self.graph_bytes() + max(timed, alone)
 
     def scoring_seconds(self) -> float:
         """Return the seconds of scoring both models in torch, block by block."""

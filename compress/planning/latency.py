@@ -259,11 +259,11 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
     A table that is looked up and multiplied with is rounded once for both, as the bundle will have it.
     """
     layers = {layer.name: layer for layer in find_layers(state.model)}
-    chosen = {name: scheme for name, scheme in schemes.items() if name in layers and scheme.weights.kind == "int"}
-    if any(layers[name].op == "Gather" for name in chosen):
+    if any(name not in layers or layers[name].op == "Gather" for name in schemes):  # a head that shares a table
         state = replace(state, model=clone(state.model))
         own_transposes(state.model)
         layers = {layer.name: layer for layer in find_layers(state.model)}
+    chosen = {name: scheme for name, scheme in schemes.items() if name in layers and scheme.weights.kind == "int"}
     integer = [name for name, scheme in chosen.items() if scheme.activations is not None]
     if integer:
         state = with_integer_layers(state, integer, "inputs", False, True, round_roughly)

@@ -171,10 +171,22 @@ class Rates:
 
             return _time_mean(work, 2) / TRACED
 
-    @cached_property
+    @property
     def process(self) -> float:
         """Return the seconds of a fresh process that imports ONNX Runtime, as load times are measured in."""
-        return _time_mean(lambda: start_python("import numpy, onnxruntime"), 1)
+        return self._process[0]
+
+    @property
+    def process_bytes(self) -> int:
+        """Return the most bytes that such a process holds."""
+        return self._process[1]
+
+    @cached_property
+    def _process(self) -> tuple[float, int]:
+        code = "import numpy, onnxruntime; from runtime.measure import probe; print(probe.peak_memory_bytes())"
+        start = time.perf_counter()
+        done = start_python(code)
+        return time.perf_counter() - start, int(done.stdout or 0)
 
     def round(self, scheme: WeightScheme, weighted: bool = False, every: int = 1) -> float:
         """Return weights/s of the search for scales and rounding to them; `every`: of `fit_grid`, without rounding."""

@@ -49,7 +49,6 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass of the model takes a millisecond."""
     monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
     monkeypatch.setattr(room.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(room.time, "process_time", lambda: 1e3)
     monkeypatch.setattr(room, "held_bytes", lambda: 0)
 
 
