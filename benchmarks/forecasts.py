@@ -58,14 +58,14 @@ PASSES: Mapping[str, str] = {
 RECIPE = """\
 version: 1
 name: forecast
-model: {{source: "{source}", task: {task}}}
-preprocess: {{{preprocess}}}
+model: {{source: "{source}", task: text-generation}}
+preprocess: {{kind: language, max_length: {tokens}}}
 data:
   calibration: {{source: "{calibration}"}}
   evaluation: {{source: "{evaluation}"}}
-target: {target}
+target: transformers
 passes: {passes}
-export: [{{kind: {export}}}]
+export: [{{kind: checkpoint}}]
 """
 EXPORTING = {"exporting to float ONNX": "export to float ONNX"}
 """The log's name of a stage -> the plan's, where they differ."""
@@ -113,9 +113,7 @@ def list_decoders(call: Call) -> Iterator[Subject]:
     for model, (folder, tokens, sets) in models.items():
         for name, passes in PASSES.items():
             path = call.out / f"{model}-{name}.yaml".replace(" ", "-").replace(",", "")
-            fields = {"source": f"dir:{folder}", "task": "text-generation", "target": "transformers", "export": "checkpoint"}
-            language = f"kind: language, max_length: {tokens}"
-            text = RECIPE.format(**fields, **sets, preprocess=language, passes=passes)
+            text = RECIPE.format(source=f"dir:{folder}", tokens=tokens, passes=passes, **sets)
             path.write_text(text.replace('samples: "64"', "samples: 64"), encoding="utf-8")
             yield Subject(f"{name} of {model}", path)
 

@@ -23,13 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compress.blocks import heap
 from compress.blocks.activations import ROWS
 from compress.blocks.store import Stored, WeightStore
 from compress.formats.schemes import SUPER_BLOCK, WeightScheme
 from compress.quantize.autoround import autoround_block
 from compress.quantize.gptq import BLOCK, Rules, gptq_round, invert_hessian
 from compress.quantize.gram import Compute, Gram
-from compress.quantize.grid import fit_grid, round_to_grid
+from compress.quantize.grid import CHUNK, fit_grid, round_to_grid
 from compress.quantize.hqq import hqq_round
 from compress.quantize.k_quants import gptq_round_k, round_to_k
 from compress.quantize.learn import RoundingCourse
@@ -42,7 +43,7 @@ SIDE = 1024
 TIMED_ROWS, TIMED_INPUTS = 256, 512
 """Of the weight on which rounding is timed; of GPTQ's loops a wide and a narrow one tell columns from rows."""
 COMPARED = 1 << 15
-"""Logits of a token that are compared."""
+"""Logits of a token that are compared, at most."""
 PIECE_BYTES = 8 << 20
 """Of what is copied, hashed and written."""
 TRACED = 50
@@ -109,6 +110,19 @@ class Rates:
         values = torch.ones(LARGE_BYTES // 4)
         return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 2)
 
+    def pass_over(self, n_bytes: int) -> float:
+        """Return bytes/s as `touch` does, of tensors of this size: small ones stay in a cache and need no new pages."""
+        return self.touch if n_bytes >= heap.LARGE else self._touch_small
+
+    @cached_property
+    def _touch_small(self) -> float:
+        values = torch.ones(heap.LARGE // 8)
+        return heap.LARGE / _time_mean(lambda: values * 1.5, 8)
+
+    def attend(self, heads: int, head_size: int, tokens: int) -> float:
+        """Return the seconds of fused attention between the tokens of one text."""
+        return _time_attention(heads, head_size, tokens)
+
     @cached_property
     def scan(self) -> float:
         """Return bytes/s that are read from memory, as a decoder reads its weights for each token."""
@@ -130,14 +144,9 @@ class Rates:
         data = bytes(PIECE_BYTES)
         return PIECE_BYTES / _time_mean(lambda: hashlib.sha256(data).digest(), 2)
 
-    @cached_property
-    def compare(self) -> float:
-        """Return logits/s at which a float and a compressed model's are compared, as `reduce_sample` does it."""
-        pair = [
-            np.random.default_rng(n).standard_normal((REDUCED_AT_ONCE // COMPARED, COMPARED), np.float32)
-            for n in (0, 1)
-        ]
-        return pair[0].size / _time_mean(lambda: reduce_sample(pair, np.zeros(len(pair[0]), np.int64)), 1)
+    def compare(self, width: int) -> float:
+        """Return logits/s at which a float and a compressed model's are compared, of so many for each token."""
+        return _time_comparing(min(width, COMPARED))
 
     @cached_property
     def write(self) -> float:
@@ -220,6 +229,20 @@ def _time_product(dtype: torch.dtype, width: int) -> float:
     return 2 * ROWS * width**2 / _time_mean(lambda: nn.functional.linear(rows, weight), 2)
 
 
+@lru_cache(maxsize=8)
+def _time_attention(heads: int, head_size: int, tokens: int) -> float:
+    x, mask = torch.randn(1, heads, tokens, head_size), torch.zeros(1, 1, tokens, tokens)
+    with torch.inference_mode():
+        return _time_mean(lambda: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask), 2)
+
+
+@lru_cache(maxsize=8)
+def _time_comparing(width: int) -> float:
+    rows = REDUCED_AT_ONCE // width
+    pair = [np.random.default_rng(n).standard_normal((rows, width), np.float32) for n in (0, 1)]
+    return pair[0].size / _time_mean(lambda: reduce_sample(pair, np.zeros(rows, np.int64)), 1)
+
+
 def _time_update(dtype: torch.dtype) -> float:
     """Time what GPTQ's loop does once for each block of columns: errors into all that is left."""
     left, factor, errors = torch.randn(SIDE, SIDE), torch.randn(BLOCK, SIDE), torch.randn(BLOCK, SIDE)
@@ -242,7 +265,7 @@ def _time_rounding(scheme: WeightScheme, weighted: bool, every: int) -> float:
 
 @lru_cache(maxsize=32)
 def _time_hqq(scheme: WeightScheme, steps: int) -> float:
-    weight = _make_weight(TIMED_ROWS // 4, scheme)
+    weight = _make_weight(CHUNK // TIMED_INPUTS, scheme)  # what is worked on at once: less says 20 % too slow
     return weight.numel() / _time_mean(lambda: hqq_round(weight, scheme, steps=steps), 1)
 
 

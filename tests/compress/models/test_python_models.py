@@ -19,8 +19,8 @@ from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
-from compress.models.meta import open_on_meta
 from compress.models.load import load_model
+from compress.models.meta import open_on_meta
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 from runtime.bundle.tensors import TensorSpec
