@@ -92,8 +92,8 @@ class BlockTime:
         layers = self._shapes()
         inside = [shape for name, shape in layers.items() if name in self._inside()]
         products = sum(2 * math.prod(shape) for shape in inside)
-        rows = min(activations.ROWS, tokens.n)
-        touched = sum(PASSED_OVER * FLOAT * shape[0] / self.rates.pass_over(rows * FLOAT * shape[0]) for shape in inside)
+        rows, outputs = min(activations.ROWS, tokens.n), [FLOAT * shape[0] for shape in inside]
+        touched = sum(PASSED_OVER * n_bytes / self.rates.pass_over(rows * n_bytes) for n_bytes in outputs)
         cast = 0.0
         if compute == "bfloat16":  # each micro-batch casts the weights anew
             micro_batches = math.ceil(tokens.n / activations.ROWS)

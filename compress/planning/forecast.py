@@ -165,7 +165,8 @@ class _Run:
         if self.recipe.has_onnx:
             stages.append(StageForecast(EXPORT, self.export_seconds(), self.export_bytes()))
         if self.recipe.has_onnx and not self.in_files:
-            stages.append(StageForecast(BASELINE, self.evaluation_seconds(1), self.export_bytes()))
+            memory = self.graph_bytes() + self.evaluation_bytes(1)
+            stages.append(StageForecast(BASELINE, self.evaluation_seconds(1), memory))
         names = pass_names(self.recipe.passes)
         stages += [
             StageForecast(name, self.pass_seconds(number), self.pass_bytes(number)) for number, name in enumerate(names)
@@ -361,7 +362,17 @@ class _Run:
             )
         timed = 0 if self.timed is None else self.timed.n_bytes
         alone = self.rates.process_bytes + 2 * self.before.n_bytes  # the process in which a model's load is measured
-        return self.graph_bytes() + max(timed, alone)
+        return self.graph_bytes() + max(timed, alone, self.evaluation_bytes(2))
+
+    def evaluation_bytes(self, models: int) -> int:
+        """Return the memory of a batch of the evaluation set: activations of one model, and the logits of all."""
+        size = fixed_batch(self.before.inputs) or self.recipe.validate_.batch_size
+        size = min(size, max(self.volumes.samples.get("evaluation", 0), 1))
+        if not self.recipe.model.generates:
+            return size * self.before.peak_activation_bytes
+        logits = FLOAT * _count_rows(self.before) * max((layer.shape[0] for layer in self.before.layers), default=0)
+        size = max(1, min(size, LOGITS_BYTES // max(logits, 1)))
+        return size * (self.before.peak_activation_bytes + models * logits)
 
     def scoring_seconds(self) -> float:
         """Return the seconds of scoring both models in torch, block by block."""
