@@ -25,7 +25,7 @@ from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
 from runtime.bundle.manifest import fixed_batch
-from runtime.decode.scoring import LOGITS_BYTES
+from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
 from runtime.measure.benchmark import choose_backend
 
 EXPORT, BASELINE, WRITING = "export to float ONNX", "baseline outputs", "writing the bundle"
@@ -45,6 +45,8 @@ COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 LOADED_COPIES = 1.5
 """Float copies of the weights that the process holds in which a checkpoint is loaded back."""
+REDUCED_COPIES = 7
+"""Copies in float64 of the logits that are compared at once: both models' logarithms, and what divergence needs."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 
@@ -77,14 +79,15 @@ class Volumes:
     """How much data goes through a model.
 
     `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
-    set, `scored`: of its evaluation set; `filled`: how long a text of the training set is, as a part of the longest;
-    `unread_bytes`: of weight files whose digest is not known.
+    set, `scored`: of its evaluation set, `longest`: of a text of that; `filled`: how long a text of the training set
+    is, as a part of the longest; `unread_bytes`: of weight files whose digest is not known.
     """
 
     samples: Mapping[str, int]
     batch: int
     tokens: int = 0
     scored: int = 0
+    longest: int = 0
     filled: float = 1.0
     unread_bytes: int = 0
 
@@ -161,7 +164,7 @@ class _Run:
 
     def list_stages(self) -> list[StageForecast]:
         """Return the stages of the run, in order."""
-        stages = [StageForecast("start", self.start_seconds(), self.base_bytes)]
+        stages = []
         if self.recipe.has_onnx:
             stages.append(StageForecast(EXPORT, self.export_seconds(), self.export_bytes()))
         if self.recipe.has_onnx and not self.in_files:
@@ -177,7 +180,8 @@ class _Run:
             stages.append(StageForecast(WRITING, self.writing_seconds(), self.writing_bytes()))
         if self.recipe.has_onnx:
             stages.append(StageForecast("judging", self.judging_seconds(), self.judging_bytes()))
-        return stages
+        # last, as a run measures rates before it begins, too
+        return [StageForecast("start", self.start_seconds(), self.base_bytes), *stages]
 
     @property
     def base_bytes(self) -> int:
@@ -370,9 +374,11 @@ class _Run:
         size = min(size, max(self.volumes.samples.get("evaluation", 0), 1))
         if not self.recipe.model.generates:
             return size * self.before.peak_activation_bytes
-        logits = FLOAT * _count_rows(self.before) * max((layer.shape[0] for layer in self.before.layers), default=0)
+        rows = _count_rows(self.before)
+        longest = min(self.volumes.longest or rows, rows)
+        logits = FLOAT * longest * self._vocabulary
         size = max(1, min(size, LOGITS_BYTES // max(logits, 1)))
-        return size * (self.before.peak_activation_bytes + models * logits)
+        return size * (self.before.peak_activation_bytes * longest // rows + models * logits)
 
     def scoring_seconds(self) -> float:
         """Return the seconds of scoring both models in torch, block by block."""
@@ -381,10 +387,18 @@ class _Run:
         return BlockTime(self.before, self.rates).scoring_seconds(tokens, rounded)
 
     def scoring_bytes(self) -> int:
-        """Return the memory of scoring: heads and logits of two models side by side."""
+        """Return the memory of scoring: heads and logits of two models side by side, and what their blocks hand on."""
         structure = self.before.structure
         assert structure is not None
-        return self.base_bytes + head_memory(structure, _collect_shapes(self.before))
+        n_scored = self.volumes.scored or self._rows("evaluation")
+        handed_on = 2 * FLOAT * n_scored * _find_width(self.before)
+        compared = REDUCED_COPIES * 8 * min(REDUCED_AT_ONCE, _count_rows(self.before) * self._vocabulary)
+        return self.base_bytes + head_memory(structure, _collect_shapes(self.before)) + handed_on + compared
+
+    @property
+    def _vocabulary(self) -> int:
+        """Return how many logits a token has."""
+        return max((layer.shape[0] for layer in self.before.layers), default=0)
 
     def loads_whole(self) -> bool:
         """Return whether a checkpoint is run when it is loaded back, or its tensors are only read."""

@@ -257,21 +257,21 @@ def generation_of(inputs: Inputs) -> Generation | None:
     return replace(generation, context_length=target.most_tokens, eos_token_ids=target.end_tokens)
 
 
-def count_tokens(inputs: Inputs, name: str) -> int:
-    """Count the tokens of a set of a language model, which is read for it, so that a plan knows the work; else 0.
+def count_tokens(inputs: Inputs, name: str) -> tuple[int, int]:
+    """Count the tokens of a language model's set, and of its longest text, so that a plan knows the work; else 0, 0.
 
-    Of more than MOST_COUNTED texts some are counted, and stand for all.
+    The set is read for it. Of more than MOST_COUNTED texts some are counted, and stand for all.
     """
     if name not in inputs.data or not inputs.recipe.model.generates:
-        return 0
+        return 0, 0
     samples = load_set(inputs, name, None)
     feeds = Batches(samples, inputs, inputs.facts.inputs)
     counted = feeds[:: -(-len(feeds) // MOST_COUNTED)]
     if inputs.recipe.model.encodes:
-        n = sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted)
+        lengths = [batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted]
     else:
-        n = sum(len(each["input_ids"][0]) for each in counted)
-    return n * len(feeds) // max(len(counted), 1)
+        lengths = [len(each["input_ids"][0]) for each in counted]
+    return sum(lengths) * len(feeds) // max(len(counted), 1), max(lengths, default=0)
 
 
 def text_fill(inputs: Inputs, name: str) -> float:

@@ -95,10 +95,10 @@ def make_plan(
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
-    tokens, scored = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
+    (tokens, _), (scored, longest) = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
     n_unread = sum(path.stat().st_size for path in inputs.unread)
-    volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), n_unread)
+    volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread)
     rates = Rates(width=find_inner_width(before))
     about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), rates)
     expected = forecast(*about)
