@@ -108,7 +108,7 @@ class Rates:
     def touch(self) -> float:
         """Return bytes/s, read and written, of an operation on each number of a large tensor that gives a new one."""
         values = torch.ones(LARGE_BYTES // 4)
-        return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 2)
+        return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 1)
 
     def pass_over(self, n_bytes: int) -> float:
         """Return bytes/s as `touch` does, of tensors of this size: small ones stay in a cache and need no new pages."""
@@ -127,7 +127,7 @@ class Rates:
     def scan(self) -> float:
         """Return bytes/s that are read from memory, as a decoder reads its weights for each token."""
         values = torch.ones(LARGE_BYTES // 4)
-        return LARGE_BYTES / _time_mean(values.sum, 2)
+        return LARGE_BYTES / _time_mean(values.sum, 1)
 
     @cached_property
     def read(self) -> float:
