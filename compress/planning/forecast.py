@@ -17,10 +17,12 @@ from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
-from compress.planning.judging_time import Calls, judging_seconds, requests_seconds
+from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.rates import SIDE, Rates, time_call
+from compress.quantize.fastest import CANDIDATES_BUDGET_S
+from compress.quantize.latency import ROUNDS
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS
@@ -39,6 +41,10 @@ EFFICIENCY = 0.35
 TRACED_A_LAYER = 4000
 """Operators on shapes alone in whose time a layer is exported, with all that is around it, and its graph rewritten: the
 work of the libraries, in units of this machine's pace with them."""
+AROUND = 1.25
+"""What a run takes beside its work, in units of what its plan took to begin: it imports more, and has an end."""
+PLACEMENTS = 5
+"""Placements of int8 that are timed whole."""
 JUDGING_RUNS = 2
 """Forward passes over the evaluation set beside the baseline's: the candidate's, one for the gates."""
 COPIES = 4
@@ -224,7 +230,7 @@ class _Run:
         unread = (
             self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
         )
-        return self.rates.start + unread
+        return AROUND * self.rates.start + unread
 
     def export_seconds(self) -> float:
         """Return the seconds of exporting the float graph, writing and comparing it.
@@ -271,8 +277,15 @@ class _Run:
             timed = BlockTime(self.before, self.rates)
             return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.rounded(number))
         runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
-        choosing = self.latency.choosing_s if self.latency is not None and pass_.chooses_by_time else 0.0
-        return trained + choosing + runs * self.forward
+        return trained + self.choosing_seconds(number) + runs * self.forward
+
+    def choosing_seconds(self, number: int) -> float:
+        """Return the seconds of timing placements whole; layers alone were timed for the plan, and are kept."""
+        if not self.recipe.passes[number].chooses_by_time or self.recipe.model.generates:
+            return 0.0
+        calls, size = self.find_calls(), self.recipe.validate_.benchmark.batch_size
+        timed = [size * calls.float_s, *[size * calls.candidate_s] * PLACEMENTS]
+        return rounds_seconds(timed, ROUNDS, 2, CANDIDATES_BUDGET_S)
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
@@ -326,10 +339,14 @@ class _Run:
             before, after = (ms / 1000 / speed.batch_size for ms in (self.latency.float_ms, self.latency.compressed_ms))
         elif self.recipe.model.generates:
             before = after = single * min(speed.prompt_tokens / _count_rows(self.before), 1.0)
-        main = choose_backend(self.recipe.target, None, self.recipe.model.generates)[0]
-        others = [name for name in ON_CPU if name != main and BACKENDS[name].available() is None]
-        others = [] if self.recipe.model.generates else others
-        return Calls(before, after, self.rates.process, self.between, others)
+        return Calls(before, after, self.rates.process()[0], self.between, self.find_others())
+
+    def find_others(self) -> list[str]:
+        """Return the backends on which the files are run, too, in the process that judges: no decoder's."""
+        if self.recipe.model.generates:
+            return []
+        main = choose_backend(self.recipe.target, None)[0]
+        return [name for name in ON_CPU if name != main and BACKENDS[name].available() is None]
 
     def judged_seconds(self) -> float:
         """Return the seconds of sending the evaluation texts through a large candidate, on the timed threads.
@@ -365,15 +382,17 @@ class _Run:
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
             )
         timed = 0 if self.timed is None else self.timed.n_bytes
-        alone = self.rates.process_bytes + 2 * self.before.n_bytes  # the process in which a model's load is measured
-        return self.graph_bytes() + max(timed, alone, self.evaluation_bytes(2))
+        alone = self.rates.process()[1] + 2 * self.before.n_bytes  # the process in which a model's load is measured
+        compared = self.evaluation_bytes(2) + sum(self.rates.process(name)[1] for name in self.find_others())
+        return self.graph_bytes() + max(timed, alone, compared)
 
     def evaluation_bytes(self, models: int) -> int:
         """Return the memory of a batch of the evaluation set: activations of one model, and the logits of all."""
         size = fixed_batch(self.before.inputs) or self.recipe.validate_.batch_size
         size = min(size, max(self.volumes.samples.get("evaluation", 0), 1))
-        if not self.recipe.model.generates:
-            return size * self.before.peak_activation_bytes
+        if not self.recipe.model.generates:  # all sessions that are compared keep what a batch took
+            ways = 1 if models == 1 else self.find_calls().n_ways
+            return ways * size * self.before.peak_activation_bytes
         rows = _count_rows(self.before)
         longest = min(self.volumes.longest or rows, rows)
         logits = FLOAT * longest * self._vocabulary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runtime.bundle.manifest import Benchmark
 from runtime.judge.alternatives import FIDELITY_SAMPLES
@@ -26,8 +26,7 @@ ELSEWHERE = {"openvino": 3}
 class Calls:
     """Seconds of one sample: in the float model, in the candidate, and of a fresh process that imports a backend.
 
-    `batch`: samples in a call that is timed. `n_between`: models between the passes that are timed, too. `others`:
-    backends that are compared. `handled`: of a sample, beside the call, from bytes to an answer.
+    `n_between`: models between the passes that are timed, too. `others`: backends that are compared.
     """
 
     float_s: float
@@ -35,6 +34,11 @@ class Calls:
     process_s: float
     n_between: int = 0
     others: Sequence[str] = ()
+
+    @property
+    def n_ways(self) -> int:
+        """Return how many sessions are compared: baseline and candidate, and those elsewhere."""
+        return 2 + sum(ELSEWHERE.get(name, 2) for name in self.others)
 
     def of_batch(self, size: int) -> list[float]:
         """Return the seconds of a call of both models with so many samples."""
@@ -54,8 +58,7 @@ def judging_seconds(speed: Benchmark, n_samples: int, calls: Calls) -> float:
     seconds += sum(SHOWN_PROCESSES * (calls.process_s + RUNS * call) for call in calls.of_batch(speed.batch_size))
     if not calls.others:
         return seconds
-    elsewhere = [calls.float_s] * sum(ELSEWHERE.get(name, 2) for name in calls.others)
-    ways = [calls.float_s, calls.candidate_s, *elsewhere]
+    ways = [calls.float_s, calls.candidate_s, *[calls.float_s] * (calls.n_ways - 2)]
     seconds += min(n_samples, FIDELITY_SAMPLES) * sum(ways) + len(calls.others) * calls.process_s
     timed = [speed.batch_size * call for call in ways]
     return seconds + rounds_seconds(timed, speed.iterations, speed.warmup, LATENCY_BUDGET_S)
@@ -83,8 +86,3 @@ def rounds_seconds(calls: Sequence[float], rounds: int, warmup: int, budget_s: f
     warm = sum(min(max(warmup, 1) * seconds, WARMUP_BUDGET_S + seconds) for seconds in calls)
     settled = min(max(SURE_ROUNDS - made, 0) * pace, settling_s) if made >= MIN_ROUNDS else 0.0
     return warm + made * pace + settled
-
-
-def divide(calls: Calls, parts: float) -> Calls:
-    """Return the same calls of samples that are so many times as short."""
-    return replace(calls, float_s=calls.float_s / parts, candidate_s=calls.candidate_s / parts)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -121,8 +121,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
     stopwatch = make_stopwatch(recipe)
     log(f"measuring how long the model takes on {stopwatch.backend}, before and after the passes")
     feeds = [make_call(inputs)]
-    spent = Spent()
-    before, after, parts = make_twins(inputs, cache, machine, stopwatch, feeds, log, spent)
+    before, after, parts, export_s = make_twins(inputs, cache, machine, stopwatch, feeds, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
     if recipe.model.generates:
         metric, ms = "tpot", _time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
@@ -135,8 +134,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
         round(ms[1], 4),
         parts,
         in_float,
-        export_s=round(spent.export_s, 2),
-        choosing_s=round(spent.choosing_s, 2),
+        export_s=round(export_s, 2),
         held_bytes=peak_memory_bytes(),
     )
     if metric == "tpot":
@@ -178,24 +176,13 @@ def make_call(inputs: Inputs) -> Feeds:
     return feeds
 
 
-@dataclass
-class Spent:
-    """Seconds of what the run will do, too: see `LatencyForecast`."""
-
-    export_s: float = 0.0
-    choosing_s: float = 0.0
-
-
 def make_twins(
-    inputs: Inputs,
-    cache: Path,
-    machine: str,
-    stopwatch: Stopwatch,
-    feeds: Sequence[Feeds],
-    log: Log,
-    spent: Spent,
-) -> tuple[GraphState, GraphState, tuple[str, ...]]:
-    """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold."""
+    inputs: Inputs, cache: Path, machine: str, stopwatch: Stopwatch, feeds: Sequence[Feeds], log: Log
+) -> tuple[GraphState, GraphState, tuple[str, ...], float]:
+    """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold.
+
+    And the seconds that making the float graph took.
+    """
     recipe, begun = inputs.recipe, time.perf_counter()
     source = locate(recipe.model, recipe.root)
     missing: list[str] = []
@@ -207,7 +194,7 @@ def make_twins(
     else:
         loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
         before = after = GraphState(_export(loaded, recipe, feeds[0]))
-    spent.export_s = time.perf_counter() - begun
+    export_s = time.perf_counter() - begun
     timing = None
     if explain_untimed(recipe) is None:
         file_of = partial(find_measured_file, cache)
@@ -231,14 +218,12 @@ def make_twins(
         if plan.schemes:
             after = round_as_planned(after, plan.schemes)
         elif stage == "graph" or pass_.kind not in WORK:
-            begun = time.perf_counter()
             after, known = foresee_pass(pass_, after, facts, context)
-            spent.choosing_s += (time.perf_counter() - begun) * pass_.chooses_by_time
             missing += [] if known else [pass_.kind]
         facts = plan.facts
     if resized and loaded is not None:
         after = replace(after, model=_export(loaded, recipe, feeds[0]))
-    return before, after, tuple(missing)
+    return before, after, tuple(missing), export_s
 
 
 def _make_sample(inputs: Inputs) -> Feeds:

@@ -12,8 +12,8 @@ class LatencyForecast:
 
     `parts`: what the second does not hold, in words. `in_float`: layers that a pass puts into eight bits and that are
     computed in float because they are faster so. `others`: what else was timed, where the recipe gains little: in words
-    -> milliseconds. `export_s`, `choosing_s`: seconds that exporting the float graph took, and what passes chose by
-    time; `held_bytes`: what the process held at most by then. They foretell the run, which does the same.
+    -> milliseconds. `export_s`: seconds that making the float graph took; `held_bytes`: what the process held at most
+    by then. They foretell the run, which does the same.
     """
 
     metric: str
@@ -24,7 +24,6 @@ class LatencyForecast:
     in_float: tuple[str, ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
     export_s: float = 0.0
-    choosing_s: float = 0.0
     held_bytes: int = 0
 
     @property

@@ -36,6 +36,7 @@ from compress.quantize.k_quants import gptq_round_k, round_to_k
 from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Together
 from runtime.decode.scoring import REDUCED_AT_ONCE, reduce_sample
+from runtime.measure.benchmark import USUAL
 from runtime.processes.isolated import start_python
 
 SIDE = 1024
@@ -180,22 +181,9 @@ class Rates:
 
             return _time_mean(work, 2) / TRACED
 
-    @property
-    def process(self) -> float:
-        """Return the seconds of a fresh process that imports ONNX Runtime, as load times are measured in."""
-        return self._process[0]
-
-    @property
-    def process_bytes(self) -> int:
-        """Return the most bytes that such a process holds."""
-        return self._process[1]
-
-    @cached_property
-    def _process(self) -> tuple[float, int]:
-        code = "import numpy, onnxruntime; from runtime.measure import probe; print(probe.peak_memory_bytes())"
-        start = time.perf_counter()
-        done = start_python(code)
-        return time.perf_counter() - start, int(done.stdout or 0)
+    def process(self, backend: str = USUAL) -> tuple[float, int]:
+        """Return what a fresh process that imports a backend takes: seconds, and the most bytes that it holds."""
+        return _time_process(backend)
 
     def round(self, scheme: WeightScheme, weighted: bool = False, every: int = 1) -> float:
         """Return weights/s of the search for scales and rounding to them; `every`: of `fit_grid`, without rounding."""
@@ -221,6 +209,14 @@ class Rates:
     def learn(self, scheme: WeightScheme) -> float:
         """Return weights/s of a step of learned rounding, its products left out: fake rounding, gradients, update."""
         return _time_learning(scheme)
+
+
+@lru_cache(maxsize=8)
+def _time_process(backend: str) -> tuple[float, int]:
+    code = f"from runtime.backends import BACKENDS; BACKENDS[{backend!r}].library()"
+    start = time.perf_counter()
+    done = start_python(f"{code}; from runtime.measure import probe; print(probe.peak_memory_bytes())")
+    return time.perf_counter() - start, int(done.stdout or 0)
 
 
 @lru_cache(maxsize=8)

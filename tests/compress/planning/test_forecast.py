@@ -52,12 +52,14 @@ class GivenRates:
 
     touch = scan = read = write = hash = 1e9
     invert, start, trace, threads = 1e12, 8.0, 1e-4, 1
-    process, process_bytes = 0.5, 80 * MIB
 
     def product(self, compute: str) -> float:
         return 1e9 if compute == "float32" else 4e9
 
     update = product
+
+    def process(self, backend: str = "") -> tuple[float, int]:
+        return 0.5, 80 * MIB
 
     def pass_over(self, n_bytes: int) -> float:
         return 1e9
@@ -96,11 +98,12 @@ def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SA
 
 def test_the_terms() -> None:
     """1.6 passes over the calibration set, 2 over the evaluation set, and its rounds."""
-    calls = Calls(1e-3, 1e-3, GivenRates.process)
+    calls = Calls(1e-3, 1e-3, 0.5)
     export = room.TRACED_A_LAYER * 1e-4 + 4 * 4 * MIB / 1e9
     judging = judging_seconds(RECIPE.validate_.benchmark, SAMPLES["evaluation"], calls)
     found = expect()
-    assert found.seconds == pytest.approx(8 + export + 1.0 + 1.6 + judging)
+    choosing = rounds_seconds([1e-3] * 6, 40, 2, 12.0)
+    assert found.seconds == pytest.approx(10 + export + 1.0 + 1.6 + choosing + judging)
     assert found.memory_bytes == LIBRARIES_BYTES + ONNX_BYTES + 4 * 4 * MIB + 80 * MIB + 2 * 4 * MIB
     assert found.disk_bytes == 2 * 4 * MIB + 3 * 4 * MIB + MIB
 
@@ -117,15 +120,13 @@ def test_more_work_takes_more() -> None:
 
 
 def test_what_was_measured_of_models_made_like_it_stands_for_counts() -> None:
-    """Milliseconds of a call, the seconds of exporting and of choosing, and the memory that they took."""
-    latency = LatencyForecast(
-        "latency_p50", "onnxruntime-cpu", 4.0, 2.0, export_s=3.0, choosing_s=5.0, held_bytes=2**30
-    )
+    """Milliseconds of a call, the seconds of exporting, and the memory that they took."""
+    latency = LatencyForecast("latency_p50", "onnxruntime-cpu", 4.0, 2.0, export_s=3.0, held_bytes=2**30)
     about = RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32)
     stages = {s.name: s for s in forecast(*about, rates=GivenRates(), latency=latency).stages}  # type: ignore[arg-type]
     assert stages[room.EXPORT].seconds == pytest.approx(3.0 + 4 * 4 * MIB / 1e9)
-    assert stages["int8"].seconds == pytest.approx(5.0 + 1.6 * 4.0)
-    calls = Calls(4e-3, 2e-3, GivenRates.process)
+    assert stages["int8"].seconds == pytest.approx(rounds_seconds([4e-3, *[2e-3] * 5], 40, 2, 12.0) + 1.6 * 4.0)
+    calls = Calls(4e-3, 2e-3, 0.5)
     assert stages["judging"].seconds == pytest.approx(judging_seconds(RECIPE.validate_.benchmark, 1000, calls))
     assert stages["judging"].memory_bytes == 2**30 + 80 * MIB + 2 * 4 * MIB
 
