@@ -238,6 +238,18 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
     return int(found["code"]), int(found["peak_bytes"])
 
 
+def plan_recipe(path: Path, sets: Sequence[str], cache: Path) -> dict[str, Any]:
+    """Return the plan as JSON values. CallError with the last line where it cannot be made."""
+    words = [part for one in sets for part in ("--set", one)]
+    command = [sys.executable, "-m", "compress", "plan", str(path), "--cache", str(cache), "--json", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise CallError(next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no plan"))
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
 def apply_command(recipe: Path, sets: Sequence[str], bundle: Path, cache: Path) -> list[str]:
     command = [sys.executable, "-m", "compress", "apply", str(recipe), "--out", str(bundle), "--cache", str(cache)]
     return command + [part for one in sets for part in ("--set", one)]

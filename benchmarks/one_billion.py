@@ -16,20 +16,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import (
     GATE_FELL_SHORT,
-    ROOT,
     Call,
     Claim,
     Measured,
@@ -38,11 +33,11 @@ from common import (
     apply_command,
     at_least,
     at_most,
+    plan_recipe,
     run_script,
-    say,
 )
-from forecasts import plan_recipe
 from language import random_tokens, write_tokenizer
+from process_tree import run_tree
 
 from compress.store.cache import PARTIAL
 
@@ -71,7 +66,6 @@ MOST_GIB, QUICK_GIB = 6.0, 2.2
 """Less than the float model takes to be run: 3.5 times its weights in float32."""
 KILLED_AFTER = 5
 """Finished blocks."""
-SAMPLED_S = 0.1
 SAME_NATS = 0.02
 """Between the checkpoint in transformers and the ONNX file: kernels of 4 bits round their inputs."""
 RECIPE = """\
@@ -96,15 +90,6 @@ validate:
     - {{metric: tpot, min_speedup: 1.0, undecided: pass}}
 limits: {{memory_gib: {most}}}
 """
-
-
-@dataclass(frozen=True)
-class Run:
-    """One process that ran, or was killed. `peak_bytes`: of its whole tree."""
-
-    code: int
-    seconds: float
-    peak_bytes: int
 
 
 def measure(call: Call) -> Measured:
@@ -210,55 +195,25 @@ def _draw(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.empty(size, dtype=torch.bfloat16).normal_(0.0, SPREAD, generator=generator)
 
 
-def write_recipe(folder: Path, model: Path, vocabulary: int, most_gib: float) -> Path:
-    """Write RECIPE with its texts into `folder`."""
+def write_texts(folder: Path, vocabulary: int) -> tuple[Path, Path]:
+    """Write random texts to calibrate and to evaluate on into `folder`; return the two files."""
     sets = {"calibration": (CALIBRATION, CALIBRATION_TOKENS), "evaluation": (EVALUATION, EVALUATION_TOKENS)}
     files = {name: folder / f"{name}.jsonl" for name in sets}
     for seed, (name, (n, length)) in enumerate(sets.items()):
         rows = random_tokens(n, length, vocabulary, seed)
         lines = (json.dumps({"text": " ".join(f"w{token}" for token in row)}) for row in rows)
         files[name].write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return files["calibration"], files["evaluation"]
+
+
+def write_recipe(folder: Path, model: Path, vocabulary: int, most_gib: float) -> Path:
+    """Write RECIPE with its texts into `folder`."""
+    calibration, evaluation = write_texts(folder, vocabulary)
+    files = {"calibration": calibration, "evaluation": evaluation}
     recipe = folder / "recipe.yaml"
     text = RECIPE.format(model=model, tokens=CALIBRATION_TOKENS, most=most_gib, **files)
     recipe.write_text(text, encoding="utf-8")
     return recipe
-
-
-def run_tree(command: Sequence[str], stop: Callable[[], bool] = lambda: False) -> Run:
-    """Run a command; kill it and its children as soon as `stop` says so."""
-    start, peak = time.perf_counter(), 0
-    child = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, start_new_session=True)
-    while child.poll() is None:
-        peak = max(peak, tree_bytes(child.pid))
-        if stop():
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            say(f"killed after {time.perf_counter() - start:.0f} s")
-            break
-        time.sleep(SAMPLED_S)
-    return Run(child.returncode, time.perf_counter() - start, peak)
-
-
-def tree_bytes(pid: int) -> int:
-    """Return the resident bytes of a process and all that it started, pages of mapped files among them."""
-    children: dict[int, list[int]] = {}
-    resident: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            pages = int((folder / "statm").read_text().split()[1])
-        except (OSError, IndexError, ValueError):  # it has ended
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
-        resident[int(folder.name)] = pages * os.sysconf("SC_PAGE_SIZE")
-    total, waiting = 0, [pid]
-    while waiting:
-        one = waiting.pop()
-        total += resident.get(one, 0)
-        waiting += children.get(one, [])
-    return total
 
 
 def finished_blocks(cache: Path) -> set[int]:

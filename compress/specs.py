@@ -40,9 +40,7 @@ class Record(BaseModel):
     """A frozen piece of a recipe; an unknown key is an error."""
 
     # Defaults are validated, so that 5 in a float field is written as 5.0 whether the recipe gives it or not.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
 
 class NamesPlace:

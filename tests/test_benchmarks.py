@@ -410,18 +410,29 @@ def test_an_embedding_that_differs_or_a_loader_that_fails_breaks_the_claim(
         interop.largest(ours, ours[:1])
 
 
-def test_a_forecast_is_held_against_what_the_report_measured(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    forecasts = load("forecasts")
+def test_forecasts_are_held_against_what_was_measured(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    forecasts, tree = load("forecasts"), load("process_tree")
     latency = {"metric": "latency_p50", "backend": "onnxruntime-cpu", "float_ms": 2.0, "compressed_ms": 1.0}
+    stages = [
+        {"name": "start", "seconds": 4.0, "memory_bytes": 2**20},
+        {"name": "judging", "seconds": 6.0, "memory_bytes": 0},
+    ]
+    work = {"seconds": 10.0, "memory_bytes": 200 * 2**20, "stages": stages}
     (tmp_path / "quickstart").mkdir()
     sides = {"baseline": 2.2, "candidate": 1.5}
     report = {side: {"generation": {}, "latency_ms": {"p50": ms}} for side, ms in sides.items()}
     (tmp_path / "quickstart/report.json").write_text(json.dumps(report))
-    monkeypatch.setattr(forecasts, "plan_recipe", lambda *arguments: {"latency": latency})
-    monkeypatch.setattr(forecasts, "apply_recipe", lambda *arguments: 0)
+    (tmp_path / "quickstart/compress.log").write_text("     1.00s  loading data: 1.0 s\n     6.00s  judging: 5.0 s\n")
+    run = tree.Run(0, 11.0, [(1.0, 100 * 2**20), (8.0, 300 * 2**20)])
+    monkeypatch.setattr(forecasts, "plan_recipe", lambda *arguments: {"latency": latency, "forecast": work})
+    monkeypatch.setattr(forecasts, "run_tree", lambda *arguments: run)
     claims, rows = forecasts.measure(SimpleNamespace(bench=Path(), out=tmp_path, quick=True))
-    assert [claim.holds for claim in claims] == [True, False]
+    assert [claim.holds for claim in claims] == [True, False, True, False]
     assert list(forecasts.to_markdown(rows))[-1] == ("| `quickstart.yaml` | 2, 2.2 ms | 1, 1.5 ms | 2.00, 1.47 |")
+    assert list(forecasts.work_table(rows))[-1] == "| `quickstart.yaml` | 0.91 of 11 s | 0.67 of 300 MiB |"
+    lines = [line.split() for line in forecasts.compare_stages(stages, tmp_path / "quickstart", run)]
+    assert lines[0] == ["start", "4.0", "6.0", "s", "1", "0", "MiB"]
+    assert lines[1] == ["judging", "6.0", "5.0", "s", "0", "300", "MiB"]
 
 
 def test_recipes_are_made_short_without_touching_what_decides_their_speed(load: Any) -> None:

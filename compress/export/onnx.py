@@ -44,7 +44,7 @@ from compress.graph.fast_forms import (
 )
 from compress.graph.half import to_half
 from compress.graph.halves import cross_names, share_weights, split_halves
-from compress.graph.layers import find_layers
+from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
@@ -257,7 +257,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
             continue
         weights[name] = UnreadWeight(partial(_read_integers, model.store, name)) if unread else weight
         if layers[name].op == "Gather":
-            weights[name] = _with_row_groups(weight)
+            weights[name] = with_row_groups(layers[name], weight)
         if scheme.activations is not None:
             weights[name] = weight
             integer.append(name)
@@ -284,9 +284,11 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
     return state, tuple(notes)
 
 
-def _with_row_groups(weight: QuantizedWeight) -> QuantizedWeight:
+def with_row_groups(layer: GraphLayer, weight: QuantizedWeight) -> QuantizedWeight:
     """Return a table's integers [rows, width] with a group size: -1 in a graph says one scale for each column."""
-    return weight if weight.group_size > 0 else replace(weight, group_size=weight.values.shape[1])
+    if layer.op != "Gather" or weight.group_size > 0:
+        return weight
+    return replace(weight, group_size=weight.values.shape[1])
 
 
 def _read_integers(store: WeightStore, layer: str) -> QuantizedWeight:

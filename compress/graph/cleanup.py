@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass, RemoveUnusedOpsetsPass
-from onnxscript.optimizer import fold_constants_ir
-from onnxscript.version_converter import ConvertVersionPass
 
 from compress.graph.convolutions import fold_channel_scales, pool_globally
 from compress.graph.edit import append, name_nodes, normalize, replace_constant, replace_output, reroute, tidy, uses_of
@@ -111,6 +109,8 @@ def _inline_functions(model: ir.Model, report: CleanUp) -> None:
 
 def raise_opset(model: ir.Model, report: CleanUp) -> None:
     """Raise the opset to the first of WANTED_OPSETS that is reached; a later one is left as it is."""
+    from onnxscript.version_converter import ConvertVersionPass  # 0.3 s, which plans of torch models do without
+
     imports = model.graph.opset_imports
     if "ai.onnx" in imports:  # the other name of the same domain
         imports[""] = max(imports.pop("ai.onnx"), imports.get("", 0))
@@ -172,6 +172,8 @@ def _fold_constants(model: ir.Model, report: CleanUp) -> None:
             return False
         left -= int(n_bytes)
         return True
+
+    from onnxscript.optimizer import fold_constants_ir
 
     before = _count_operators(model)
     try:

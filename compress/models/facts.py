@@ -19,7 +19,7 @@ from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
-from compress.models.meta import module_on_meta
+from compress.models.meta import OpenedModel, open_on_meta
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
 from compress.models.rebuilt import rebuild_onnx
@@ -43,21 +43,24 @@ def model_facts(
     coupling: bool = False,
     blocks: bool = False,
     config: Mapping[str, Any] | None = None,
+    opened: OpenedModel | None = None,
 ) -> ModelFacts:
     """Return layers, shapes, work and memory for one sample of a recipe's model.
 
     `feeds_shapes`: by input. `coupling`: with the units that can be pruned. `blocks`: with the blocks that can go.
-    `config`: what is different in config.json, of a model that is to be built anew.
+    `config`: what is different in config.json, of a model that is to be built anew. `opened`: the model, where it is
+    built already; stacked experts become layers in it.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
     `peak_activation_bytes` is that of torch's eager order; `operators` are aten's for torch, ONNX's for ONNX.
     Raises SourceError.
     """
-    source = replace(locate(spec, root), config=config or {})
+    opened = opened or open_on_meta(spec, root, config)
+    source, module, notes = opened.source, opened.module, opened.notes
     if source.onnx is not None:
         return onnx_facts(source.onnx, spec.task, feeds_shapes)
-    module, notes = module_on_meta(spec, source, root)
+    assert module is not None
     unstack_experts(module)
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)

@@ -11,7 +11,7 @@ from torch import nn
 from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models import huggingface
-from compress.models.meta import module_on_meta
+from compress.models.meta import OpenedModel
 from compress.models.onnx_facts import onnx_io
 from compress.models.source import Source, locate, read_onnx
 from compress.specs import ModelSpec
@@ -35,21 +35,22 @@ from runtime.encode.texts import FEEDS
 from runtime.tasks import find_task
 
 
-def model_inputs(spec: ModelSpec, root: Path) -> tuple[str, ...]:
-    """Return the names of the model's inputs, as the ONNX file will have them. No weights are read."""
-    source = locate(spec, root)
-    if source.onnx is not None:
-        return tuple(value.name for value in onnx_io(read_onnx(source.onnx), spec.task)[0])
-    module, _ = module_on_meta(spec, source, root)
-    return tuple(parameters(spec, source, module))
+def model_inputs(opened: OpenedModel) -> tuple[str, ...]:
+    """Return the names of the model's inputs, as the ONNX file will have them."""
+    if opened.source.onnx is not None:
+        return tuple(value.name for value in onnx_io(read_onnx(opened.source.onnx), opened.spec.task)[0])
+    assert opened.module is not None
+    return tuple(parameters(opened.spec, opened.source, opened.module))
 
 
-def feeds_shapes(spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes) -> SampleShapes:
+def feeds_shapes(
+    spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]
+) -> SampleShapes:
     """Return shape and dtype of what each input is fed with for one sample, by name. `samples`: the data's, by role.
 
-    Texts are taken at `max_length`. SourceError where preprocessing and samples do not say the size of an input.
+    `names`: of the model's inputs. Texts are taken at `max_length`. SourceError where preprocessing and samples do not
+    say the size of an input.
     """
-    names = model_inputs(spec, root)
     if not isinstance(preprocess, Seq2SeqPreprocess):
         return _shapes_of(spec, root, preprocess, samples, names)
     read = [name for name in names if name != DECODER_IDS]

@@ -253,16 +253,17 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
 
 def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
     task = find_torch_task(spec.task)
-    if not task.outputs or task.task.preprocess is None:
-        known = [name for name, other in TORCH_TASKS.items() if other.outputs and other.task.preprocess]
+    auto_class = find_torch_task(task.model_task or spec.task).auto_class
+    if not auto_class:
+        known = [name for name, other in TORCH_TASKS.items() if other.auto_class or other.model_task]
         raise SourceError(
             f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(known)}"
         )
-    from optimum.exporters.tasks import TasksManager
+    import transformers
 
     config = load_config(spec, source)
     kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
-    auto = TasksManager.get_model_class_for_task(task.model_task or spec.task, model_type=config.model_type)
+    auto = getattr(transformers, auto_class)
     _check_task(spec.source, spec.task, config, auto)
     return auto, config, kwargs
 

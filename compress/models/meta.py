@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from compress.errors import SourceError
 from compress.models import factory, huggingface
-from compress.models.source import Source
+from compress.models.source import Source, locate
 from compress.models.weights import check_shapes, read_shapes
 from compress.specs import ModelSpec
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """Where a model lies, its module on the meta device (None: an ONNX file), and notes on how it was built."""
+
+    spec: ModelSpec
+    root: Path
+    source: Source
+    module: nn.Module | None
+    notes: tuple[str, ...] = ()
+
+
+def open_on_meta(spec: ModelSpec, root: Path, config: Mapping[str, Any] | None = None) -> OpenedModel:
+    """Find a model, and build it on the meta device unless it is an ONNX file. No weights are read.
+
+    `config`: what is different in config.json, of a model that is to be built anew. Raises SourceError.
+    """
+    source = replace(locate(spec, root), config=config or {})
+    if source.onnx is not None:
+        return OpenedModel(spec, root, source, None)
+    module, notes = module_on_meta(spec, source, root)
+    return OpenedModel(spec, root, source, module, tuple(notes))
 
 
 def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:

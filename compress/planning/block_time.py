@@ -21,8 +21,6 @@ from compress.quantize.gram import NARROW, ROWS, STRIPES, Compute
 
 PASSED_OVER = 3
 """Times that a forward reads or writes each output of a layer beside the product: norms, gates, sums, rotary angles."""
-ATTENDED = 8
-"""Times that attention, eager as it is run here, reads or writes each of its scores."""
 PACKED = 8
 """Times that a rounded weight is read or written as float32 on its way into the block and its file."""
 READ_AGAIN = 3
@@ -92,16 +90,26 @@ class BlockTime:
         if not tokens.n:
             return 0.0
         layers = self._shapes()
-        products = sum(2 * math.prod(shape) for name, shape in layers.items() if name in self._inside())
-        outputs = sum(shape[0] for name, shape in layers.items() if name in self._inside())
-        heads, width = self._attention()
-        products += 4 * tokens.a_sample * width  # scores, and values weighted with them
-        touched = FLOAT_BYTES * (PASSED_OVER * outputs + ATTENDED * heads * tokens.a_sample)
+        inside = [shape for name, shape in layers.items() if name in self._inside()]
+        products = sum(2 * math.prod(shape) for shape in inside)
+        rows, outputs = min(activations.ROWS, tokens.n), [FLOAT_BYTES * shape[0] for shape in inside]
+        touched = sum(PASSED_OVER * n_bytes / self.rates.pass_over(rows * n_bytes) for n_bytes in outputs)
         cast = 0.0
         if compute == "bfloat16":  # each micro-batch casts the weights anew
             micro_batches = math.ceil(tokens.n / activations.ROWS)
             cast = micro_batches * self._count(self._inside()) * 6 / self.rates.touch
-        return tokens.n * (products / self.rates.product(compute) + touched / self.rates.touch) + cast
+        return tokens.n * (products / self.rates.product(compute) + touched) + self.attention_seconds(tokens) + cast
+
+    def attention_seconds(self, tokens: Tokens) -> float:
+        """Return the seconds of attention, fused as passes run it, between the tokens of each text."""
+        structure, shapes = self.facts.structure, self._shapes()
+        assert structure is not None
+        seconds = 0.0
+        for reading in structure.readings:
+            if reading.how == "value" and reading.head_size:
+                heads = shapes[reading.layers[0]][1] // reading.head_size
+                seconds += self.rates.attend(heads, reading.head_size, tokens.a_sample)
+        return seconds * tokens.n / tokens.a_sample
 
     def gram_seconds(self, tokens: Tokens, compute: Compute, chosen: Collection[str]) -> float:
         """Return the seconds of X^T X of what each group of layers reads, and of adding the products up."""
@@ -161,7 +169,7 @@ class BlockTime:
         logits = max((shape[0] for _, shape in self._late()), default=0)
         late = sum(math.prod(shape) for _, shape in self._late())
         both = 2 * (self.read_seconds() + self.forward_seconds(tokens) + self.head_seconds(tokens.n))
-        return both + unpacked + 2 * late / self.rates.read + tokens.n * logits / self.rates.compare
+        return both + unpacked + 2 * late / self.rates.read + tokens.n * logits / self.rates.compare(logits)
 
     def _list_layers(self) -> list[str]:
         structure = self.facts.structure
@@ -199,17 +207,6 @@ class BlockTime:
             found = [shapes[name] for name in reading.layers if name in wanted and name in shapes]
             groups.append((found[0][1] if found else 0, [shape[0] for shape in found]))
         return groups
-
-    def _attention(self) -> tuple[int, int]:
-        """Return the heads of all blocks, and their width in all: of readings that attention's values reach."""
-        structure, shapes = self.facts.structure, self._shapes()
-        assert structure is not None
-        heads = width = 0
-        for reading in structure.readings:
-            if reading.how == "value" and reading.head_size:
-                n = shapes[reading.layers[0]][1]
-                heads, width = heads + n // reading.head_size, width + n
-        return heads, width
 
     def _rounding_rate(self, scheme: WeightScheme, weighted: bool) -> float:
         if scheme.kind != "int":  # one scale from the largest, and one rounding

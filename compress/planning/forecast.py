@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -21,14 +20,18 @@ from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
+from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
+from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.rates import SIDE, Rates, time_call
+from compress.quantize.fastest import CANDIDATES_BUDGET_S
+from compress.quantize.latency import ROUNDS
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
+from runtime.backends import BACKENDS
 from runtime.bundle.manifest import fixed_batch
-from runtime.decode.scoring import LOGITS_BYTES
-from runtime.measure.benchmark import LATENCY_BUDGET_S, choose_backend
-from runtime.measure.timing import MIN_ROUNDS
+from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
+from runtime.measure.benchmark import choose_backend
 
 EXPORT, BASELINE, WRITING = "export to float ONNX", "baseline outputs", "writing the bundle"
 """Names of work before and after the passes, as the plan has it."""
@@ -38,20 +41,21 @@ ONNX_BYTES = 240 * 2**20
 """What exporting a graph and ONNX Runtime's sessions take beside that."""
 EFFICIENCY = 0.35
 """What convolutions and small products reach of a large matrix product's rate."""
-START_SECONDS = 8.0
-"""Importing the libraries and planning, at most: what this process has computed by now, if that is less."""
-EXPORT_SECONDS_A_LAYER = 0.25
-"""Tracing a large decoder without its weights, and rewriting its graph."""
-EXPORT_BYTES_PER_S = 20e6
-"""Weights that are exported, written and checked in a second."""
+TRACED_A_LAYER = 4000
+"""Operators on shapes alone in whose time a layer is exported, with all that is around it, and its graph rewritten: the
+work of the libraries, in units of this machine's pace with them."""
+AROUND = 1.25
+"""What a run takes beside its work, in units of what its plan took to begin: it imports more, and has an end."""
+PLACEMENTS = 5
+"""Placements of int8 that are timed whole."""
 JUDGING_RUNS = 2
 """Forward passes over the evaluation set beside the baseline's: the candidate's, one for the gates."""
-THROUGHPUT_CALLS, THROUGHPUT_SECONDS = 40, 60.0
-"""Timed calls of the large batch, and the most that they are given."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 LOADED_COPIES = 1.5
 """Float copies of the weights that the process holds in which a checkpoint is loaded back."""
+REDUCED_COPIES = 7
+"""Copies in float64 of the logits that are compared at once: both models' logarithms, and what divergence needs."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 
@@ -103,14 +107,15 @@ class Volumes:
     """How much data goes through a model.
 
     `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
-    set, `scored`: of its evaluation set; `filled`: how long a text of the training set is, as a part of the longest;
-    `unread_bytes`: of weight files whose digest is not known.
+    set, `scored`: of its evaluation set, `longest`: of a text of that; `filled`: how long a text of the training set
+    is, as a part of the longest; `unread_bytes`: of weight files whose digest is not known.
     """
 
     samples: Mapping[str, int]
     batch: int
     tokens: int = 0
     scored: int = 0
+    longest: int = 0
     filled: float = 1.0
     unread_bytes: int = 0
 
@@ -156,13 +161,16 @@ def forecast(
     decisions: Sequence[Sequence[LayerDecision]] = (),
     timed: TimedBatch | None = None,
     rates: Rates | None = None,
+    latency: LatencyForecast | None = None,
 ) -> Forecast:
     """Estimate the time, memory and disk that a recipe takes, as the sum of what each piece of work needs.
 
     `decisions`: what each pass will do to the layers; not given, it is taken to work on all. `timed`: the largest batch
-    that judging times. `rates`: of this machine; not given, they are measured.
+    that judging times. `rates`: of this machine; not given, they are measured. `latency`: what was measured of models
+    that were made like the recipe's.
     """
-    run = _Run(recipe, before, after, volumes, decisions, timed, rates or find_rates(_find_inner_width(before)))
+    rates = rates or find_rates(find_inner_width(before))
+    run = _Run(recipe, before, after, volumes, decisions, timed, rates, latency)
     stages = run.list_stages()
     return Forecast(max(stage.memory_bytes for stage in stages), *run.disk_bytes(), tuple(stages))
 
@@ -178,15 +186,16 @@ class _Run:
     decisions: Sequence[Sequence[LayerDecision]]
     timed: TimedBatch | None
     rates: Rates
+    latency: LatencyForecast | None
 
     def list_stages(self) -> list[StageForecast]:
         """Return the stages of the run, in order."""
-        started = self.start_seconds()  # as it is now: a later call would count the work of this process, too
-        stages = [StageForecast("start", self.base_bytes, lambda: started)]
+        stages = []
         if self.recipe.has_onnx:
             stages.append(StageForecast(EXPORT, self.export_bytes(), self.export_seconds))
         if self.recipe.has_onnx and not self.in_files:
-            stages.append(StageForecast(BASELINE, self.export_bytes(), partial(self.evaluation_seconds, 1)))
+            memory = self.graph_bytes() + self.evaluation_bytes(1)
+            stages.append(StageForecast(BASELINE, memory, partial(self.evaluation_seconds, 1)))
         names = pass_names(self.recipe.passes)
         stages += [
             StageForecast(name, self.pass_bytes(number), partial(self.pass_seconds, number))
@@ -198,7 +207,7 @@ class _Run:
             stages.append(StageForecast(WRITING, self.writing_bytes(), self.writing_seconds))
         if self.recipe.has_onnx:
             stages.append(StageForecast("judging", self.judging_bytes(), self.judging_seconds))
-        return stages
+        return [StageForecast("start", self.base_bytes, self.start_seconds), *stages]
 
     @property
     def base_bytes(self) -> int:
@@ -231,6 +240,9 @@ class _Run:
     @property
     def forward(self) -> float:
         """Return the seconds of one sample through the float model in ONNX Runtime, on all threads."""
+        speed = self.recipe.validate_.benchmark
+        if self.latency is not None and self.latency.metric != "tpot":
+            return self.latency.float_ms / 1000 / speed.batch_size * speed.threads / self.rates.threads
         return 2 * self.before.macs / (matrix_rate() * EFFICIENCY)
 
     def start_seconds(self) -> float:
@@ -238,18 +250,21 @@ class _Run:
         unread = (
             self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
         )
-        return min(time.process_time(), START_SECONDS) + unread
+        return AROUND * self.rates.start + unread
 
     def export_seconds(self) -> float:
         """Return the seconds of exporting the float graph, writing and comparing it.
 
         Where weights stay in files none are written; they are read twice, to compare torch with the graph.
         """
+        if self.before.source == "onnx":
+            return self.before.n_bytes / self.rates.write
+        traced = len(self.before.layers) * TRACED_A_LAYER * self.rates.trace
         if self.in_files:
-            return (
-                len(self.before.layers) * EXPORT_SECONDS_A_LAYER + 2 * BlockTime(self.before, self.rates).read_seconds()
-            )
-        return self.before.n_bytes / EXPORT_BYTES_PER_S
+            return traced + 2 * BlockTime(self.before, self.rates).read_seconds()
+        if self.latency is not None and self.latency.export_s:
+            traced = self.latency.export_s
+        return traced + self.before.n_bytes * (2 / self.rates.write + 2 / self.rates.touch)
 
     def export_bytes(self) -> int:
         """Return the memory of exporting: copies of the float weights, and the activations of a batch.
@@ -258,8 +273,13 @@ class _Run:
         """
         if self.in_files:
             return self.base_bytes + ONNX_BYTES + 2 * self.largest_bytes
-        copies = max(COPIES, 2 + self.between) * self.before.n_bytes
-        return self.base_bytes + ONNX_BYTES + copies + 2 * self.volumes.batch * self.before.peak_activation_bytes
+        return self.graph_bytes() + 2 * self.volumes.batch * self.before.peak_activation_bytes
+
+    def graph_bytes(self) -> int:
+        """Return the memory of a process that has made the float graph and run it: as the plan's own, or by copies."""
+        if self.latency is not None and self.latency.held_bytes:
+            return max(self.base_bytes, self.latency.held_bytes) + self.between * self.before.n_bytes
+        return self.base_bytes + ONNX_BYTES + max(COPIES, 2 + self.between) * self.before.n_bytes
 
     def evaluation_seconds(self, runs: float) -> float:
         """Return the seconds of so many passes over the evaluation set in ONNX Runtime."""
@@ -277,14 +297,24 @@ class _Run:
             timed = BlockTime(self.before, self.rates)
             return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.find_rounded(number))
         runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
-        return trained + runs * self.forward
+        return trained + self.choosing_seconds(number) + runs * self.forward
+
+    def choosing_seconds(self, number: int) -> float:
+        """Return the seconds of timing placements whole; layers alone were timed for the plan, and are kept."""
+        if not self.recipe.passes[number].chooses_by_time or self.recipe.model.generates:
+            return 0.0
+        calls, size = self.find_calls(), self.recipe.validate_.benchmark.batch_size
+        timed = [size * calls.float_s, *[size * calls.candidate_s] * PLACEMENTS]
+        return rounds_seconds(timed, ROUNDS, 2, CANDIDATES_BUDGET_S)
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
-        memory = self.base_bytes + self._training(number).memory_bytes
+        pass_ = self.recipe.passes[number]
         if self.on_blocks(number):
-            memory = max(memory, self.base_bytes + self.stream_bytes(number))
-        return memory
+            return self.base_bytes + max(self._training(number).memory_bytes, self.stream_bytes(number))
+        calibrated = self.volumes.batch * self.before.peak_activation_bytes if pass_.needs_calibration else 0
+        held = self.graph_bytes() if self.recipe.has_onnx else self.base_bytes
+        return held + max(self._training(number).memory_bytes, calibrated)
 
     def stream_bytes(self, number: int) -> int:
         """Return the bytes that a pass over blocks takes at its peak, above what the process holds."""
@@ -311,19 +341,32 @@ class _Run:
         return FLOAT_BYTES * sum(outside.values())
 
     def judging_seconds(self) -> float:
-        """Return the seconds of the candidate's outputs, the gates, the timed calls, and models between the passes."""
+        """Return the seconds of the candidate's outputs, the timed calls, and models between the passes."""
         speed, between = self.recipe.validate_.benchmark, self.between
-        if self.in_files:
-            seconds = self.judged_seconds()
-        else:
-            seconds = self.evaluation_seconds(JUDGING_RUNS + between) + between * self.export_seconds()
-        single = self.forward * max(os.cpu_count() or 1, 1) / speed.threads  # one sample on the timed threads
+        calls = self.find_calls()
         if self.recipe.model.generates:
-            return seconds + self._request_seconds(single)
-        calls = speed.warmup + 2 * speed.iterations
-        most = max(MIN_ROUNDS, LATENCY_BUDGET_S / max(single * speed.batch_size, 1e-9))  # they are given so long
-        seconds += (2 + between) * single * min(calls, most) * speed.batch_size
-        return seconds + min(THROUGHPUT_SECONDS, THROUGHPUT_CALLS * single * speed.throughput_batch_size)
+            seconds = self.judged_seconds() if self.in_files else self.evaluation_seconds(JUDGING_RUNS + between)
+            return seconds + between * self.export_seconds() + self._request_seconds(calls)
+        seconds = self.evaluation_seconds(between) + between * self.export_seconds()
+        return seconds + judging_seconds(speed, self.volumes.samples.get("evaluation", 0), calls)
+
+    def find_calls(self) -> Calls:
+        """Return how long a call of a sample takes on the timed threads: measured, or by its work."""
+        speed = self.recipe.validate_.benchmark
+        single = self.forward * self.rates.threads / speed.threads
+        before, after = single, single
+        if self.latency is not None and self.latency.metric != "tpot":
+            before, after = (ms / 1000 / speed.batch_size for ms in (self.latency.float_ms, self.latency.compressed_ms))
+        elif self.recipe.model.generates:
+            before = after = single * min(speed.prompt_tokens / _count_rows(self.before), 1.0)
+        return Calls(before, after, self.rates.process()[0], self.between, self.find_others())
+
+    def find_others(self) -> list[str]:
+        """Return the backends on which the files are run, too, in the process that judges: no decoder's."""
+        if self.recipe.model.generates:
+            return []
+        main = choose_backend(self.recipe.target, None)[0]
+        return [name for name in ON_CPU if name != main and BACKENDS[name].available() is None]
 
     def judged_seconds(self) -> float:
         """Return the seconds of sending the evaluation texts through a large candidate, on the timed threads.
@@ -331,21 +374,18 @@ class _Run:
         And through the float model, where it is run.
         """
         timed, tokens = BlockTime(self.before, self.rates), Tokens(self.volumes.scored or self._rows("evaluation"))
-        slower = max(os.cpu_count() or 1, 1) / self.recipe.validate_.benchmark.threads
+        slower = self.rates.threads / self.recipe.validate_.benchmark.threads
         return (1 + self.runs_float) * slower * (timed.forward_seconds(tokens) + timed.head_seconds(tokens.n))
 
-    def _request_seconds(self, single: float) -> float:
+    def _request_seconds(self, calls: Calls) -> float:
         """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each.
 
         Of the candidate alone where the float graph is not run.
         """
-        speed = self.recipe.validate_.benchmark
-        longest = _count_rows(self.before)
-        prompt = (1 + self.runs_float) * single * min(speed.prompt_tokens / longest, 1.0)
-        steps = speed.new_tokens * (self.runs_float * self.before.n_bytes + self.after.n_bytes) / self.rates.scan
-        pace = speed.batch_size * prompt + steps
-        rounds = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, LATENCY_BUDGET_S / max(pace, 1e-9)))
-        return pace * (min(speed.warmup, 3) + rounds)
+        tokens = [self.before.n_bytes / self.rates.scan, self.after.n_bytes / self.rates.scan]
+        if self.latency is not None and self.latency.metric == "tpot":
+            tokens = [self.latency.float_ms / 1000, self.latency.compressed_ms / 1000]
+        return requests_seconds(self.recipe.validate_.benchmark, calls, tokens if self.runs_float else tokens[1:])
 
     def judging_bytes(self) -> int:
         """Return the memory of two sessions, the float model's and the candidate's, and of the largest timed batch.
@@ -361,8 +401,23 @@ class _Run:
                 + LOGITS_BYTES
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
             )
-        judging = 2 * self.before.n_bytes + (0 if self.timed is None else self.timed.n_bytes)
-        return self.base_bytes + ONNX_BYTES + judging
+        timed = 0 if self.timed is None else self.timed.n_bytes
+        alone = self.rates.process()[1] + 2 * self.before.n_bytes  # the process in which a model's load is measured
+        compared = self.evaluation_bytes(2) + sum(self.rates.process(name)[1] for name in self.find_others())
+        return self.graph_bytes() + max(timed, alone, compared)
+
+    def evaluation_bytes(self, models: int) -> int:
+        """Return the memory of a batch of the evaluation set: activations of one model, and the logits of all."""
+        size = fixed_batch(self.before.inputs) or self.recipe.validate_.batch_size
+        size = min(size, max(self.volumes.samples.get("evaluation", 0), 1))
+        if not self.recipe.model.generates:  # all sessions that are compared keep what a batch took
+            ways = 1 if models == 1 else self.find_calls().n_ways
+            return ways * size * self.before.peak_activation_bytes
+        rows = _count_rows(self.before)
+        longest = min(self.volumes.longest or rows, rows)
+        logits = FLOAT_BYTES * longest * self._vocabulary
+        size = max(1, min(size, LOGITS_BYTES // max(logits, 1)))
+        return size * (self.before.peak_activation_bytes * longest // rows + models * logits)
 
     def scoring_seconds(self) -> float:
         """Return the seconds of scoring both models in torch, block by block."""
@@ -371,10 +426,18 @@ class _Run:
         return BlockTime(self.before, self.rates).scoring_seconds(tokens, rounded)
 
     def scoring_bytes(self) -> int:
-        """Return the memory of scoring: heads and logits of two models side by side."""
+        """Return the memory of scoring: heads and logits of two models side by side, and what their blocks hand on."""
         structure = self.before.structure
         assert structure is not None
-        return self.base_bytes + head_memory(structure, _collect_shapes(self.before))
+        n_scored = self.volumes.scored or self._rows("evaluation")
+        handed_on = 2 * FLOAT_BYTES * n_scored * _find_width(self.before)
+        compared = REDUCED_COPIES * 8 * min(REDUCED_AT_ONCE, _count_rows(self.before) * self._vocabulary)
+        return self.base_bytes + head_memory(structure, _collect_shapes(self.before)) + handed_on + compared
+
+    @property
+    def _vocabulary(self) -> int:
+        """Return how many logits a token has."""
+        return max((layer.shape[0] for layer in self.before.layers), default=0)
 
     def loads_whole(self) -> bool:
         """Return whether a checkpoint is run when it is loaded back, or its tensors are only read."""
@@ -385,7 +448,7 @@ class _Run:
         written = self.after.n_bytes * (1 / self.rates.write + 2 / self.rates.hash)
         weights = self.before.n_bytes / FLOAT_BYTES
         read = (3 if self.loads_whole() else 1) * weights / self.rates.read  # there, and here as stored and as judged
-        return self.n_checkpoints * (written + read + min(time.process_time(), START_SECONDS))
+        return self.n_checkpoints * (written + read + self.rates.start)
 
     def writing_bytes(self) -> int:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
@@ -426,7 +489,7 @@ class _Run:
         return self.recipe.passes[number].estimate_training(self.before, samples, self.forward * self.volumes.filled)
 
 
-def _find_inner_width(facts: ModelFacts) -> int:
+def find_inner_width(facts: ModelFacts) -> int:
     """Return the inputs of the layer in the middle of all, by their number."""
     sizes = sorted(layer.shape[1] for layer in facts.layers if layer.op == "MatMul" and len(layer.shape) > 1)
     return sizes[len(sizes) // 2] if sizes else SIDE

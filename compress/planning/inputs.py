@@ -29,6 +29,7 @@ from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
+from compress.models.meta import open_on_meta
 from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.passes.distill_student import Student
@@ -107,7 +108,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     """
     root, spec = recipe.root, recipe.model
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
-    names = model_inputs(spec, root)
+    opened = open_on_meta(spec, root)
+    names = model_inputs(opened)
     class_names = find_class_names(spec, root)
     data, problems, chats = {}, [], _make_chat_encoder(recipe)
     for name, declared in recipe.data.declared.items():
@@ -122,11 +124,11 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     problems += _find_rate_problems(preprocess, data)
     shapes = next(iter(data.values())).shapes
-    feeds = feeds_shapes(spec, root, preprocess, shapes)
+    feeds = feeds_shapes(spec, root, preprocess, shapes, names)
     coupling, blocks = (
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
-    facts = model_facts(spec, root, feeds, coupling, blocks)
+    facts = model_facts(spec, root, feeds, coupling, blocks, opened=opened)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
         facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
@@ -252,21 +254,21 @@ def generation_of(inputs: Inputs) -> Generation | None:
     return replace(generation, context_length=target.most_tokens, eos_token_ids=target.end_tokens)
 
 
-def count_tokens(inputs: Inputs, name: str) -> int:
-    """Count the tokens of a set of a language model, which is read for it, so that a plan knows the work; else 0.
+def count_tokens(inputs: Inputs, name: str) -> tuple[int, int]:
+    """Count the tokens of a language model's set, and of its longest text, so that a plan knows the work; else 0, 0.
 
-    Of more than MOST_COUNTED texts some are counted, and stand for all.
+    The set is read for it. Of more than MOST_COUNTED texts some are counted, and stand for all.
     """
     if name not in inputs.data or not inputs.recipe.model.generates:
-        return 0
+        return 0, 0
     samples = load_set(inputs, name, None)
     feeds = Batches(samples, inputs, inputs.facts.inputs)
     counted = feeds[:: -(-len(feeds) // MOST_COUNTED)]
     if inputs.recipe.model.encodes:
-        n = sum(batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted)
+        lengths = [batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted]
     else:
-        n = sum(len(each["input_ids"][0]) for each in counted)
-    return n * len(feeds) // max(len(counted), 1)
+        lengths = [len(each["input_ids"][0]) for each in counted]
+    return sum(lengths) * len(feeds) // max(len(counted), 1), max(lengths, default=0)
 
 
 def text_fill(inputs: Inputs, name: str) -> float:

@@ -9,9 +9,10 @@ timed, too. What was measured is kept for the machine.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,13 @@ import onnx_ir as ir
 
 from compress.errors import CompressError
 from compress.export.decoder import export_decoder
-from compress.export.onnx import export_float, float_graph, write_graph
+from compress.export.onnx import export_float, float_graph, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
+from compress.graph.fast_forms import own_transposes
 from compress.graph.layers import find_layers
+from compress.graph.run import clone
 from compress.graph.specs import cache_of
 from compress.models.factory import USER_ERRORS
 from compress.models.facts import short_feeds
@@ -33,6 +36,7 @@ from compress.models.onnx_graph import open_onnx
 from compress.models.source import locate
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
+from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
 from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_stopwatch
 from compress.quantize.int8 import with_integer_layers
@@ -52,6 +56,7 @@ from runtime.decode.kv_cache import Decoder
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.environment import cpu_info
+from runtime.measure.probe import peak_memory_bytes
 from runtime.measure.timing import time_requests
 from runtime.report.units import size_text
 
@@ -64,28 +69,6 @@ WEIGHT_GROUP = 32
 MOST_NAMED = 8
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class LatencyForecast:
-    """Milliseconds of a call (of a decoder: of a further token) before and after, on `backend`.
-
-    `parts`: what the second does not hold, in words. `in_float`: layers that a pass puts into eight bits and that are
-    computed in float because they are faster so. `others`: what else was timed, where the recipe gains little: in words
-    -> milliseconds.
-    """
-
-    metric: str
-    backend: str
-    float_ms: float
-    compressed_ms: float
-    parts: tuple[str, ...] = ()
-    in_float: tuple[str, ...] = ()
-    others: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def speedup(self) -> float:
-        return self.float_ms / self.compressed_ms
 
 
 def forecast_latency(
@@ -138,13 +121,24 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
     stopwatch = make_stopwatch(recipe)
     log(f"measuring how long the model takes on {stopwatch.backend}, before and after the passes")
     feeds = [make_call(inputs)]
-    before, after, parts = make_twins(inputs, cache, machine, stopwatch, feeds, log)
+    before, after, parts, export_s = make_twins(inputs, cache, machine, stopwatch, feeds, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
     if recipe.model.generates:
-        ms = _time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
-        return LatencyForecast("tpot", stopwatch.backend, round(ms[0], 4), round(ms[1], 4), parts, in_float)
-    ms = stopwatch.time([before, after], feeds, BUDGET_S)
-    latency = LatencyForecast("latency_p50", stopwatch.backend, round(ms[0], 4), round(ms[1], 4), parts, in_float)
+        metric, ms = "tpot", _time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
+    else:
+        metric, ms = "latency_p50", stopwatch.time([before, after], feeds, BUDGET_S)
+    latency = LatencyForecast(
+        metric,
+        stopwatch.backend,
+        round(ms[0], 4),
+        round(ms[1], 4),
+        parts,
+        in_float,
+        export_s=round(export_s, 2),
+        held_bytes=peak_memory_bytes(),
+    )
+    if metric == "tpot":
+        return latency
     if recipe.passes and latency.speedup < GAINS:
         log("it gains little; measuring what else there is")
         latency = replace(latency, others=_time_others(recipe, before, stopwatch, feeds))
@@ -184,9 +178,12 @@ def make_call(inputs: Inputs) -> Feeds:
 
 def make_twins(
     inputs: Inputs, cache: Path, machine: str, stopwatch: Stopwatch, feeds: Sequence[Feeds], log: Log
-) -> tuple[GraphState, GraphState, tuple[str, ...]]:
-    """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold."""
-    recipe = inputs.recipe
+) -> tuple[GraphState, GraphState, tuple[str, ...], float]:
+    """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold.
+
+    And the seconds that making the float graph took.
+    """
+    recipe, begun = inputs.recipe, time.perf_counter()
     source = locate(recipe.model, recipe.root)
     missing: list[str] = []
     facts, resized, loaded = inputs.facts, False, None
@@ -197,6 +194,7 @@ def make_twins(
     else:
         loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
         before = after = GraphState(_export(loaded, recipe, feeds[0]))
+    export_s = time.perf_counter() - begun
     timing = None
     if explain_untimed(recipe) is None:
         file_of = partial(find_measured_file, cache)
@@ -225,7 +223,7 @@ def make_twins(
         facts = plan.facts
     if resized and loaded is not None:
         after = replace(after, model=_export(loaded, recipe, feeds[0]))
-    return before, after, tuple(missing)
+    return before, after, tuple(missing), export_s
 
 
 def _make_sample(inputs: Inputs) -> Feeds:
@@ -241,15 +239,29 @@ def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
 
 
 def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphState:
-    """Return the state with layers' weights rounded to nearest in these schemes, those that the graph has."""
-    layers = {layer.name: layer for layer in find_layers(state.model) if layer.op != "Gather"}
+    """Return the state with layers' weights rounded to nearest in these schemes, those that the graph has.
+
+    A table that is looked up and multiplied with is rounded once for both, as the bundle will have it.
+    """
+    layers = {layer.name: layer for layer in find_layers(state.model)}
+    if any(name not in layers or layers[name].op == "Gather" for name in schemes):  # a head that shares a table
+        state = replace(state, model=clone(state.model))
+        own_transposes(state.model)
+        layers = {layer.name: layer for layer in find_layers(state.model)}
     chosen = {name: scheme for name, scheme in schemes.items() if name in layers and scheme.weights.kind == "int"}
     integer = [name for name, scheme in chosen.items() if scheme.activations is not None]
     if integer:
         state = with_integer_layers(state, integer, "inputs", False, True, round_roughly)
     weights = {
-        name: round_to_nearest(
-            layers[name].matrix().astype(np.float32), w.weights.bits, w.weights.group_size, w.weights.symmetric, False
+        name: with_row_groups(
+            layers[name],
+            round_to_nearest(
+                layers[name].matrix().astype(np.float32),
+                w.weights.bits,
+                w.weights.group_size,
+                w.weights.symmetric,
+                False,
+            ),
         )
         for name, w in chosen.items()
         if name not in integer

@@ -27,7 +27,15 @@ from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
-from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
+from compress.planning.forecast import (
+    BASELINE,
+    EXPORT,
+    Volumes,
+    find_inner_width,
+    find_rates,
+    find_timed_batch,
+    forecast,
+)
 from compress.planning.in_files import note_missing_float, stays_in_files
 from compress.planning.inputs import (
     IMAGE_BATCH,
@@ -94,11 +102,13 @@ def make_plan(
     after = done[-1].after if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
-    tokens, scored = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
+    (tokens, _), (scored, longest) = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
     n_unread = sum(path.stat().st_size for path in inputs.unread)
-    volumes = Volumes(samples, batch, tokens, scored, text_fill(inputs, "train"), n_unread)
-    expected = forecast(recipe, before, after, volumes, decisions, find_timed_batch(inputs))
+    volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread)
+    rates = find_rates(find_inner_width(before))
+    about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), rates)
+    expected = forecast(*about)
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
@@ -122,6 +132,7 @@ def make_plan(
         *unsaid,
     )
     latency, told = forecast_latency(inputs, keys, store.root, twins, log)
+    expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made

@@ -16,7 +16,7 @@ from compress.facts import LayerDecision, ModelFacts, Note
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.forecast import Forecast, StageForecast
 from compress.planning.inputs import Inputs
-from compress.planning.latency import LatencyForecast
+from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import pass_names
 from compress.recipe.schema import Recipe
 from runtime.report.units import ms_text, size_text

@@ -21,31 +21,38 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compress.blocks import heap
 from compress.blocks.activations import ROWS
 from compress.blocks.store import Stored, WeightStore
 from compress.formats.schemes import SUPER_BLOCK, WeightScheme
 from compress.quantize.autoround import autoround_block
 from compress.quantize.gptq import BLOCK, Rules, invert_hessian
 from compress.quantize.gram import Compute, Gram
-from compress.quantize.grid import fit_grid, round_to_grid
+from compress.quantize.grid import CHUNK, fit_grid, round_to_grid
 from compress.quantize.hqq import hqq_round
 from compress.quantize.learn import RoundingCourse
 from compress.quantize.lessons import BlockLesson, Together
 from compress.quantize.weights import gptq_round_weights, round_weight
 from runtime.decode.scoring import REDUCED_AT_ONCE, reduce_sample
+from runtime.measure.benchmark import USUAL
+from runtime.processes.isolated import start_python
 
 SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
 TIMED_ROWS, TIMED_INPUTS = 256, 512
 """Of the weight on which rounding is timed; of GPTQ's loops a wide and a narrow one tell columns from rows."""
 COMPARED = 1 << 15
-"""Logits of a token that are compared."""
+"""Logits of a token that are compared, at most."""
 PIECE_BYTES = 8 << 20
 """Of what is copied, hashed and written."""
+TRACED = 50
+"""Operators whose shapes are computed, to time one."""
 LARGE_BYTES = 64 << 20
 """Of a tensor that no cache holds."""
-Clock = Callable[[], float]
+START_SECONDS = 20.0
+"""The most that a process takes to begin: one that is older (a notebook's) has done other things."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,11 @@ class Rates:
 
     def __init__(self, folder: Path | None = None, width: int = SIDE) -> None:
         self._folder, self._width = folder, min(max(width, BLOCK), SIDE)
+
+    @property
+    def threads(self) -> int:
+        """Return how many threads the rates are those of."""
+        return torch.get_num_threads()
 
     def product(self, compute: Compute) -> float:
         """Return FLOP/s of a matrix product in torch in that type, summed as passes sum it."""
@@ -97,13 +109,26 @@ class Rates:
     def touch(self) -> float:
         """Return bytes/s, read and written, of an operation on each number of a large tensor that gives a new one."""
         values = torch.ones(LARGE_BYTES // 4)
-        return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 2)
+        return 2 * LARGE_BYTES / _time_mean(lambda: values * 1.5, 1)
+
+    def pass_over(self, n_bytes: int) -> float:
+        """Return bytes/s as `touch` does, of tensors of this size: small ones stay in a cache and need no new pages."""
+        return self.touch if n_bytes >= heap.LARGE else self._touch_small
+
+    @cached_property
+    def _touch_small(self) -> float:
+        values = torch.ones(heap.LARGE // 8)
+        return heap.LARGE / _time_mean(lambda: values * 1.5, 8)
+
+    def attend(self, heads: int, head_size: int, tokens: int) -> float:
+        """Return the seconds of fused attention between the tokens of one text."""
+        return _time_attention(heads, head_size, tokens)
 
     @cached_property
     def scan(self) -> float:
         """Return bytes/s that are read from memory, as a decoder reads its weights for each token."""
         values = torch.ones(LARGE_BYTES // 4)
-        return LARGE_BYTES / _time_mean(values.sum, 2)
+        return LARGE_BYTES / _time_mean(values.sum, 1)
 
     @cached_property
     def read(self) -> float:
@@ -120,14 +145,9 @@ class Rates:
         data = bytes(PIECE_BYTES)
         return PIECE_BYTES / _time_mean(lambda: hashlib.sha256(data).digest(), 2)
 
-    @cached_property
-    def compare(self) -> float:
-        """Return logits/s at which a float and a compressed model's are compared, as `reduce_sample` does it."""
-        pair = [
-            np.random.default_rng(n).standard_normal((REDUCED_AT_ONCE // COMPARED, COMPARED), np.float32)
-            for n in (0, 1)
-        ]
-        return pair[0].size / _time_mean(lambda: reduce_sample(pair, np.zeros(len(pair[0]), np.int64)), 1)
+    def compare(self, width: int) -> float:
+        """Return logits/s at which a float and a compressed model's are compared, of so many for each token."""
+        return _time_comparing(min(width, COMPARED))
 
     @cached_property
     def write(self) -> float:
@@ -143,6 +163,27 @@ class Rates:
         with suppress(OSError):
             return PIECE_BYTES / _time_mean(work, 2)
         return self.touch
+
+    @cached_property
+    def start(self) -> float:
+        """Return the seconds from this process's start to here, which a run's process takes, too: imports and plan."""
+        return min(_find_age(), START_SECONDS)
+
+    @cached_property
+    def trace(self) -> float:
+        """Return the seconds of one operator that computes shapes alone, as an exporter traces a model with."""
+        with FakeTensorMode():
+            x = torch.ones(2, 3)
+
+            def work() -> None:
+                for _ in range(TRACED):
+                    torch.add(x, x)
+
+            return _time_mean(work, 2) / TRACED
+
+    def process(self, backend: str = USUAL) -> tuple[float, int]:
+        """Return what a fresh process that imports a backend takes: seconds, and the most bytes that it holds."""
+        return _time_process(backend)
 
     def round(self, scheme: WeightScheme, weighted: bool = False, every: int = 1) -> float:
         """Return weights/s of the search for scales and rounding to them; `every`: of `fit_grid`, without rounding."""
@@ -171,9 +212,31 @@ class Rates:
 
 
 @lru_cache(maxsize=8)
+def _time_process(backend: str) -> tuple[float, int]:
+    code = f"from runtime.backends import BACKENDS; BACKENDS[{backend!r}].library()"
+    start = time.perf_counter()
+    done = start_python(f"{code}; from runtime.measure import probe; print(probe.peak_memory_bytes())")
+    return time.perf_counter() - start, int(done.stdout or 0)
+
+
+@lru_cache(maxsize=8)
 def _time_product(dtype: torch.dtype, width: int) -> float:
     rows, weight = torch.randn(ROWS, width).to(dtype), torch.randn(width, width).to(dtype)
     return 2 * ROWS * width**2 / _time_mean(lambda: nn.functional.linear(rows, weight), 2)
+
+
+@lru_cache(maxsize=8)
+def _time_attention(heads: int, head_size: int, tokens: int) -> float:
+    x, mask = torch.randn(1, heads, tokens, head_size), torch.zeros(1, 1, tokens, tokens)
+    with torch.inference_mode():
+        return _time_mean(lambda: nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask), 2)
+
+
+@lru_cache(maxsize=8)
+def _time_comparing(width: int) -> float:
+    rows = REDUCED_AT_ONCE // width
+    pair = [np.random.default_rng(n).standard_normal((rows, width), np.float32) for n in (0, 1)]
+    return pair[0].size / _time_mean(lambda: reduce_sample(pair, np.zeros(rows, np.int64)), 1)
 
 
 def _time_update(dtype: torch.dtype) -> float:
@@ -197,7 +260,7 @@ def _time_rounding(scheme: WeightScheme, weighted: bool, every: int) -> float:
 
 @lru_cache(maxsize=32)
 def _time_hqq(scheme: WeightScheme, steps: int) -> float:
-    weight = _make_weight(TIMED_ROWS // 4, scheme)
+    weight = _make_weight(CHUNK // TIMED_INPUTS, scheme)  # what is worked on at once: less says 20 % too slow
     return weight.numel() / _time_mean(lambda: hqq_round(weight, scheme, steps=steps), 1)
 
 
@@ -246,6 +309,15 @@ def _make_weight(rows: int, scheme: WeightScheme, inputs: int = TIMED_INPUTS) ->
     """Return a random weight with whole groups of the scheme."""
     size = SUPER_BLOCK if scheme.scales == "six-bit" else scheme.group_size if scheme.group_size > 0 else 1
     return torch.randn(rows, -(-inputs // size) * size, generator=torch.Generator().manual_seed(0))
+
+
+def _find_age() -> float:
+    """Return the seconds since this process began; those that it has computed where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.process_time()
 
 
 def _time_mean(work: Callable[[], object], n: int) -> float:

@@ -28,9 +28,10 @@ _OWN: Schema = {
 @cache
 def recipe_schema() -> Schema:
     """Return the JSON Schema of a resolved recipe, as pydantic writes it. Not to be changed in place."""
+    from compress.recipe.field_texts import DescribedSchema
     from compress.recipe.schema import Recipe
 
-    return Recipe.model_json_schema(by_alias=True)
+    return Recipe.model_json_schema(by_alias=True, schema_generator=DescribedSchema)
 
 
 def at(path: Path, data: Any) -> list[Schema]:

@@ -13,6 +13,7 @@ AUDIO_CLASSIFICATION = TorchTask(
     name="audio-classification",
     starter=Starter("dir:model", AUDIO_DATA, INT8, ACCURACY_GATE),
     loss="classes",
+    auto_class="AutoModelForAudioClassification",
     outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
     uses_class_names=True,

@@ -18,6 +18,7 @@ AUTOMATIC_SPEECH_RECOGNITION = TorchTask(
         "tpot",
     ),
     loss="target tokens",
+    auto_class="AutoModelForSpeechSeq2Seq",
     outputs={"logits": ("batch", "sequence", "width")},
     read_labels=read_references,
     usual_names={"label": ("text", *REFERENCES)},

@@ -161,8 +161,10 @@ class TorchTask:
     """Whether outputs and labels say nothing without the classes' names; those of the model's folder count, too."""
     uses_class_names: bool = False
     """Whether labels may be written as the names of the classes that the model's folder has."""
+    auto_class: str = ""
+    """The name of transformers' class that opens a Hugging Face folder for the task; "": that of `model_task`."""
     model_task: str = ""
-    """The task by which transformers' class is found; "": its own name."""
+    """The task whose models this one's are in transformers; "": it has its own."""
     problem_type: str = ""
     """What config.json says of such a model, where transformers' class is also that of a task of single classes."""
     filler: int | None = None

@@ -26,6 +26,7 @@ FEATURE_EXTRACTION = TorchTask(
         "    - {metric: cosine, min: 0.98}           # to the baseline's; with text_pair and label: spearman\n",
     ),
     loss="embeddings",
+    auto_class="AutoModel",
     outputs={"last_hidden_state": ("batch", "sequence", "width")},
     read_labels=read_scores,
     class_arguments=_leave_pooler_out,

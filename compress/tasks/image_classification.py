@@ -16,6 +16,7 @@ IMAGE_CLASSIFICATION = TorchTask(
         ACCURACY_GATE,
     ),
     loss="classes",
+    auto_class="AutoModelForImageClassification",
     outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
     uses_class_names=True,

@@ -88,6 +88,7 @@ preprocess: {kind: image, letterbox: [640, 640]}
 """,
     ),
     loss="detections",
+    auto_class="AutoModelForObjectDetection",
     outputs={"logits": ("batch", "queries", "numbers"), "pred_boxes": ("batch", "queries", "sides")},
     any_outputs=True,
     read_labels=_read_objects,

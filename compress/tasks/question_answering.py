@@ -128,6 +128,7 @@ QUESTION_ANSWERING = TorchTask(
         "    - {metric: squad_f1, max_drop: 0.01}\n",
     ),
     loss="answer spans",
+    auto_class="AutoModelForQuestionAnswering",
     outputs={"start_logits": ("batch", "sequence"), "end_logits": ("batch", "sequence")},
     read_labels=_read_answers,
     usual_names={"label": ("answers", "answer")},

@@ -51,6 +51,7 @@ TEXT2TEXT_GENERATION = TorchTask(
         "tpot",
     ),
     loss="target tokens",
+    auto_class="AutoModelForSeq2SeqLM",
     outputs={"logits": ("batch", "sequence", "width")},
     read_labels=read_references,
     usual_names={"text": ("source", "document", "article", "question", "input"), "label": REFERENCES},

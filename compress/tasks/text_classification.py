@@ -8,6 +8,7 @@ TEXT_CLASSIFICATION = TorchTask(
     name="text-classification",
     starter=Starter("dir:model", TEXT_DATA, TEXT_PASSES, ACCURACY_GATE),
     loss="classes",
+    auto_class="AutoModelForSequenceClassification",
     outputs={"logits": ("batch", "classes")},
     read_labels=read_classes,
     uses_class_names=True,

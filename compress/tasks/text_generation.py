@@ -18,6 +18,7 @@ TEXT_GENERATION = TorchTask(
         "tpot",
     ),
     loss="next tokens",
+    auto_class="AutoModelForCausalLM",
     chats=True,
     outputs={"logits": ("batch", "sequence", "width")},
 )

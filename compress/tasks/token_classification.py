@@ -68,6 +68,7 @@ TOKEN_CLASSIFICATION = TorchTask(
         "    - {metric: span_f1, max_drop: 0.01}\n",
     ),
     loss="token classes",
+    auto_class="AutoModelForTokenClassification",
     outputs={"logits": ("batch", "sequence", "classes")},
     read_labels=_read_tags,
     usual_names={"text": ("tokens", "words"), "label": ("ner_tags", "tags")},

@@ -16,6 +16,7 @@ ZERO_SHOT_IMAGE_CLASSIFICATION = TorchTask(
         "    - {metric: text_recall_at_1, max_drop: 0.01}   # of each image; image_recall_at_1: of each text\n",
     ),
     loss="outputs",
+    auto_class="AutoModelForZeroShotImageClassification",
     outputs={"image_embeds": ("batch", "width"), "text_embeds": ("batch", "width")},
     usual_names={"text": ("caption", "captions")},
 )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
-PYDANTIC_CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+PYDANTIC_CONFIG: dict[str, object] = {"extra": "forbid"}
 """How the build side's recipe reads the records that it embeds; a plain dict, because pydantic is not needed here."""
 
 

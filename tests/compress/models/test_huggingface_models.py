@@ -13,6 +13,7 @@ from compress.facts import SampleShapes
 from compress.models.facts import model_facts
 from compress.models.load import load_model
 from compress.specs import ModelSpec
+from compress.tasks import TORCH_TASKS
 from runtime.bundle.tensors import TensorSpec
 
 
@@ -95,3 +96,13 @@ def test_an_absent_hub_model_is_refused_offline(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match=r"hf:nobody/nothing-here: cannot be fetched.*HF_HUB_OFFLINE"):
         model_facts(ModelSpec(source="hf:nobody/nothing-here", task="text-classification"), Path(), TEXT_FEEDS)
+
+
+def test_tasks_name_the_classes_that_optimum_names() -> None:
+    """Importing optimum's table takes half a second, so that it is not asked in a run."""
+    manager = pytest.importorskip("optimum.exporters.tasks").TasksManager
+    named = {name: task.auto_class for name, task in TORCH_TASKS.items() if task.auto_class}
+    speech = {"automatic-speech-recognition": "whisper"}
+    theirs = {name: manager.get_model_class_for_task(name, model_type=speech.get(name)).__name__ for name in named}
+    assert named == theirs
+    assert all(TORCH_TASKS[task.model_task].auto_class for task in TORCH_TASKS.values() if task.model_task)

@@ -100,7 +100,8 @@ def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, t
 
 
 def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
-    assert feeds_shapes(text_spec(bert), Path(), TextPreprocess(max_length=16), {"text": ((), "text")}) == TEXT_FEEDS
+    shapes = feeds_shapes(text_spec(bert), Path(), TextPreprocess(max_length=16), {"text": ((), "text")}, [*TEXT_FEEDS])
+    assert shapes == TEXT_FEEDS
     spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
     sample: SampleShapes = {"image": ((40, 60, 3), "uint8")}
     for preprocess, shape in {
@@ -109,9 +110,9 @@ def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
         ImagePreprocess(resize=20, crop=(16, 16), layout="NHWC"): (16, 16, 3),
         ImagePreprocess(channels="L"): (1, 40, 60),
     }.items():
-        assert feeds_shapes(spec, Path(), preprocess, sample) == {"pixel_values": (shape, "float32")}
+        assert feeds_shapes(spec, Path(), preprocess, sample, ["pixel_values"]) == {"pixel_values": (shape, "float32")}
     with pytest.raises(SourceError, match="the size of the images is not known"):
-        feeds_shapes(spec, Path(), ImagePreprocess(), {})
+        feeds_shapes(spec, Path(), ImagePreprocess(), {}, ["pixel_values"])
 
 
 def test_preprocessing_and_digest_need_no_torch(bert: Path) -> None:

@@ -20,6 +20,7 @@ from compress.facts import SampleShapes
 from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.load import load_model
+from compress.models.meta import open_on_meta
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 from runtime.bundle.tensors import TensorSpec
@@ -126,13 +127,14 @@ class Net(nn.Module):
 def make(): return Net()
 """
     spec = ModelSpec(source=python_file(body), task="generic")
-    assert model_inputs(spec, Path()) == ("a", "b")
+    names = model_inputs(open_on_meta(spec, Path()))
+    assert names == ("a", "b")
     samples: SampleShapes = {"a": ((3,), "float64"), "b": ((3,), "float32")}
-    feeds = feeds_shapes(spec, Path(), TensorPreprocess(), samples)
+    feeds = feeds_shapes(spec, Path(), TensorPreprocess(), samples, names)
     assert feeds == {"a": ((3,), "float32"), "b": ((3,), "float32")}
     assert load_model(spec, Path(), feeds).output_names == ("sum", "product")
     with pytest.raises(SourceError, match="no data for its input b; the data has: a"):
-        feeds_shapes(spec, Path(), TensorPreprocess(), {"a": ((3,), "float32")})
+        feeds_shapes(spec, Path(), TensorPreprocess(), {"a": ((3,), "float32")}, names)
 
 
 def test_weights_must_fit_exactly(tmp_path: Path) -> None:
@@ -207,7 +209,8 @@ def test_factories_that_cannot_be_used(python_file: Callable[[str], str], tmp_pa
 
 def test_a_relative_file_is_found_beside_the_recipe(python_file: Callable[[str], str], tmp_path: Path) -> None:
     python_file("def make(): return nn.Linear(2, 2)")
-    assert model_inputs(ModelSpec(source="python:net.py:make", task="generic"), tmp_path) == ("input",)
+    opened = open_on_meta(ModelSpec(source="python:net.py:make", task="generic"), tmp_path)
+    assert model_inputs(opened) == ("input",)
 
 
 def test_outputs_that_cannot_be_exported_are_named_by_their_types(python_file: Callable[[str], str]) -> None:

@@ -23,10 +23,13 @@ from compress.planning.forecast import (
     forecast,
     matrix_rate,
 )
+from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
+from compress.planning.measured_speed import LatencyForecast
 from compress.planning.rates import Columns, Rates
 from compress.quantize.gptq import Rules
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
+from runtime.bundle.manifest import Benchmark
 
 MIB = 2**20
 FACTS = ModelFacts(
@@ -44,25 +47,64 @@ RECIPE = Recipe(
 SAMPLES = {"calibration": 1000, "evaluation": 1000}
 
 
+class GivenRates:
+    """A machine whose rates are round numbers: a FLOP in 1 ns, a byte in 1 ns, a weight's rounding in 1 us."""
+
+    touch = scan = read = write = hash = 1e9
+    invert, start, trace, threads = 1e12, 8.0, 1e-4, 1
+
+    def product(self, compute: str) -> float:
+        return 1e9 if compute == "float32" else 4e9
+
+    update = product
+
+    def process(self, backend: str = "") -> tuple[float, int]:
+        return 0.5, 80 * MIB
+
+    def pass_over(self, n_bytes: int) -> float:
+        return 1e9
+
+    def compare(self, width: int) -> float:
+        return 1e9
+
+    def attend(self, *asked: Any) -> float:
+        return 1e-3
+
+    def round(self, *asked: Any) -> float:
+        return 1e6
+
+    def solve_hqq(self, *asked: Any) -> float:
+        return 1e5
+
+    def learn(self, *asked: Any) -> float:
+        return 1e8
+
+    def columns(self, *asked: Any) -> Columns:
+        return Columns(1e-4, 1e-7)
+
+
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass of the model takes a millisecond."""
     monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
     monkeypatch.setattr(room.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(room.time, "process_time", lambda: 1e3)
     monkeypatch.setattr(room, "measure_held_bytes", lambda: 0)
+    monkeypatch.setattr(room, "ON_CPU", ("onnxruntime-cpu",))
 
 
 def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SAMPLES, batch: int = 32) -> Forecast:
-    return forecast(recipe, facts, facts.with_bits({"fc": 8}), Volumes(samples, batch))
+    return forecast(recipe, facts, facts.with_bits({"fc": 8}), Volumes(samples, batch), rates=GivenRates())  # type: ignore[arg-type]
 
 
 def test_the_terms() -> None:
-    """1.6 passes over the calibration set, 3 over the evaluation set, 2 models timed 210 times, 40 batches of 64."""
-    seconds = 8 + 4 * MIB / 20e6 + 1.6 + 3 + 2 * 1e-3 * (10 + 2 * 100) + 40 * 1e-3 * 64
+    """1.6 passes over the calibration set, 2 over the evaluation set, and its rounds."""
+    calls = Calls(1e-3, 1e-3, 0.5)
+    export = room.TRACED_A_LAYER * 1e-4 + 4 * 4 * MIB / 1e9
+    judging = judging_seconds(RECIPE.validate_.benchmark, SAMPLES["evaluation"], calls)
     found = expect()
-    assert found.seconds == pytest.approx(seconds)
-    assert found.memory_bytes == LIBRARIES_BYTES + ONNX_BYTES + 4 * 4 * MIB + 2 * 32 * MIB
+    choosing = rounds_seconds([1e-3] * 6, 40, 2, 12.0)
+    assert found.seconds == pytest.approx(10 + export + 1.0 + 1.6 + choosing + judging)
+    assert found.memory_bytes == LIBRARIES_BYTES + ONNX_BYTES + 4 * 4 * MIB + 80 * MIB + 2 * 4 * MIB
     assert found.disk_bytes == 2 * 4 * MIB + 3 * 4 * MIB + MIB
 
 
@@ -72,9 +114,33 @@ def test_more_work_takes_more() -> None:
     more = expect(RECIPE.model_copy(update={"passes": (SmoothQuant(), Int8())}))
     assert more.seconds > base.seconds
     assert more.disk_bytes == base.disk_bytes + 2 * 4 * MIB, "its result, and the file that what it left is measured by"
-    assert expect(batch=64).memory_bytes == base.memory_bytes + 2 * 32 * MIB
     larger = expect(facts=replace(FACTS, other_bytes=100 * MIB))
-    assert larger.memory_bytes == base.memory_bytes + 400 * MIB and larger.disk_bytes > base.disk_bytes
+    assert larger.memory_bytes == base.memory_bytes + 600 * MIB and larger.disk_bytes > base.disk_bytes
+    assert expect(batch=640).memory_bytes > expect(batch=320).memory_bytes > base.memory_bytes
+
+
+def test_what_was_measured_of_models_made_like_it_stands_for_counts() -> None:
+    """Milliseconds of a call, the seconds of exporting, and the memory that they took."""
+    latency = LatencyForecast("latency_p50", "onnxruntime-cpu", 4.0, 2.0, export_s=3.0, held_bytes=2**30)
+    about = RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32)
+    stages = {s.name: s for s in forecast(*about, rates=GivenRates(), latency=latency).stages}  # type: ignore[arg-type]
+    assert stages[room.EXPORT].seconds == pytest.approx(3.0 + 4 * 4 * MIB / 1e9)
+    assert stages["int8"].seconds == pytest.approx(rounds_seconds([4e-3, *[2e-3] * 5], 40, 2, 12.0) + 1.6 * 4.0)
+    calls = Calls(4e-3, 2e-3, 0.5)
+    assert stages["judging"].seconds == pytest.approx(judging_seconds(RECIPE.validate_.benchmark, 1000, calls))
+    assert stages["judging"].memory_bytes == 2**30 + 80 * MIB + 2 * 4 * MIB
+
+
+def test_judging_takes_its_rounds_and_no_more_than_its_budgets() -> None:
+    speed = Benchmark(throughput_batch_size=1)
+    rounds = 100 * 4e-3 + 10 * 2e-3, 30 * 4e-3 + 3 * 2e-3  # of both models, called untimed before each timed call
+    settling = 100 * 4e-3, 170 * 4e-3  # up to 200 rounds
+    answers, processes = 110 * 2e-3, 2 * 3 * (0.5 + 3e-3)
+    expected = 1.0 + sum(rounds) + sum(settling) + answers + processes
+    assert judging_seconds(speed, 1000, Calls(1e-3, 1e-3, 0.5)) == pytest.approx(expected)
+    assert rounds_seconds([10.0, 10.0], 100, 10, 60.0, 5.0) == 40.0 + 30 * 20.0 + 5.0
+    alone = requests_seconds(speed, Calls(0.1, 0.1, 0.5), [0.01])
+    assert alone == pytest.approx(60 + 3 * 0.74 + 3 * (0.5 + 2 * 0.74)), "the candidate alone, in its budget"
 
 
 def test_learning_saves_its_state_on_the_disk() -> None:
@@ -94,7 +160,8 @@ def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() ->
 
     def seconds(filled: float = 1.0, **knobs: Any) -> float:
         recipe = RECIPE.model_copy(update={"passes": (Distill(epochs=10, held_out=0, **knobs),)})
-        return forecast(recipe, FACTS, FACTS, Volumes(samples, 32, filled=filled)).seconds
+        volumes = Volumes(samples, 32, filled=filled)
+        return forecast(recipe, FACTS, FACTS, volumes, rates=GivenRates()).seconds  # type: ignore[arg-type]
 
     whole = seconds() - seconds(filled=0.0)
     assert whole > 10
@@ -105,32 +172,8 @@ def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() ->
 
 def test_the_rate_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 4.0, 4.0, 5.0, 5.0, 7.0, *([0.0, 9.0] * 5)])
-    monkeypatch.setattr(room.time, "perf_counter", lambda: next(times))
-    assert matrix_rate.__wrapped__() == 2 * 512**3 / 1.0
-
-
-class GivenRates:
-    """A machine whose rates are round numbers: a FLOP in 1 ns, a byte in 1 ns, a weight's rounding in 1 us."""
-
-    touch = scan = read = write = hash = compare = 1e9
-    invert = 1e12
-
-    def product(self, compute: str) -> float:
-        return 1e9 if compute == "float32" else 4e9
-
-    update = product
-
-    def round(self, *asked: Any) -> float:
-        return 1e6
-
-    def solve_hqq(self, *asked: Any) -> float:
-        return 1e5
-
-    def learn(self, *asked: Any) -> float:
-        return 1e8
-
-    def columns(self, *asked: Any) -> Columns:
-        return Columns(1e-4, 1e-7)
+    monkeypatch.setattr("compress.planning.rates.time.perf_counter", lambda: next(times))
+    assert matrix_rate() == 2 * 512**3 / 1.0
 
 
 WIDE, INNER, VOCABULARY = 64, 128, 1000

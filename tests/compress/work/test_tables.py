@@ -27,6 +27,7 @@ from compress.passes.awq import Awq
 from compress.passes.hqq import Hqq
 from compress.passes.tune import Tune
 from compress.passes.weight_only import WeightPass
+from compress.planning.latency import round_as_planned
 from compress.quantize import gptq, rounding
 from compress.quantize.gptq import gptq_round, gptq_round_together, invert_hessian
 from compress.quantize.grid import round_to_grid
@@ -272,6 +273,14 @@ def test_graphs_look_up_and_multiply_by_one_table(scheme: str, target: str) -> N
     (logits,) = InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"ids": ids})
     expected = weight.dequantize()[ids] @ weight.dequantize().T
     assert np.abs(logits - expected).max() < 0.02 * np.abs(expected).max()  # the product's inputs are rounded to int8
+
+
+@pytest.mark.parametrize("names", [(EMBED, HEAD), (HEAD,)])
+def test_a_plan_times_tables_as_the_bundle_has_them(names: tuple[str, ...]) -> None:
+    graph = table_graph(np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32))
+    state = round_as_planned(GraphState(graph), dict.fromkeys(names, PRESETS["W4A16"].with_group(32)))
+    ops = [node.op_type for node in finish(state, CPU)[0].graph]
+    assert {"MatMulNBits", "DequantizeLinear"} & {*ops} and ("GatherBlockQuantized" in ops) == (EMBED in names)
 
 
 def _hold(weight: rounding.QuantizedWeight):  # type: ignore[no-untyped-def]
