@@ -41,7 +41,7 @@ PASSES = {
 def measure(call: Call) -> Measured:
     subject = stories_subject(call.bench, MODEL, call.quick)
     rows = [float_row(subject)]
-    for name in SCHEMES[:2] if call.quick else SCHEMES:
+    for name in call.choose(SCHEMES, quick=2):
         rows.append(row_of(subject, "compressed-tensors' range", name) | {"nats": subject.score(ranged(subject, name))})
         rows += [our_row(subject, made_by, name, call) for made_by in PASSES]
     return claims(rows), rows

@@ -208,6 +208,8 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
     for artifact in (before, after):
         if artifact.is_checkpoint:
             raise BundleError(f"the {artifact.name} is a checkpoint for {artifact.target}, which is not run here")
+    if manifest.is_scored(backend):
+        raise BundleError(f"the {after.name} is a graph for {after.target}, whose numbers nothing else computes with")
     return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
 
 
