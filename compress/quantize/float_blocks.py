@@ -64,12 +64,28 @@ def write_float_blocks(
 
 def _round_input(model: ir.Model, layer: GraphLayer, scale: float | None) -> None:
     """Let the layer read its input in NVFP4 below `scale`, or in MXFP8 (None), as all that read it so do."""
-    x = layer.data_input
+    x = _say_width(model, layer.data_input, layer.shape[1])
     rounded = _find_rounded(x, scale)
     if rounded is None:
         rounded = _round_to_mxfp8(model, x) if scale is None else _round_to_nvfp4(model, x, scale)
         rounded.type, rounded.shape = x.type, x.shape
     layer.node.replace_input_with(1 - layer.weight_input, rounded)
+
+
+def _say_width(model: ir.Model, x: ir.Value, width: int) -> ir.Value:
+    """Return `x` [..., width] from a Reshape that says how wide it is: TensorRT scales nothing else as it runs.
+
+    Exporters compute the shape of attention's output from the batch, and TensorRT knows none of its sizes then.
+    """
+    name = f"{x.name}/sized"
+    for use in x.uses():
+        if use.node.name == name:
+            return use.node.outputs[0]
+    sizes = list(x.shape or (None, None))[:-1]
+    shape = share_constant(model, f"{name}/shape", ir.Tensor(np.array([*[0] * len(sizes), width])))  # 0: as it is
+    sized = append(model, "Reshape", [x, shape], name)
+    sized.type, sized.shape = x.type, ir.Shape([*sizes, width])
+    return sized
 
 
 def _find_rounded(x: ir.Value, scale: float | None) -> ir.Value | None:
@@ -156,10 +172,10 @@ def _scale_as_it_runs(
 ) -> tuple[ir.Value, ir.Value]:
     """Add a node of TensorRT's that gives (numbers, scales) of its first input."""
     node = ir.node(op, inputs, attributes=attributes, domain=DOMAIN, num_outputs=2, name=name)
-    sizes = list(inputs[0].shape or ())
-    size = attributes["block_size"]
-    blocks = [*sizes[:-1], sizes[-1] // size if isinstance(sizes[-1], int) else None]
-    for value, suffix, kind, shape in zip(node.outputs, ("quantized", "scales"), types, (sizes, blocks), strict=True):
+    *sizes, width = inputs[0].shape or ()
+    assert isinstance(width, int)
+    shapes = ([*sizes, width], [*sizes, width // attributes["block_size"]])
+    for value, suffix, kind, shape in zip(node.outputs, ("quantized", "scales"), types, shapes, strict=True):
         value.name, value.type, value.shape = f"{name}/{suffix}", ir.TensorType(kind), ir.Shape(shape)
     model.graph.append(node)
     numbers, scales = node.outputs

@@ -29,6 +29,7 @@ from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState, restore_state
 
 INPUT_SCALE = 0.003
+ROUNDING = ("DequantizeLinear", "Reshape")
 
 
 class FP4DynamicQuantize(OpRun):
@@ -137,7 +138,8 @@ def test_products_read_what_the_scheme_rounds(scheme: str) -> None:
         if inputs is None:
             assert product.input[0] not in makers or not makers[product.input[0]].domain
             continue
-        x = np.random.default_rng(0).standard_normal((3, weight.values.shape[1])).astype(np.float32)
+        rank = len(layer.data_input.shape or ()) - 1
+        x = np.random.default_rng(0).standard_normal((*[3] * rank, weight.values.shape[1])).astype(np.float32)
         (source,) = (part for part in walk_back(makers, product.input[0]) if part == layer.data_input.name)
         found = compute(model, product.input[0], {source: x})
         stored = INPUT_SCALE if inputs.has_stored_scale else None
@@ -153,7 +155,7 @@ def test_products_read_what_the_scheme_rounds(scheme: str) -> None:
 def walk_back(makers: dict[str, Any], name: str) -> list[str]:
     """The names from which a rounded input is made, itself first."""
     names = [name]
-    while names[-1] in makers and (makers[names[-1]].domain or makers[names[-1]].op_type == "DequantizeLinear"):
+    while names[-1] in makers and (makers[names[-1]].domain or makers[names[-1]].op_type in ROUNDING):
         names.append(makers[names[-1]].input[0])
     return names
 
