@@ -90,7 +90,7 @@ def _judge_node(node: str, asked: str, layers: Sequence[EngineLayer]) -> Outcome
 def _computes_in(precision: str, layer: EngineLayer) -> bool:
     """Return whether a kernel computes a product in a precision.
 
-    Both factors of an 8-bit product are in 8 bits, and of one in FP4 in that; a kernel that only rounds or adds reads one such tensor.
+    Both factors of a product in 8 bits, or in FP4, are so; a kernel that only rounds or adds reads one such tensor.
     """
     if precision == "int4":
         return precision in layer.weights

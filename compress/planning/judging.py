@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compress.facts import ModelFacts
 from compress.recipe.schema import Recipe
-from runtime.measure.benchmark import choose_backend
+from runtime.measure.benchmark import explain_unavailable
 
 
 def explain_not_run(recipe: Recipe) -> str | None:
@@ -12,10 +12,9 @@ def explain_not_run(recipe: Recipe) -> str | None:
 
     Its own engine does not work here, and ONNX Runtime has no kernels for its numbers (FP4, MXFP8, bfloat16).
     """
-    _, why = choose_backend(recipe.target, None, recipe.model.generates)
+    why = explain_unavailable(recipe.target, recipe.model.generates)
     if why is None or not recipe.has_onnx:
         return None
-    why = why.removesuffix(".")
     return next((text for pass_ in recipe.passes if (text := pass_.explain_unjudged(recipe.target, why))), None)
 
 
