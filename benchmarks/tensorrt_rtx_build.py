@@ -3,8 +3,9 @@
 The digits CNN, ResNet-56, all-MiniLM-L6-v2 (any batch and length) and a Llama of 656k parameters with its cache, each
 in the precisions that suit it, for compute capabilities 8.0, 8.6, 8.9 and 12.0 (in FP8 and NVFP4 the Llama for 12.0):
 every engine is compiled, and at least 99 % of the convolutions and matrix products run in the precision that the graph
-asks for (of MiniLM in int8 95 %). The same int8 graphs (S8S8), run by ONNX Runtime, keep within 0.005 top-1 and 0.01 Spearman of the float models. How fast an
-engine is cannot be told without its GPU, and nothing here says so. There is no peer.
+asks for (of MiniLM in int8 95 %). The same int8 graphs (S8S8), run by ONNX Runtime, keep within 0.005 top-1 and 0.01
+Spearman of the float models. How fast an engine is cannot be told without its GPU, and nothing here says so. There is
+no peer.
 """
 
 from __future__ import annotations
