@@ -15,6 +15,7 @@ from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
 import compress
 from compress.commands.compile import compile_bundle
+from compress.commands.parity import bundle_parity
 from compress.errors import ExportError, PlanError
 from compress.recipe.load import load_recipe
 from runtime import open_bundle
@@ -225,6 +226,9 @@ def test_a_decoder_in_small_floats_is_judged_without_its_gpu(
     if compiled:
         record = manifest.artifact("engine-tensorrt-rtx").engine
         assert record is not None and asked in record.asked and record.held == 1.0, record
+        if scheme == "NVFP4":
+            with pytest.raises(ExportError, match="computes no FP4 and no MXFP8"):
+                bundle_parity(tmp_path / "b", "tensorrt-rtx")
 
 
 def test_small_floats_that_torch_does_not_score_are_refused(
