@@ -260,9 +260,9 @@ _OWN: dict[str, Target] = {
             "w4a8": FormatFact("slow", "has kernels for it on CPUs alone; on a GPU use scheme: W4A16 or W8A8"),
             "fp8": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
             "fp8-dynamic": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
-            # As vLLM 0.32 chooses kernels (model_executor/kernels/linear); CPUs have that of FP8_BLOCK alone.
+            # As vLLM 0.32 chooses kernels (model_executor/kernels/linear); CPUs with AMX have that of FP8_BLOCK.
             "fp8-block": FormatFact(
-                "fast", "runs in FP8 from compute capability 8.9 on and on CPUs, weight-only before"
+                "fast", "runs in FP8 from compute capability 8.9 on, weight-only before, and on CPUs that have AMX"
             ),
             "w4afp8": FormatFact("fast", "has kernels for it on compute capability 9.0 alone, in groups of 128"),
             "nvfp4": FormatFact(
