@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,18 @@ class Call:
     """An empty folder to work in."""
     quick: bool = False
     """Small sizes, to see that everything runs: what is measured then decides nothing."""
+    only: tuple[str, ...] = ()
+    """Rows of the script's table that are asked for; empty: all."""
+
+    def choose(self, names: Iterable[str], quick: int) -> list[str]:
+        """Return which of a table's rows are measured: those asked for, the first `quick` of a quick run, or all.
+
+        CallError for a name that the table lacks.
+        """
+        known = list(names)
+        if unknown := [name for name in self.only if name not in known]:
+            raise CallError(f"--only {unknown[0]!r}: there is no such row; there are {', '.join(map(repr, known))}")
+        return [name for name in known if name in self.only] if self.only else known[: quick if self.quick else None]
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ def run_script(
     try:
         bench = find_bench(parsed.bench, needs)
         with work_folder(parsed.out, parsed.keep) as out, redirect_stdout(sys.stderr):
-            claims, rows = measure(Call(bench, parsed.ours, out, parsed.quick))
+            claims, rows = measure(Call(bench, parsed.ours, out, parsed.quick, tuple(parsed.only)))
     except (CallError, RunError, RuntimeFailure) as error:
         say(f"error: {error}")
         return error.exit_code
@@ -131,6 +143,9 @@ def _parser(about: str) -> argparse.ArgumentParser:
     parser.add_argument("--keep", action="store_true", help="without --out: do not delete the temporary folder")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes where a script has them, to see that all runs; claims nothing"
+    )
+    parser.add_argument(
+        "--only", metavar="ROW", action="append", default=[], help="of a table of formats this row; may be repeated"
     )
     return parser
 

@@ -1,11 +1,13 @@
 """Claims of tinystories-w4-gptq.yaml in recipes/claims/ in the number formats of 2026.
 
-tinystories656k in NVFP4, NVFP4A16, MXFP4, MXFP4A16, MXFP8, FP8_BLOCK, W4A8 and W4AFP8, nats per token on stories 200
+tinystories656k in each format of SCHEMES by `rtn`, `gptq`, `awq`, `autoround` and `tune`, nats per token on stories 200
 to 399, against compressed-tensors' own scales of the range (its observers' arithmetic, `calculate_qparams` and
 `generate_gparam`, inputs rounded by its own forward): rounded to the nearest with searched scales no more, within 0.002
 where the scales have no choice or eight bits lose less than that; by `gptq`, calibrated on stories 400 to 655, a part
-of what the range loses that each format has (NVFP4A16 half of it). Each checkpoint, loaded by transformers, gives the
-nats of its report within 0.001.
+of what the range loses that each format has (NVFP4A16 half of it). No pass that is calibrated is further from the float
+model than `rtn`: in KL divergence of its tokens, and in nats by no more than 0.005, which in eight bits is what other
+calibration texts change (MXFP8 by `gptq` on four halves of them: 3.360 to 3.363, its divergence 0.0082 to 0.0083, that
+of `rtn` 0.0102). Each checkpoint, loaded by transformers, gives the nats of its report within 0.001.
 """
 
 from __future__ import annotations
@@ -24,26 +26,33 @@ from torch import nn
 MODEL = "tinystories656k-hf"
 NEEDS = (f"models/{MODEL}/config.json", "data/tinystories/stories.jsonl")
 RECIPE = ROOT / "recipes/claims/tinystories-w4-gptq.yaml"
-SCHEMES = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8", "FP8_BLOCK", "W4A8", "W4AFP8")
+SCHEMES = (
+    *("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8A16", "MXFP8"),
+    *("FP8_BLOCK", "FP8_DYNAMIC", "W4A8", "W4AFP8"),
+)
 ROOM = 0.002
 """Nats by which MX, whose scales are one power of two or the next, and formats of eight bits may miss the range."""
 EIGHT_BITS_ROOM = 0.005
-"""The same with `gptq` in eight bits: what a few thousand roundings do to one model by chance."""
+"""The same with calibrated passes in eight bits: what a few thousand roundings do to one model by chance."""
 PARTS = {"NVFP4A16": 0.5, "NVFP4": 0.75, "MXFP4A16": 0.8, "MXFP4": 1.0, "W4A8": 0.7, "W4AFP8": 0.7}
 """Of what the range loses, at most with `gptq`."""
 SAME = 0.001
-PASSES = {
-    "ours rtn": "[{kind: rtn, scheme: %s}]",
-    "ours gptq": "[{kind: gptq, scheme: %s}]",
+PASSES = {f"ours {kind}": f"[{{kind: {kind}, scheme: %s}}]" for kind in ("rtn", "gptq", "awq", "autoround", "tune")}
+OTHERWISE = {
+    ("ours awq", "NVFP4"): "[{kind: awq, round: false, scheme: NVFP4}, {kind: gptq, scheme: NVFP4}]",
+    **dict.fromkeys((("ours awq", "FP8_BLOCK"), ("ours awq", "FP8_DYNAMIC")), None),
 }
+"""(Row, scheme) -> what the plan takes in place of the pass alone; None: it refuses the pass."""
 
 
 def measure(call: Call) -> Measured:
     subject = stories_subject(call.bench, MODEL, call.quick)
     rows = [float_row(subject)]
-    for name in SCHEMES[:2] if call.quick else SCHEMES:
+    for name in call.choose(SCHEMES, quick=2):
         rows.append(row_of(subject, "compressed-tensors' range", name) | {"nats": subject.score(ranged(subject, name))})
-        rows += [our_row(subject, made_by, name, call) for made_by in PASSES]
+        for made_by, usual in PASSES.items():
+            passes = OTHERWISE.get((made_by, name), usual % name)
+            rows += [our_row(subject, made_by, name, passes, call)] if passes else []
     return claims(rows), rows
 
 
@@ -51,15 +60,16 @@ def row_of(subject: Subject, made_by: str, scheme: str) -> Row:
     return {**row(subject, made_by, 0, 0), "scheme": scheme}
 
 
-def our_row(subject: Subject, made_by: str, scheme: str, call: Call) -> Row:
+def our_row(subject: Subject, made_by: str, scheme: str, passes: str, call: Call) -> Row:
     """`compress apply`, then the checkpoint as transformers loads it, and the nats of its report beside that."""
     name = f"{made_by}-{scheme}".replace(" ", "-").replace(",", "")
     bundle = call.out / name
-    sets = (*ONLY_WHAT_IS_SCORED["text-generation"], f"passes={PASSES[made_by] % scheme}")
+    sets = (*ONLY_WHAT_IS_SCORED["text-generation"], f"passes={passes}")
     apply_recipe(RECIPE, (f"vars.bench={call.bench}", *sets), bundle, call.out / f"{name}-cache")
     report = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
     found = row_of(subject, made_by, scheme) | {"nats": subject.score(load_unpacked(checkpoint_of(bundle)))}
-    return found | {"reported": metric(report, "candidate", "nll")}
+    stated = {"reported": metric(report, "candidate", "nll"), "kl_token": metric(report, "candidate", "kl_token")}
+    return found | stated
 
 
 def load_unpacked(folder: Path) -> nn.Module:
@@ -152,6 +162,11 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         made.append(at_most(f"{scheme}_rtn_nats", found["ours rtn"]["nats"], theirs + room))
         bar = whole + PARTS[scheme] * (theirs - whole) if scheme in PARTS else theirs + EIGHT_BITS_ROOM
         made.append(at_most(f"{scheme}_gptq_nats", found["ours gptq"]["nats"], bar))
+        for made_by, entry in found.items():
+            if made_by not in ("ours rtn", "compressed-tensors' range"):
+                kind, nearest = made_by.removeprefix("ours "), found["ours rtn"]
+                made.append(at_most(f"{scheme}_{kind}_divergence", entry["kl_token"], nearest["kl_token"]))
+                made.append(at_most(f"{scheme}_{kind}_beside_rtn", entry["nats"] - nearest["nats"], EIGHT_BITS_ROOM))
         apart = max(abs(entry["nats"] - entry["reported"]) for entry in found.values() if "reported" in entry)
         made.append(at_most(f"{scheme}_transformers_apart", apart, SAME))
     return made

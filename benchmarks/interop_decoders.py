@@ -113,7 +113,7 @@ def measure(call: Call) -> Measured:
         raise CallError("export: {kind: openvino} needs openvino-tokenizers: pip install openvino-tokenizers")
     rows: list[Row] = []
     claims: list[Claim] = []
-    for name in list(FORMATS)[: 2 if call.quick else None]:
+    for name in call.choose(FORMATS, quick=2):
         for row, bars in compare(make_decoding(name, call), call):
             rows.append(row)
             claims += bars

@@ -97,8 +97,8 @@ class Written:
 def measure(call: Call) -> Measured:
     wide = write_wider_heads(call.bench / MODEL, call.out / "wide")
     stories = encode_stories(wide, read_stories(call.bench, (EVALUATED[0], EVALUATED[0] + STORIES)))
-    formats = FORMATS[:2] if call.quick else FORMATS
-    written = [write_format(form, wide, call) for form in formats]
+    chosen = call.choose((form.name for form in FORMATS), quick=2)
+    written = [write_format(form, wide, call) for form in FORMATS if form.name in chosen]
     prompts = [story[:PROMPT_TOKENS] for story in stories[:PROMPTS]]
     answers = {} if call.ours else ask(written, stories, prompts, call.out)
     rows, claims = [], []

@@ -208,9 +208,10 @@ def open_bundle(
     with name_file(root):
         manifest = format_.verify(root) if verify else format_.read_manifest(root)
         candidate = manifest.candidate_for(backend)
-        if candidate.is_checkpoint:
+        if manifest.is_scored(backend):
+            what = "checkpoint" if candidate.is_checkpoint else "graph"
             raise UsageError(
-                f"{root}: the candidate is a checkpoint for {candidate.target}: open {candidate.path} with that"
+                f"{root}: the candidate is a {what} for {candidate.target}: open {candidate.path} with that"
             )
         session = open_artifact(root, candidate, backend, threads, options)
         return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))

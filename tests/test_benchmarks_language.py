@@ -424,6 +424,8 @@ def test_claims_of_float_formats(load: Any) -> None:
     rows: list[dict[str, Any]] = [{"nats": 3.0}]
     for made_by, nats in (("compressed-tensors' range", 3.1), ("ours rtn", 3.09), ("ours gptq", 3.06)):
         rows.append({"made_by": made_by, "scheme": "NVFP4A16", "nats": nats})
-        rows[-1] |= {"reported": nats} if "ours" in made_by else {}
+        rows[-1] |= {"reported": nats, "kl_token": 0.1} if "ours" in made_by else {}
     failing = [claim.name for claim in module.claims(rows) if not claim.holds]
     assert failing == ["NVFP4A16_gptq_nats"]
+    rows[-1]["kl_token"] = 0.2
+    assert "NVFP4A16_gptq_divergence" in {claim.name for claim in module.claims(rows) if not claim.holds}

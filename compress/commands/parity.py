@@ -56,6 +56,8 @@ def bundle_parity(path: Path, backend: str) -> Parity:
     graph = manifest.graph_for(backend)
     if "bfloat16" in graph.precision:
         raise ExportError("parity: ONNX Runtime has no bfloat16 CPU kernels to compare with; use dtype: float16")
+    if "float4" in graph.precision or manifest.is_scored(REFERENCE):
+        raise ExportError("parity: ONNX Runtime computes no FP4 and no MXFP8 on CPUs to compare with; use scheme: FP8")
     threads = manifest.judgement.benchmark.threads
     with closing(open_artifact(path, graph, REFERENCE, threads)) as reference:
         batches = sample_batches(path, manifest, reference)

@@ -22,6 +22,7 @@ import onnx_ir as ir
 from compress.engine.layers import layers_in_json, layers_in_log, outcomes, share_as_asked
 from compress.errors import ExportError
 from compress.facts import Note
+from compress.quantize.float_blocks import FROM_MXFP8
 from compress.store.cache import default_root
 from runtime.bundle.engine import EngineOrder, EngineRecord, Profile
 from runtime.bundle.files import write_whole
@@ -41,6 +42,7 @@ PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
 _KINDS = {
     ir.DataType.INT8: "int8",
     ir.DataType.INT4: "int4",
+    ir.DataType.FLOAT4E2M1: "float4",
     ir.DataType.FLOAT8E4M3FN: "float8",
     ir.DataType.FLOAT16: "float16",
     ir.DataType.BFLOAT16: "bfloat16",
@@ -150,7 +152,7 @@ def _make_timing_path(root: Path, order: EngineOrder) -> Path:
 def find_asked_precisions(path: Path) -> dict[str, str]:
     """Return product node -> the precision that it asks for.
 
-    int8 or float8 (both factors are dequantized), int4 (its weights are), or its float type.
+    int8, float8 or float4 (both factors are dequantized), int4 (its weights are), or its float type.
     """
     model = ir.load(path)
     precisions = {}
@@ -162,7 +164,7 @@ def find_asked_precisions(path: Path) -> dict[str, str]:
 
 def _find_precision(node: ir.Node) -> str:
     stored = [_find_stored_type(value) for value in node.inputs[:2] if value is not None]
-    for kind in ("int8", "float8"):
+    for kind in ("int8", "float8", "float4"):
         if stored.count(kind) == 2:
             return kind
     if "int4" in stored:
@@ -174,11 +176,11 @@ def _find_precision(node: ir.Node) -> str:
 
 
 def _find_stored_type(value: ir.Value) -> str:
-    """Return the type in which a factor is stored, where a DequantizeLinear makes it; "" for any other."""
+    """Return the type in which a factor is stored, where it is dequantized; "" for any other."""
     node = value.producer()
     while node is not None and node.op_type in ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Cast"):
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-    if node is None or node.op_type != "DequantizeLinear" or node.inputs[0] is None:
+    if node is None or node.op_type not in ("DequantizeLinear", FROM_MXFP8) or node.inputs[0] is None:
         return ""
     return _KINDS.get(node.inputs[0].dtype, "") if node.inputs[0].dtype is not None else ""
 

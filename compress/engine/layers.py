@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 TYPES = {
     "float": "float32", "half": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8", "int8": "int8",
+    "fp4e2m1": "float4",
     "int4": "int4", "fp32": "float32", "fp16": "float16", "int32": "int32", "int64": "int64", "bool": "bool",
 }  # fmt: skip
 """TensorRT's words -> ours."""
-ON_INPUTS = ("int8", "float8", "float16", "bfloat16", "float32")
+ON_INPUTS = ("int8", "float4", "float8", "float16", "bfloat16", "float32")
 """Precisions of a product's inputs; int4 is that of its weights."""
 
 
@@ -89,11 +90,11 @@ def _judge_node(node: str, asked: str, layers: Sequence[EngineLayer]) -> Outcome
 def _computes_in(precision: str, layer: EngineLayer) -> bool:
     """Return whether a kernel computes a product in a precision.
 
-    Both factors of an 8-bit product are in 8 bits; a kernel that only rounds or adds reads one such tensor.
+    Both factors of a product in 8 bits, or in FP4, are so; a kernel that only rounds or adds reads one such tensor.
     """
     if precision == "int4":
         return precision in layer.weights
-    if precision in ("int8", "float8"):
+    if precision in ("int8", "float8", "float4"):
         return precision in layer.inputs and (*layer.inputs, *layer.weights).count(precision) > 1
     return precision in layer.inputs
 

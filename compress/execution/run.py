@@ -43,6 +43,7 @@ from compress.planning.inputs import (
     load_set,
     student_spec,
 )
+from compress.planning.judging import explain_not_run
 from compress.planning.make_plan import make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
@@ -182,12 +183,15 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     if exported is not None and measures_passes(recipe, plan.before):
         chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
-    if baseline is None:
+    not_run = explain_not_run(recipe) or ""
+    if baseline is None or not_run:
         with journal.time_stage("scoring the model in torch"):
-            baseline, candidate = _score_checkpoint(run, passed)
-        score, scoring = _describe_score(run, passed, in_files)
-        own = load_own_metrics(distinct, baseline, labels)
-        check_sliced(own, judgement)
+            before, candidate = _score_checkpoint(run, passed)
+        score, scoring = _describe_score(run, passed, in_files, not_run)
+        if baseline is None:
+            baseline = before
+            own = load_own_metrics(distinct, baseline, labels)
+            check_sliced(own, judgement)
     if own:
         with journal.time_stage("the recipe's own metrics"):
             outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
@@ -195,7 +199,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     if not with_float:
         left_out = note_missing_float(recipe, plan.before)
         scoring += [] if left_out is None else [left_out]
-    elif in_files:  # the runtime measures the candidate beside the float graph
+    elif in_files and not not_run:  # the runtime measures the candidate beside the float graph
         candidate, score = None, None
     portable = make_portable(recipe)
     if exported is not None:
@@ -293,17 +297,19 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
     return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context, masks)
 
 
-def _describe_score(run: RunContext, passed: Passed, in_files: bool) -> tuple[BuildScore, list[Note]]:
+def _describe_score(
+    run: RunContext, passed: Passed, in_files: bool, not_run: str = ""
+) -> tuple[BuildScore, list[Note]]:
     """Return how the candidate was scored by torch, and the notes that the report has of it.
 
-    `in_files`: it is a graph, which computes what its layers' schemes say.
+    `in_files`: it is a graph, which computes what its layers' schemes say. `not_run`: why nothing here runs that.
     """
     streamed, engine = passed.streamed, run.plan.recipe.target
     assert streamed is not None
-    if in_files:
+    if in_files and not not_run:
         return BuildScore(f"torch {version('torch')}"), []
     gaps = tuple(scoring_gaps(streamed.structure, streamed.kv_cache, engine))
-    return BuildScore(f"torch {version('torch')}", gaps), rounding_notes(streamed, engine)
+    return BuildScore(f"torch {version('torch')}", gaps, not_run), rounding_notes(streamed, engine)
 
 
 def _load_sets(plan: Plan, journal: Journal) -> tuple[dict[str, Samples], tuple[Note, ...]]:

@@ -27,6 +27,7 @@ from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.facts import Note
+from compress.formats.schemes import PRESETS
 from compress.formats.targets import Target
 from compress.graph.attention import to_group_query_attention
 from compress.graph.convolutions import pool_globally
@@ -50,7 +51,9 @@ from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
 from compress.graph.stored import holds_stored, make_stored_weight
 from compress.models.load import OnnxModel, TorchModel
-from compress.quantize.qdq import is_float4, write_state
+from compress.quantize.float_blocks import DOMAIN as TENSORRT
+from compress.quantize.float_blocks import MOST_AXES, is_float_block
+from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight, UnreadWeight
 from compress.quantize.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import failures
@@ -60,8 +63,6 @@ SHARED = "shared.data"
 """Name of the file that holds what an encoder and its decoder have in common."""
 Weight = tuple[tuple[int, ...], Callable[[str], np.ndarray]]
 """Of a parameter that stays in its file: its shape, and what reads it by name, float32."""
-ACTIVATION_LEVELS = 127
-"""Of symmetric int8 activations, on either side of zero."""
 MOST_SHARED = 2**16
 """Elements of a constant that is looked for among the others; larger ones are weights, each with its own name."""
 
@@ -156,8 +157,9 @@ def float_graph(model: ir.Model) -> ir.Model:
 def save_graph(model: ir.Model, path: Path, load: bool = True) -> None:
     """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
-    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16 or FP4
-    is not loaded: ONNX Runtime has no such kernels for CPUs. Nor without `load`, for what memory has no room for.
+    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16, FP4
+    or MXFP8 is not loaded: ONNX Runtime has no such kernels for CPUs. Nor without `load`, for what memory has no room
+    for.
     """
     if cross_names(model):
         encoder, model = split_halves(model)
@@ -172,7 +174,7 @@ def _save_one(model: ir.Model, path: Path, load: bool) -> None:
     refusals: tuple[type[Exception], ...] = (onnx.checker.ValidationError, *failures())
     try:
         onnx.checker.check_model(str(path))
-        if load and not computes_in_bfloat16(model) and not _holds_float4(model):
+        if load and not computes_in_bfloat16(model) and not needs_tensorrt(model):
             open_session(path)
     except refusals as error:
         raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
@@ -202,8 +204,10 @@ def computes_in_bfloat16(model: ir.Model) -> bool:
     return any(value.dtype == ir.DataType.BFLOAT16 for node in model.graph for value in node.outputs)
 
 
-def _holds_float4(model: ir.Model) -> bool:
-    return any(value.dtype == ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values())
+def needs_tensorrt(model: ir.Model) -> bool:
+    """Return whether the graph holds FP4, or an operator of TensorRT's own."""
+    float4 = any(value.dtype == ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values())
+    return float4 or TENSORRT in model.opset_imports
 
 
 def write_graph(model: ir.Model, path: Path) -> None:
@@ -246,11 +250,11 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
     layers = {layer.name: layer for layer in find_layers(state.model)}
     unread = holds_stored(state.model)
     weights: dict[str, QuantizedWeight] = {}
-    integer, dynamic, ranges, lost = [], set(), {}, []
+    integer, dynamic, ranges, scales, lost = [], set(), {}, {}, []
     for name in model.quantized_layers():
         scheme, weight = model.schemes[name], model.store.quantized(name)
         assert weight is not None
-        if scheme.weights.kind == "float" and not is_float4(weight):
+        if scheme.weights.kind == "float" and not is_float_block(weight) and scheme != PRESETS["FP8"]:
             raise ExportError(f"{name}: {scheme.name} cannot be written as an ONNX graph; export a checkpoint")
         if name not in layers:
             lost.append(name)
@@ -258,12 +262,17 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         weights[name] = UnreadWeight(partial(_read_integers, model.store, name)) if unread else weight
         if layers[name].op == "Gather":
             weights[name] = with_row_groups(layers[name], weight)
-        if scheme.activations is not None:
+        if scheme.activations is not None and is_float_block(weight):
+            scales[name] = model.activation_scales.get(name, 1.0)
+            if len(layers[name].data_input.shape or (0,)) > MOST_AXES:
+                axes = f"TensorRT scales inputs of {MOST_AXES} axes at most as they run"
+                raise ExportError(f"{name}: {axes}; ignore the layer, or use {scheme.name}A16")
+        elif scheme.activations is not None:
             weights[name] = weight
             integer.append(name)
             dynamic.add(scheme.activations.dynamic)
             if not scheme.activations.dynamic:
-                peak = model.activation_scales[name] * ACTIVATION_LEVELS
+                peak = model.activation_scales[name] * scheme.activations.most
                 ranges[layers[name].data_input.name or ""] = Range(-peak, peak, peak)
     if len(dynamic) > 1:
         raise ExportError("some layers have dynamic activations and some static ones; one graph holds only one kind")
@@ -275,6 +284,7 @@ def with_integers(state: GraphState, model: StreamedModel) -> tuple[GraphState, 
         state,
         weights={**state.weights, **weights},
         weight_only=[*state.weight_only, *weight_only],
+        input_scales={**state.input_scales, **scales},
         integer=[*state.integer, *integer],
         ranges={**state.ranges, **ranges},
         dynamic=state.dynamic or dynamic == {True},

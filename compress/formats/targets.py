@@ -82,7 +82,6 @@ _AS_INT8 = FormatFact("fast", "ONNX has no such type: stored in 8 bits, a file a
 _NO_INT8_SCHEME = FormatFact("refused", "takes 8-bit activations from the graph; use kind: int8, or target: vllm")
 _NO_FP8 = FormatFact("refused", "gets no FP8 graphs; use target: vllm, or kind: int8")
 _NO_FP8_PRODUCTS = FormatFact("refused", "has no kernels of float8 products; use kind: int8, or target: tensorrt")
-_FP8_IN_GRAPH = FormatFact("refused", "takes float8 from the graph; use kind: fp8, or target: vllm")
 _NO_KV_CACHE = FormatFact("refused", "gets graphs with a float KV cache; use target: vllm")
 _NO_FLOAT_FORMAT = FormatFact(
     "refused", "gets no graphs with FP4, MX or FP8 in blocks; use target: vllm, or scheme: W4A16"
@@ -111,19 +110,37 @@ _CPU_8BIT = FormatFact(
 _S8S8 = "fuses symmetric int8 activations and per-channel weights, refuses zero points: the s8s8 flavour is written"
 _TENSORRT_8BIT = FormatFact("refused", "takes block-wise weights in 4 bits only; use scheme: W4A16, or int8")
 _TENSORRT_ASYM = FormatFact("refused", "refuses uint4 and zero points; use scheme: W4A16")
+_TENSORRT_MX = FormatFact(
+    "plain",
+    "takes it by operators of its own; for compute capability 12.0 it unpacks both factors and multiplies floats: a "
+    "smaller file, no faster (its documentation has products of MXFP8 for 10.0, not tried)",
+)
+_TENSORRT_FP8 = FormatFact(
+    "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"
+)
 _TENSORRT_FORMATS = {
     **_CHECKPOINTS_ONLY,
-    "fp8": _FP8_IN_GRAPH,
-    "fp8-dynamic": _FP8_IN_GRAPH,
-    # Tried in the builder of TensorRT-RTX 1.7.1 for compute capability 12.0, which takes no E8M0 scales (MX). ONNX
-    # Runtime 1.31 has no CPU kernel of FP4.
+    # Tried in the builder of TensorRT-RTX 1.7.1 for compute capability 12.0: of NVFP4 its log has products of FP4, of
+    # MXFP8 products of floats. ONNX Runtime 1.31 has CPU kernels of neither.
+    "nvfp4": FormatFact(
+        "fast",
+        "products in FP4 with E4M3 scales, inputs scaled as they run by an operator of its own, compute capability "
+        "10.0 and later",
+    ),
     "nvfp4a16": FormatFact(
         "fast",
         "takes FP4 with E4M3 scales from the graph (DequantizeLinear of opset 23), compute capability 10.0 and later",
     ),
-    "fp8-static": FormatFact(
-        "fast", "products in float8 with one scale for each tensor, compute capability 8.9 and later"
+    "mxfp8": _TENSORRT_MX,
+    "mxfp8a16": _TENSORRT_MX,
+    "fp8": _TENSORRT_FP8,
+    "fp8-static": _TENSORRT_FP8,
+    "fp8-dynamic": FormatFact("refused", "scales no token by itself; use scheme: FP8, or target: vllm"),
+    "fp8-block": FormatFact("refused", "ONNX has no blocks of two dimensions; use scheme: FP8 or MXFP8"),
+    **dict.fromkeys(
+        ("mxfp4", "mxfp4a16"), FormatFact("refused", "has E8M0 scales for FP8 alone; use scheme: NVFP4 or NVFP4A16")
     ),
+    "w4afp8": FormatFact("refused", "multiplies int4 by float inputs alone; use scheme: W4A16 or NVFP4"),
     "w2": _AS_INT4,
     "w3": _AS_INT4,
     **_repeat_fact(_TENSORRT_8BIT, 5, 6, 7, 8),
@@ -243,9 +260,9 @@ _OWN: dict[str, Target] = {
             "w4a8": FormatFact("slow", "has kernels for it on CPUs alone; on a GPU use scheme: W4A16 or W8A8"),
             "fp8": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
             "fp8-dynamic": FormatFact("fast", "runs in FP8 from compute capability 8.9 on, weight-only before"),
-            # As vLLM 0.32 chooses kernels (model_executor/kernels/linear); CPUs have that of FP8_BLOCK alone.
+            # As vLLM 0.32 chooses kernels (model_executor/kernels/linear); CPUs with AMX have that of FP8_BLOCK.
             "fp8-block": FormatFact(
-                "fast", "runs in FP8 from compute capability 8.9 on and on CPUs, weight-only before"
+                "fast", "runs in FP8 from compute capability 8.9 on, weight-only before, and on CPUs that have AMX"
             ),
             "w4afp8": FormatFact("fast", "has kernels for it on compute capability 9.0 alone, in groups of 128"),
             "nvfp4": FormatFact(

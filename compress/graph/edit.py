@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,18 @@ def replace_constant(model: ir.Model, node: ir.Node, index: int, array: np.ndarr
     shared = len(value.uses()) > 1 or value.is_graph_output()
     name = f"{node.name}/{value.name}" if shared else value.name
     node.replace_input_with(index, initializer(model, str(name), array))
+
+
+def share_constant(model: ir.Model, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """Return the initializer that holds `tensor`: one of that name if it is equal, else a new one, numbered."""
+    names = (name if i == 1 else f"{name}#{i}" for i in count(1))
+    held = model.graph.initializers
+    free = next(n for n in names if n not in held or _are_equal(held[n].const_value, tensor))
+    return initializer(model, free, tensor)
+
+
+def _are_equal(a: ir.TensorProtocol | None, b: ir.TensorProtocol) -> bool:
+    return a is not None and a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())
 
 
 def append(

@@ -19,6 +19,7 @@ HIDDEN = -1e30
 """What is this low hides the token that it is added to: as good as -infinity, which a softmax makes 0."""
 STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear"}
 STAYS |= {"Constant", "ConstantOfShape", "If", "Loop", "Scan"}
+STAYS |= {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
 """Operators whose float inputs are parameters, whose type is part of what they do, or that hold graphs of their own."""
 HALF_SCALES_OPSET = 19
 """The first opset in which DequantizeLinear gives half precision."""
@@ -56,10 +57,18 @@ def layer_nodes(layer: GraphLayer) -> list[str]:
 
 def _becomes_half(node: ir.Node, kept: Collection[str], opset: int) -> bool:
     if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= HALF_SCALES_OPSET:
+        if _has_two_levels(node):  # the one float above E4M3 scales is often below half's normal numbers
+            return False
         return all(_becomes_half(use.node, kept, opset) for use in node.outputs[0].uses())  # a weight follows its layer
     if node.op_type in STAYS or node_name(node) in kept or _crashes_in_half(node):
         return False
     return not _works_in_integers(node)
+
+
+def _has_two_levels(node: ir.Node) -> bool:
+    """Return whether a DequantizeLinear makes the scales of another one, or reads scales that one makes (NVFP4)."""
+    readers = [use.node for use in node.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
+    return bool(readers) or not is_constant(node.inputs[1])
 
 
 def _crashes_in_half(node: ir.Node) -> bool:

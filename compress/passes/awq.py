@@ -17,6 +17,7 @@ from compress.passes.weight_only import WeightPass, with_problems
 class Awq(WeightPass):
     """Activation-aware scales for each reading that a module before it can take them from, then ranges that clip.
 
+    Where the scheme rounds inputs, too, the search counts what that loses under the scales, on a sample of rows.
     With `round: false` the weights stay float and only carry the scales, chosen for the scheme given here: a `gptq`,
     `autoround` or `tune` after it rounds them.
     """

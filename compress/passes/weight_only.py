@@ -59,6 +59,8 @@ TableScheme = Annotated[
     AfterValidator(_check_table_scheme),
     WithJsonSchema({"type": "string", "enum": ["W8", "W4", *_TABLE_SCHEMES]}),
 ]
+COMPUTED_BY_TENSORRT: dict[Format, float] = {"nvfp4": 10.0, "nvfp4a16": 10.0, "mxfp8": 8.9, "mxfp8a16": 8.9}
+"""Formats of graphs that nothing but TensorRT computes -> the first compute capability for which it compiles them."""
 Bits = Annotated[int, Field(ge=2, le=8)]
 GroupSize = Annotated[int, Field(ge=-1)]
 
@@ -300,12 +302,20 @@ class WeightPass(_Numbers, Pass):
         return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
 
     def explain_unjudged(self, target: str, why: str) -> str | None:
-        if not any(scheme.weights.scales == "e4m3" for scheme in self.schemes()):
+        names = sorted({s.name for s in self.schemes() if format_of(s) in COMPUTED_BY_TENSORRT})
+        if not names:
             return None
         return (
-            f"{self.kind}: {target} does not work here ({why}), and ONNX Runtime computes no FP4 on CPUs, so that the "
-            "graph could not be judged; export a checkpoint alone (target: vllm), or apply it where that works"
+            f"{self.kind}: {target} does not work here ({why}), and ONNX Runtime computes no {names[0]} on CPUs, so "
+            "that the graph could not be judged; export a checkpoint alone (target: vllm), or apply it where that works"
         )
+
+    def explain_capabilities(self, capabilities: Sequence[str]) -> str | None:
+        for name in sorted({format_of(scheme) for scheme in self.schemes()} & COMPUTED_BY_TENSORRT.keys()):
+            first = COMPUTED_BY_TENSORRT[name]
+            if old := [capability for capability in capabilities if float(capability) < first]:
+                return f"{', '.join(old)} cannot compute in {name}, which begins with {first:g}; leave them out"
+        return None
 
     def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers of a graph to round, and give a decision for each of the others.

@@ -20,6 +20,7 @@ from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
+from compress.planning.judging import is_scored_by_torch
 from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
@@ -201,7 +202,8 @@ class _Run:
             StageForecast(name, self.pass_bytes(number), partial(self.pass_seconds, number))
             for number, name in enumerate(names)
         ]
-        if self.before.structure is not None and (self.in_files or not self.recipe.has_onnx):
+        in_torch = self.in_files or not self.recipe.has_onnx or is_scored_by_torch(self.recipe, self.before)
+        if self.before.structure is not None and in_torch:
             stages.append(StageForecast("scoring the model in torch", self.scoring_bytes(), self.scoring_seconds))
         if self.n_checkpoints:
             stages.append(StageForecast(WRITING, self.writing_bytes(), self.writing_seconds))

@@ -47,6 +47,7 @@ from compress.planning.inputs import (
     student_spec,
     text_fill,
 )
+from compress.planning.judging import is_scored_by_torch
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
@@ -295,7 +296,8 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
     _, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
     if elsewhere is not None:
-        how = _IN_ONNXRUNTIME if recipe.has_onnx else _BY_TORCH
+        runs = recipe.has_onnx and not is_scored_by_torch(recipe, inputs.facts)
+        how = _IN_ONNXRUNTIME if runs else _BY_TORCH
         texts.append(f"{recipe.target} does not run here: {how}")
     texts += _warn_plain_texts(inputs)
     if not recipe.validate_.gates:

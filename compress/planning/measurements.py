@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from compress.facts import ModelFacts, Note
 from compress.passes import Pass
+from compress.planning.judging import explain_not_run
 from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
 from runtime.report.units import size_text
@@ -39,8 +40,8 @@ def measurement_problems(recipe: Recipe) -> list[str]:
     if recipe.validate_.steps is not True or _runs_here(recipe):
         return []
     return [
-        f"validate.steps: true measures what each pass leaves as an ONNX graph, and target {recipe.target} gets a "
-        "checkpoint, which nothing here runs; use auto, or export {kind: onnx} for onnxruntime-cpu"
+        f"validate.steps: true measures what each pass leaves as an ONNX graph, and target {recipe.target} gets "
+        "what nothing here runs; use auto, or export {kind: onnx} for onnxruntime-cpu"
     ]
 
 
@@ -59,6 +60,6 @@ def measurement_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note 
 
 def _runs_here(recipe: Recipe) -> bool:
     """Return whether the candidate is an ONNX file, which the runtime can run and time."""
-    return any(
+    return explain_not_run(recipe) is None and any(
         isinstance(export, GraphExport) and recipe.target_of(export) == recipe.target for export in recipe.export
     )

@@ -16,12 +16,12 @@ from compress.formats.targets import TARGETS
 from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
+from compress.planning.judging import explain_not_run, is_scored_by_torch
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
 from compress.recipe.exports import CheckpointExport, Engine, GgufExport, GraphExport, OnnxExport, OpenVinoExport
 from compress.recipe.schema import Recipe
 from compress.tasks import TORCH_TASKS, find_torch_task
-from runtime.backends import BACKENDS
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
@@ -54,7 +54,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *own_metric_problems(recipe),
         *measurement_problems(recipe),
         *benchmark_problems(inputs),
-        *judging_problems(recipe),
+        *judging_problems(recipe, inputs.facts),
         *engine_problems(inputs),
         *openvino_problems(inputs),
         *limit_problems(recipe, expected, root),
@@ -276,15 +276,10 @@ def benchmark_problems(inputs: Inputs) -> list[str]:
     return []
 
 
-def judging_problems(recipe: Recipe) -> list[str]:
-    """Report a graph that nothing on this machine runs, which could not be judged."""
-    if not any(pass_.explain_unjudged(recipe.target, "") for pass_ in recipe.passes) or not recipe.has_onnx:
-        return []
-    why = BACKENDS[recipe.target].available() if recipe.target in BACKENDS else "it is not a backend"
-    if why is None:
-        return []
-    problems = [(index, pass_.explain_unjudged(recipe.target, why)) for index, pass_ in enumerate(recipe.passes)]
-    return [f"passes.{index}: {problem}" for index, problem in problems if problem][:1]
+def judging_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Report a graph that nothing on this machine runs, and torch does not score: it could not be judged."""
+    why = explain_not_run(recipe)
+    return [f"passes: {why}"] if why is not None and not is_scored_by_torch(recipe, facts) else []
 
 
 def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:

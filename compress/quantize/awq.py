@@ -3,7 +3,8 @@
 Lin et al., AWQ: Activation-aware Weight Quantization (2023, arXiv:2306.00978): s = mean|X|^a, searched over a; with
 `mean|X|^a / mean|W|^(1 - a)`, as its authors' code has it, among the candidates. Deviation: the error that is compared
 is that of the layers that read the tensor, through the Gram matrix of what they read, not that of the module around
-them: no forward pass is needed for a candidate. Torch.
+them: no forward pass is needed for a candidate. Where an engine rounds what the layers read, too, scales change what
+that loses, and a sample of rows tells how much. Torch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,19 @@ class Scaling:
     error_after: float
 
 
+@dataclass(frozen=True, eq=False)
+class RoundedInputs:
+    """A sample of what layers read, `rows` [n, in], and `round`, which rounds it as an engine does before a product."""
+
+    rows: Tensor
+    round: Callable[[Tensor], Tensor]
+
+    def measure_energy(self, weight: Tensor, scales: Tensor) -> float:
+        """Return E|Q (x - r(x / s) s)|^2, what a product with `weight` Q [out, in] loses by it under scales s [in]."""
+        lost = (self.round(self.rows / scales) * scales - self.rows).double()
+        return float((lost @ weight.double().T).square().sum()) / len(lost)
+
+
 def search_scales(
     weights: Sequence[Tensor],
     schemes: Sequence[WeightScheme],
@@ -47,20 +61,21 @@ def search_scales(
     tied: Callable[[Tensor], Tensor] = lambda scales: scales,
     signed: bool = True,
     steps: int = STEPS,
+    inputs: RoundedInputs | None = None,
 ) -> Scaling:
     """Find the scales under which rounding `weights` [out, in], each to its scheme, changes their outputs least.
 
     `gram` X^T X / n [in, in] and `magnitude` mean|X| [in] of what they read. `tied` brings scales into the form that
-    can be folded. `signed`: as in `fit_grid`.
+    can be folded. `signed`: as in `fit_grid`. `inputs`: how these are rounded, too; None: they are not.
     """
     step = -(-sum(map(len, weights)) // JUDGED_ROWS)
     some = [weight[::step].float() for weight in weights]
     plain = torch.ones_like(magnitude)
-    before = _measure_error(some, schemes, gram, plain, signed)
+    before = _measure_error(some, schemes, gram, plain, signed, inputs)
     best = Scaling(None, 0.0, before, before)
     for scales, alpha in _list_candidates(weights, magnitude, steps):
         scales = tied(scales)
-        error = _measure_error(some, schemes, gram, scales, signed)
+        error = _measure_error(some, schemes, gram, scales, signed, inputs)
         if error < min(best.error_after, GAIN * before):
             best = Scaling(scales, alpha, before, error)
     return best
@@ -83,9 +98,14 @@ def _log_sizes(sizes: Tensor) -> Tensor:
 
 
 def _measure_error(
-    weights: Sequence[Tensor], schemes: Sequence[WeightScheme], gram: Tensor, scales: Tensor, signed: bool
+    weights: Sequence[Tensor],
+    schemes: Sequence[WeightScheme],
+    gram: Tensor,
+    scales: Tensor,
+    signed: bool,
+    inputs: RoundedInputs | None,
 ) -> float:
-    """Return E|(W - Q(W s) / s) x|^2 / E|W x|^2 under the scales s, all weights together."""
+    """Return E|(W - Q(W s) / s) x|^2 / E|W x|^2 under the scales s, all weights together, with what `inputs` add."""
     importance = gram.diagonal() / scales**2
     rounded = []
     for weight, scheme in zip(weights, schemes, strict=True):
@@ -94,4 +114,9 @@ def _measure_error(
             return math.inf
         grid = fit_grid(scaled, scheme, importance, signed, ROUGH)
         rounded.append(grid.values(grid.levels(scaled)) / scales)
-    return output_error(torch.cat(list(weights)), torch.cat(rounded), gram)
+    exact, coarse = torch.cat(list(weights)), torch.cat(rounded)
+    error = output_error(exact, coarse, gram)
+    if inputs is None:
+        return error
+    energy = float(((exact @ gram.to(exact.dtype)) * exact).sum(dtype=torch.float64))
+    return error + inputs.measure_energy(coarse, scales) / max(energy, 1e-30)

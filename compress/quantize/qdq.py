@@ -10,26 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.edit import append, initializer, reroute, take_over, tidy, uses_of, values_by_name
+from compress.graph.edit import append, initializer, reroute, share_constant, take_over, tidy, uses_of, values_by_name
 from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute
 from compress.graph.run import clone
 from compress.graph.stored import StoredTensor
+from compress.quantize.float_blocks import is_float_block, write_float_blocks
 from compress.quantize.placement import Placement, Use, place
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight, UnreadWeight
 from compress.quantize.state import FLOAT8, Flavour, GraphState
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
-FLOAT4_OPSET, FLOAT4_IR = 23, 11
-"""The first opset, and format of files, with FP4: no operator of a graph of opset 20 means something else there."""
-FLOAT4 = ml_dtypes.float4_e2m1fn
 LARGEST_BIAS = 2.0**30
 """Of an int32 bias: as much is left for the sum of the products that it is added to."""
 KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16), "s8s8": (128, 64, 32)}
@@ -47,26 +43,31 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
     else:
         _write_static(model, integer, state, flavour)
     for name in state.weight_only:
-        _write_rounded(model, layers[name], state.weights[name], flavour, name in state.unpacked)
+        weight, scale = state.weights[name], state.input_scales.get(name)
+        _write_rounded(model, layers[name], weight, flavour, name in state.unpacked, scale)
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
-    if flavour == "s8s8" and any(is_float4(state.weights[name]) for name in state.weight_only):
-        model.opset_imports[""] = max(model.opset_imports[""], FLOAT4_OPSET)
-        model.ir_version = max(model.ir_version, FLOAT4_IR)
     tidy(model)
     return model
 
 
-def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour, unpack: bool) -> None:
-    """Write a layer whose weights alone are rounded."""
+def _write_rounded(
+    model: ir.Model,
+    layer: GraphLayer,
+    weight: QuantizedWeight,
+    flavour: Flavour,
+    unpack: bool,
+    input_scale: float | None = None,
+) -> None:
+    """Write a layer whose weights are rounded, and, for `write_float_blocks`, what it reads."""
     if layer.op == "Gather" and weight.group_size > 0:
         _write_table(model, layer, in_kernel_blocks(weight, flavour))
     elif layer.op == "Gather":
         _write_embedding(model, layer, weight, flavour)
-    elif is_float4(weight) and flavour == "u8s8":
-        _write_floats(model, layer, weight)  # CPU runtimes have no operator that reads FP4
-    elif is_float4(weight):
-        _write_float4(model, layer, weight)
+    elif is_float_block(weight) and flavour == "u8s8":
+        _write_floats(model, layer, weight)  # CPU runtimes have no operator that reads FP4, or scales of few bits
+    elif is_float_block(weight):
+        write_float_blocks(model, layer, weight, input_scale)
         _avoid_gemm(model, layer)
     elif unpack or not _has_kernel(weight):
         _write_unpacked(model, layer, weight, flavour)
@@ -75,11 +76,6 @@ def _write_rounded(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, 
         _write_weight(model, layer, weight)
         if weight.group_size > 0:
             _avoid_gemm(model, layer)
-
-
-def is_float4(weight: QuantizedWeight) -> bool:
-    """Return whether a weight is NVFP4: FP4 numbers, held as the same ones of FP8, with E4M3 scales below a float."""
-    return weight.values.dtype == FLOAT8 and weight.bits == 4 and "global_scale" in weight.stored
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:
@@ -190,28 +186,6 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     layer.node.replace_input_with(layer.weight_input, dequantized)
 
 
-def _write_float4(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
-    """Write NVFP4 weights: E4M3 scales times one float, then FP4 numbers times those, as NVIDIA's ModelOpt has them.
-
-    What files hold divides the scales; here its inverse multiplies them: weights may differ by a float32's last bit.
-    """
-    values, scales = weight.values.astype(np.float32), weight.stored["scales"].view(FLOAT8)
-    axis = 1 if layer.op == "Gemm" else layer.axis  # a Gemm becomes a MatMul, see `_avoid_gemm`
-    if axis == 1:  # [out, in] -> [in, out], and [out, groups] with it
-        values, scales = values.T, scales.T
-    four_bits = ir.Tensor(np.ascontiguousarray(values).astype(FLOAT4), dtype=ir.DataType.FLOAT4E2M1)
-    q = _add_constant(model, layer, "float4", four_bits)
-    s = _add_constant(model, layer, "scale", ir.Tensor(np.ascontiguousarray(scales), dtype=ir.DataType.FLOAT8E4M3FN))
-    whole = np.asarray(np.float32(1) / weight.stored["global_scale"][0], np.float32)
-    g = _add_constant(model, layer, "global_scale", ir.Tensor(whole))
-    spread = append(model, "DequantizeLinear", [s, g], f"{layer.name}/weight/scale/float")
-    spread.type, spread.shape = layer.weight.type, ir.Shape(scales.shape)
-    blocks = {"axis": 1 - axis, "block_size": weight.group_size}
-    floats = append(model, "DequantizeLinear", [q, spread], f"{layer.name}/weight/float", blocks)
-    floats.type, floats.shape = layer.weight.type, ir.Shape(values.shape)
-    layer.node.replace_input_with(layer.weight_input, floats)
-
-
 def _write_floats(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
     """Write the floats that rounded weights stand for."""
     rounded = weight.dequantize()
@@ -279,15 +253,7 @@ def _is_matrix(value: ir.Value) -> bool:
 
 def _add_constant(model: ir.Model, layer: GraphLayer, suffix: str, tensor: ir.TensorProtocol) -> ir.Value:
     """Add a constant named after the weight: layers that share the weight share it, unless rounded differently."""
-    base = f"{layer.weight.name}/{suffix}"
-    names = (base if i == 1 else f"{base}#{i}" for i in count(1))
-    held = model.graph.initializers
-    name = next(n for n in names if n not in held or _are_equal(held[n].const_value, tensor))
-    return initializer(model, name, tensor)
-
-
-def _are_equal(a: ir.TensorProtocol | None, b: ir.TensorProtocol) -> bool:
-    return a is not None and a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())
+    return share_constant(model, f"{layer.weight.name}/{suffix}", tensor)
 
 
 def _get_zero_points(weight: QuantizedWeight) -> np.ndarray:

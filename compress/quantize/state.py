@@ -48,16 +48,19 @@ class GraphState:
     `integer`: layers computed in eight bits (weights and activations): int8, or float8 where their weights are
     (`in_float8`). `weight_only`: layers whose weights alone are rounded.
     Both are keys of `weights`. `unpacked`: of the latter, those computed as if they were float: a runtime unpacks their
-    weights once, as it loads them. `ranges`: tensor -> interval, for every tensor the placement quantizes (static int8
-    only). `biases`: layer -> corrected bias. `leave_out`: operators whose outputs stay float. `half`: the float type
-    that the rest is computed in; `half_kept`: the nodes kept in float32. `kv_cache`: how a decoder keeps keys and
-    values, with `kv_scales`: attention module -> (scale of its keys, of its values).
+    weights once, as it loads them. `input_scales`: of the latter, those whose inputs are rounded as they run, too, in
+    the weights' own format (NVFP4, MXFP8) -> what a block's scale of 1 stands for. `ranges`: tensor -> interval, for
+    every tensor the placement quantizes (static int8 only). `biases`: layer -> corrected bias. `leave_out`: operators
+    whose outputs stay float. `half`: the float type that the rest is computed in; `half_kept`: the nodes kept in
+    float32. `kv_cache`: how a decoder keeps keys and values, with `kv_scales`: attention module -> (scale of its keys,
+    of its values).
     """
 
     model: ir.Model
     integer: list[str] = field(default_factory=list)
     weight_only: list[str] = field(default_factory=list)
     unpacked: list[str] = field(default_factory=list)
+    input_scales: dict[str, float] = field(default_factory=dict)
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     biases: dict[str, np.ndarray] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)
@@ -84,6 +87,7 @@ class GraphState:
         self.integer = [name for name in self.integer if name != layer]
         self.weight_only = [name for name in self.weight_only if name != layer]
         self.unpacked = [name for name in self.unpacked if name != layer]
+        self.input_scales.pop(layer, None)
         self.weights.pop(layer, None)
         self.biases.pop(layer, None)
 
@@ -115,6 +119,7 @@ _JSON_FIELDS = (
     "integer",
     "weight_only",
     "unpacked",
+    "input_scales",
     "placement",
     "attention",
     "leave_out",

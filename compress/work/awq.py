@@ -10,15 +10,17 @@ from torch import Tensor
 
 from compress.blocks.block import BlockWork
 from compress.blocks.folding import tie_scales
-from compress.blocks.sharing import sum_over_processes
+from compress.blocks.sharing import gather_from_processes, sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import Reading
+from compress.formats.schemes import ActivationScheme
 from compress.formats.targets import Target
 from compress.passes.awq import Awq
-from compress.quantize.awq import Scaling, search_scales
+from compress.quantize.activations import round_inputs
+from compress.quantize.awq import RoundedInputs, Scaling, search_scales
 from compress.quantize.gram import Compute, Gram
 from compress.work.block_layers import (
     BlockLayers,
@@ -43,16 +45,39 @@ def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassRes
     return stream.result()
 
 
+ROWS_OF_PART, MOST_PARTS = 16, 32
+"""Of what a reading reads, rows of each micro-batch and micro-batches that are kept to see what rounding them loses."""
+
+
 class _Seen:
-    """Of what one reading reads: the Gram matrix and the sum of magnitudes."""
+    """Of what one reading reads: the Gram matrix, the sum of magnitudes, and a few rows from all over the data."""
 
     def __init__(self, width: int, compute: Compute, device: torch.device) -> None:
         self.gram = Gram(width, compute, device)
         self.magnitude = torch.zeros(width, dtype=torch.float64, device=device)
+        self.parts: list[Tensor] = []
+        self.n_added, self.stride = 0, 1
 
     def add(self, rows: Tensor) -> None:
         self.gram.add(rows)
         self.magnitude += rows.abs().sum(0, dtype=torch.float64)
+        if self.n_added % self.stride == 0:
+            self.parts.append(rows[:: -(-len(rows) // ROWS_OF_PART)].float().clone())
+        if len(self.parts) > MOST_PARTS:
+            self.parts, self.stride = self.parts[::2], 2 * self.stride
+        self.n_added += 1
+
+    def sample(self) -> Tensor:
+        """Return the rows that all processes have kept [n, in], the same in each."""
+        device = self.magnitude.device
+        parts = [part for parts in gather_from_processes([part.cpu() for part in self.parts]) for part in parts]
+        return torch.cat([part.to(device) for part in parts])
+
+
+def _round_rows(scheme: ActivationScheme, rows: Tensor) -> Tensor:
+    """Round rows as an engine does; a stored scale is that of the largest magnitude among them."""
+    peak = float(rows.abs().amax()) or 1.0
+    return round_inputs(rows, scheme, peak / scheme.most if scheme.has_stored_scale else None)
 
 
 class _BlockScaling:
@@ -89,7 +114,7 @@ class _BlockScaling:
             raise PassError(f"awq: {', '.join(names)}: NaN or Inf among its inputs on the calibration data")
         obstacle = self._find_obstacle(reading, n_rows)
         if obstacle is None:
-            scaling = self._search(reading, names, gram, magnitude)
+            scaling = self._search(reading, names, gram, magnitude, self._find_rounding(names, seen))
             how = "left alone: no scale lowers the error"
             if scaling.scales is not None:
                 fold_into(self.block, reading, scaling.scales)
@@ -116,13 +141,22 @@ class _BlockScaling:
         fixed = [name for name in (*reading.layers, reading.source) if name in self.block.quantized]
         return f"not scaled: {fixed[0]} is rounded already" if fixed else None
 
-    def _search(self, reading: Reading, names: list[str], gram: Tensor, magnitude: Tensor) -> Scaling:
+    def _find_rounding(self, names: list[str], seen: _Seen) -> RoundedInputs | None:
+        """Return how engines round what these layers read; None where they do not, or not all layers alike."""
+        schemes = {self.layers.schemes[name].activations for name in names}
+        scheme = schemes.pop()
+        return None if schemes or scheme is None else RoundedInputs(seen.sample(), partial(_round_rows, scheme))
+
+    def _search(
+        self, reading: Reading, names: list[str], gram: Tensor, magnitude: Tensor, inputs: RoundedInputs | None
+    ) -> Scaling:
         weights = [matrix(self.knobs, self.block, name) for name in names]
         schemes = [self.layers.schemes[name] for name in names]
         signed = all(may_be_negative(scheme, self.target) for scheme in schemes)
         tied = partial(tie_scales, reading)
         try:
-            return search_scales(weights, [s.weights for s in schemes], gram, magnitude, tied, signed, self.knobs.steps)
+            steps, numbers = self.knobs.steps, [scheme.weights for scheme in schemes]
+            return search_scales(weights, numbers, gram, magnitude, tied, signed, steps, inputs)
         except ValueError as error:
             raise PassError(f"awq: {', '.join(names)}: {error}") from error
 

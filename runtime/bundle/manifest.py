@@ -360,6 +360,8 @@ class BuildScore:
     """The library and its version: torch 2.13.0."""
     gaps: tuple[str, ...] = ()
     """What the engine computes otherwise than was measured, as sentences: gates on quality are undecided then."""
+    not_run: str = ""
+    """Why a candidate that is a graph was not run where it was built; "": it was, or it is a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -441,6 +443,14 @@ class Manifest:
         for the comparison of the two."""
         names = {artifact.name for artifact in self.artifacts}
         return "baseline" not in names and self.score is not None and self.artifact("candidate").kind != "checkpoint"
+
+    def is_scored(self, backend: str) -> bool:
+        """Return whether the candidate's quality on `backend` is what was measured at the build: it is not run there.
+
+        So it is of a checkpoint, and of a graph that its own target alone can run.
+        """
+        alien = self.score is not None and self.score.not_run != "" and backend != self.target
+        return alien or self.candidate_for(backend).is_checkpoint
 
     def artifact(self, name: str) -> Artifact:
         """Return the artifact called `name`; KeyError if there is none."""

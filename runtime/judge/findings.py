@@ -56,9 +56,9 @@ class Case:
         return self.manifest.alone
 
     @property
-    def is_checkpoint(self) -> bool:
-        """Return whether the candidate is a checkpoint, which is not run here."""
-        return self.manifest.candidate_for(self.backend).is_checkpoint
+    def is_scored(self) -> bool:
+        """Return whether the candidate is not run here, and its quality what was measured at the build."""
+        return self.manifest.is_scored(self.backend)
 
 
 @dataclass(frozen=True)

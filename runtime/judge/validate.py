@@ -84,7 +84,7 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report = judge_checkpoint(case) if case.is_checkpoint else judge_model(case, passes)
+        report = judge_scored(case) if case.is_scored else judge_model(case, passes)
     if report.steps is not None and not report.steps.recorded:
         write_pass_table(report.steps, case.root)
     write_report(report, folder)
@@ -125,14 +125,14 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
 
 
-def judge_checkpoint(case: Case) -> Report:
+def judge_scored(case: Case) -> Report:
     """Judge a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
     evidence, broken = quality(case, run_candidate(case))
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
     evidence |= size_evidence(
         sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes
     )
-    not_run = f"it was not measured: {_NOT_RUN.format(case.manifest.candidate_for(case.backend).target)}"
+    not_run = f"it was not measured: {_explain_not_run(case.manifest, case.backend)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
     advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
     return assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
@@ -149,7 +149,13 @@ def not_smaller(case: Case) -> str:
 
 
 _NOT_COMPARED = "the bundle holds no float model to be timed beside the candidate: it was too large when it was built"
-_NOT_RUN = "the candidate is a checkpoint for {}, which is not run here"
+_CHECKPOINT = "the candidate is a checkpoint for {}, which is not run here"
+_GRAPH = "the candidate is a graph for {0}, and nothing but {0} computes with its numbers"
+
+
+def _explain_not_run(manifest: Manifest, backend: str) -> str:
+    candidate = manifest.candidate_for(backend)
+    return (_CHECKPOINT if candidate.is_checkpoint else _GRAPH).format(candidate.target)
 
 
 def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> Case:
@@ -166,11 +172,10 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     others = [backend_of(manifest, name)[0] for name in (backends or [])[1:]]
     if not backends and not manifest.generates:
         others = available_others(manifest, main)
-    candidate = manifest.candidate_for(main)
-    if candidate.is_checkpoint:
-        backend_note = (
-            f"Quality was measured by {_name_scorer(manifest)} at the build: {_NOT_RUN.format(candidate.target)}."
-        )
+    if manifest.is_scored(main):
+        why = _explain_not_run(manifest, main)
+        backend_note = f"Quality was measured by {_name_scorer(manifest)} at the build: {why}."
+        others = []
     elif manifest.alone:
         batch_note = " ".join(filter(None, (batch_note, _describe_alone(manifest))))
     else:
@@ -219,7 +224,7 @@ def run_candidate(case: Case) -> Outputs:
     A decoder runs beside the baseline, whose sums are checked.
     """
     manifest = case.manifest
-    if case.is_checkpoint:
+    if case.is_scored:
         outputs = read_candidate_outputs(case.root, manifest)
         find_task(manifest.task).check_frozen(f"{case.root}: the candidate's outputs", outputs)
         return outputs
@@ -318,7 +323,7 @@ def assemble(
         steps=read_pass_table(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
         **_collect_common_fields(manifest, timed, evidence, case.backend),
-        scored_by=_name_scorer(manifest) if case.is_checkpoint else "",
+        scored_by=_name_scorer(manifest) if case.is_scored else "",
     )
 
 
@@ -326,7 +331,7 @@ def unknown_here(case: Case) -> dict[str, str]:
     """Return, by metric, why its gates cannot be decided: speed on another backend, quality scored otherwise."""
     unknown = dict.fromkeys((name for name in MEASURED if name not in SIZES), case.elsewhere) if case.elsewhere else {}
     gaps = case.manifest.score.gaps if case.manifest.score is not None else ()
-    if case.is_checkpoint and gaps:
+    if case.is_scored and gaps:
         own = (record.name for record in case.manifest.recorded)
         unknown |= dict.fromkeys((*METRICS, *own), f"its engine computes otherwise than was scored: {'; '.join(gaps)}")
     return unknown

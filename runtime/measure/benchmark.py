@@ -145,7 +145,7 @@ def choose_backend(target: str, asked: str | None, generates: bool = False) -> t
             some = ", ".join(backend.name for backend in BACKENDS.values() if backend.decoders)
             raise UsageError(f"backend '{asked}' does not run decoders; use one of {some}")
         return asked, None
-    reason = _explain_unavailable(target, generates)
+    reason = explain_unavailable(target, generates)
     if reason is None:
         return target, None
     _check_backend(USUAL)
@@ -184,7 +184,7 @@ def engine_trouble(manifest: Manifest, backend: str) -> str | None:
     return None
 
 
-def _explain_unavailable(target: str, generates: bool) -> str | None:
+def explain_unavailable(target: str, generates: bool) -> str | None:
     """Return why a bundle for `target` is not run on it here; None where it is."""
     if target not in BACKENDS:
         return "there is no backend of that name here"
@@ -208,6 +208,8 @@ def pair(manifest: Manifest, backend: str) -> tuple[Variant, Variant]:
     for artifact in (before, after):
         if artifact.is_checkpoint:
             raise BundleError(f"the {artifact.name} is a checkpoint for {artifact.target}, which is not run here")
+    if manifest.is_scored(backend):
+        raise BundleError(f"the {after.name} is a graph for {after.target}, whose numbers nothing else computes with")
     return Variant(before, backend, before.precision), Variant(after, backend, after.precision)
 
 

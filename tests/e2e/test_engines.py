@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,26 @@ from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
 import compress
 from compress.commands.compile import compile_bundle
+from compress.commands.parity import bundle_parity
 from compress.errors import ExportError, PlanError
 from compress.recipe.load import load_recipe
+from runtime import open_bundle
+from runtime.backends import BACKENDS
 from runtime.bundle.format import read_manifest, verify
+from runtime.errors import UsageError
+from runtime.judge.validate import validate
 
 RTX = {"kind": "tensorrt-rtx", "compute_capabilities": ["8.6", "12.0"]}
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None,
     reason="TensorRT for RTX is not installed: pip install '.[tensorrt-rtx]'",
 )
+
+
+def hide_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no engine run."""
+    broken = replace(BACKENDS["tensorrt-rtx"], available=lambda: "no GPU")
+    monkeypatch.setitem(BACKENDS.own, "tensorrt-rtx", broken)
 
 
 def engines(net: tuple[Path, dict[str, Any]], *exports: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -185,6 +197,51 @@ def test_weights_that_tensorrt_has_no_kernels_for(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         plan(engines(net, passes=[{"kind": "rtn", **rounding}]), net[0], cache)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked"), [("NVFP4", "float4"), pytest.param("FP8", "float8", marks=pytest.mark.slow)]
+)
+def test_a_decoder_in_small_floats_is_judged_without_its_gpu(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, asked: str
+) -> None:
+    hide_gpu(monkeypatch)
+    language_folder(tmp_path / "lm", num_hidden_layers=1, initializer_range=0.1)
+    compiled = importlib.util.find_spec("tensorrt_rtx_bindings") is not None
+    export = {"kind": "tensorrt-rtx", "compute_capabilities": ["12.0"]} if compiled else {"kind": "onnx"}
+    judged = {"gates": [{"metric": "nll", "max_drop": 1}], "benchmark": QUICK_DECODING}
+    recipe = language_recipe(
+        tmp_path, [{"kind": "gptq", "scheme": scheme}], target="tensorrt-rtx", export=[export], validate=judged
+    )
+    report = apply(recipe, tmp_path / "b", cache, tmp_path)
+    manifest = verify(tmp_path / "b")
+    assert report.verdict == "pass" and report.candidate.metrics["nll"] != report.baseline.metrics["nll"]
+    assert report.scored_by.startswith("torch" if scheme == "NVFP4" else "")
+    if scheme == "NVFP4":
+        assert manifest.score is not None and "computes no NVFP4 on CPUs" in manifest.score.not_run
+        again = validate(tmp_path / "b")
+        assert again.candidate.metrics == report.candidate.metrics
+        with pytest.raises(UsageError, match="the candidate is a graph for tensorrt-rtx"):
+            open_bundle(tmp_path / "b")
+    if compiled:
+        record = manifest.artifact("engine-tensorrt-rtx").engine
+        assert record is not None and asked in record.asked and record.held == 1.0, record
+        if scheme == "NVFP4":
+            with pytest.raises(ExportError, match="computes no FP4 and no MXFP8"):
+                bundle_parity(tmp_path / "b", "tensorrt-rtx")
+
+
+def test_small_floats_that_torch_does_not_score_are_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_gpu(monkeypatch)
+    passes = [{"kind": "rtn", "scheme": "NVFP4"}, {"kind": "autocast"}]
+    graph = [{"kind": "onnx"}]
+    with pytest.raises(PlanError, match=r"tensorrt-rtx does not work here \(.*computes no NVFP4 on CPUs"):
+        plan(language_recipe(tmp_path, passes, target="tensorrt-rtx", export=graph), tmp_path, cache)
+    engine = [{"kind": "tensorrt-rtx", "compute_capabilities": ["8.9", "12.0"]}]
+    with pytest.raises(PlanError, match=r"8\.9 cannot compute in nvfp4, which begins with 10; leave them out"):
+        plan(language_recipe(tmp_path, passes[:1], target="tensorrt-rtx", export=engine), tmp_path, cache)
 
 
 @needs_rtx

@@ -41,6 +41,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
         {"kind": "gptq", "scheme": "W4A16_ASYM", "group_size": 16, "actorder": False},
     ],
     "awq": [{"kind": "awq", **W4, "steps": 4}],
+    "awq to MXFP8": [{"kind": "awq", "scheme": "MXFP8", "steps": 2, "targets": ("re:.*[qkv]_proj",)}],
     "hqq": [{"kind": "hqq", **W4}],
     "rtn in 2 bits": [{"kind": "rtn", "bits": 2, "group_size": 16}],
     "rtn to FP8, and the cache": [{"kind": "rtn", "scheme": "FP8"}, {"kind": "kv_cache"}],
@@ -73,10 +74,12 @@ TO_DEVICE = {
     "quantize/fake.py": "integers that learning starts from",
     "quantize/hadamard.py": "the rotation",
     "quantize/lessons.py": "samples",
+    "work/awq.py": "a sample of rows",
     "work/rotate.py": "what is rotated",
     "work/tune.py": "the whole model",
 }
 TO_HOST = {
+    "work/awq.py": "a sample of rows, for the other processes",
     "blocks/activations.py": "activations that main memory holds, or a hash of masks",
     "blocks/block.py": "new values, which go to a file",
     "blocks/work.py": "numbers of tokens, for tables that stay in their file",

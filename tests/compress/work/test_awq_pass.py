@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from compress.context import PassResult
 from compress.facts import Reading
-from compress.formats.schemes import WeightScheme
+from compress.formats.schemes import PRESETS, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.awq import Awq
-from compress.quantize.awq import search_scales
+from compress.quantize.activations import round_inputs
+from compress.quantize.awq import RoundedInputs, search_scales
 from compress.quantize.gptq import output_error
 from compress.quantize.grid import round_to_grid
 from compress.work import apply_pass
@@ -46,6 +47,23 @@ def test_scales_lower_the_error_that_they_say() -> None:
     rounded = torch.from_numpy(round_to_grid(both * found.scales, W3, importance, False).dequantize()) / found.scales
     plain = torch.from_numpy(round_to_grid(both, W3, None, False).dequantize())
     assert output_error(both, rounded, gram) < 0.8 * output_error(both, plain, gram)
+
+
+def test_scales_that_cost_inputs_more_than_weights_gain_are_not_taken() -> None:
+    made, asked = torch.Generator().manual_seed(0), PRESETS["MXFP4"]
+    sizes = torch.randn(128, generator=made).exp()
+    x, weight = (torch.randn(rows, 128, generator=made) * sizes for rows in (500, 24))
+    gram, magnitude = x.T @ x / len(x), x.abs().mean(0)
+    inputs = RoundedInputs(x, lambda rows: round_inputs(rows, asked.activations))  # type: ignore[arg-type]
+
+    def lose(scales: Tensor | None) -> float:
+        s = torch.ones(128) if scales is None else scales
+        rounded = torch.from_numpy(round_to_grid(weight * s, asked.weights, gram.diagonal() / s**2).dequantize())
+        return float((x @ weight.T - inputs.round(x / s) @ rounded.T).norm() / (x @ weight.T).norm())
+
+    blind = search_scales([weight], [asked.weights], gram, magnitude).scales
+    aware = search_scales([weight], [asked.weights], gram, magnitude, inputs=inputs).scales
+    assert lose(blind) > 1.01 * lose(None) >= 1.01 * lose(aware)
 
 
 def test_scales_are_brought_into_the_form_that_can_be_folded() -> None:

@@ -1,0 +1,28 @@
+"""Whether anything on this machine runs the graph that is to be judged, and who scores it if nothing does."""
+
+from __future__ import annotations
+
+from compress.facts import ModelFacts
+from compress.recipe.schema import Recipe
+from runtime.measure.benchmark import explain_unavailable
+
+
+def explain_not_run(recipe: Recipe) -> str | None:
+    """Return why nothing here runs the graph that the recipe's passes leave, in the words of one; None where it runs.
+
+    Its own engine does not work here, and ONNX Runtime has no kernels for its numbers (FP4, MXFP8, bfloat16).
+    """
+    why = explain_unavailable(recipe.target, recipe.model.generates)
+    if why is None or not recipe.has_onnx:
+        return None
+    return next((text for pass_ in recipe.passes if (text := pass_.explain_unjudged(recipe.target, why))), None)
+
+
+def is_scored_by_torch(recipe: Recipe, facts: ModelFacts) -> bool:
+    """Return whether torch measures what such a graph loses, at the build, with inputs rounded as its engine does.
+
+    So it is of a language model all of whose passes work on blocks: what rewrites the graph, torch does not see.
+    """
+    stages = {pass_.stage_on(facts) for pass_ in recipe.passes}
+    of_torch = recipe.model.generates and not recipe.model.encodes and facts.source == "torch"
+    return explain_not_run(recipe) is not None and of_torch and stages == {"blocks"}
