@@ -34,6 +34,7 @@ from compress.passes.mixed_bits import Allocation, BitBudget
 from compress.passes.weight_only import MEASURED_TOKENS, WeightPass
 from compress.quantize.allocate import choose_bits
 from compress.quantize.gram import Compute, Gram
+from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import QuantizedWeight
 from compress.store.durable import blame, seal, unseal
 from compress.work.block_layers import list_layers, matrix, name_errors
@@ -172,7 +173,7 @@ def _measure(
     batches = first_micro_batches(model, context, MEASURED_TOKENS, SCORED_ROWS)
     if not batches:
         raise PassError(f"{config.kind}: there is no calibration data; give the recipe a calibration set")
-    drawing = _Drawing(context.seed, getattr(model.build(), "output", "") == "logits")
+    drawing = _Drawing(context.seed, gives_logits(model.build()))
     by_layer: dict[str, tuple[float, ...]] = {}
     with closing(send_back(model, context, batches, drawing.draw, compute)) as blocks:
         for _ in context.progress(_list_parts(model), f"{config.kind}: cost of bits"):
