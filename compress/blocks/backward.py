@@ -18,13 +18,12 @@ from compress.blocks.activations import HeldTensor, Holder, LeafTensor, MicroBat
 from compress.blocks.block import BlockWork
 from compress.blocks.sharing import share
 from compress.blocks.stream import plan_blocks
+from compress.blocks.stream_memory import HELD_BYTES
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.work import AFTER, BEFORE, BatchFlow, Planned, Work
 from compress.context import PassContext
 from compress.store.durable import temporary_folder
 
-HELD_BYTES = 2**28
-"""Of what the blocks read, that stays in memory on the way forward; more goes to disk."""
 Cotangent = Callable[[int, Tensor, Tensor | None], Tensor]
 """(number of the micro-batch, the model's output, rows [B, T] that are no padding, or None) -> the gradient with
 respect to the output, of its shape."""
