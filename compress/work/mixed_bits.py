@@ -78,8 +78,8 @@ def settle_bits(
 ) -> tuple[Pass, Settled]:
     """Return the pass with the bits of each layer chosen, where it asks for an average; else as it is.
 
-    What is measured is kept in `context.work`. PassError: no data, a layer whose numbers are broken, `strict` and a
-    layer that no gradient reaches, or an average that cannot be kept.
+    What is measured is kept in `context.work`. PassError: no data, a layer whose numbers are broken, layers that no
+    gradient reaches, or an average that cannot be kept.
     """
     budget = config.budget
     if budget is None:
@@ -94,13 +94,13 @@ def settle_bits(
     if costs is None:
         costs = _measure(config, budget, layers, model, context, make_rounding, compute)
         _write_costs(context, costs)
-    unseen = [name for name in layers if not any(costs.by_layer.get(name, ()))]
-    texts = [f"{config.kind}: {name}: no gradient reaches it, so that its bits count for nothing" for name in unseen]
-    if texts and config.strict:
-        raise PassError(texts)
-    bits, text = _choose(budget, allocation, costs)
+    if unseen := [group for group in allocation.groups if not any(name in costs.by_layer for name in group)]:
+        way = "give them bits under overrides, or ignore them"
+        texts = [f"{', '.join(group)}: no gradient of the model's first output comes back to them" for group in unseen]
+        raise PassError([f"{config.kind}: {text}, so that no bits can be chosen; {way}" for text in texts])
+    bits, text = from_main(_choose(budget, allocation, costs))
     context.log(f"{config.kind}: {text}")
-    notes = (Note("info", f"{config.kind}: {text}"), *(Note("warning", warning) for warning in texts))
+    notes = (Note("info", f"{config.kind}: {text}"),)
     measured = {name: _tell(costs, name, bits[name]) for name in layers}
     chosen = budget.choose(bits, {name: _explain(costs, name, bits[name]) for name in layers})
     return config.with_bits(chosen), Settled(notes, measured)
@@ -188,6 +188,8 @@ def _measure(
                     rounding = make_rounding(gram) if n_seen else None
                 for name in names if rounding is not None else ():
                     squares = sum_over_processes(seen.squares[name]) / rows  # [out]
+                    if not squares.any():
+                        continue
                     schemes = [config.with_bits(bits).setting(layers[name], context.target) for bits in choices]
                     weight = matrix(config, block.work, name)
                     by_layer[name] = tuple(_cost(weight, gram, squares, rounding, scheme) for scheme in schemes)

@@ -43,19 +43,6 @@ def uneven(layers: int = 2) -> nn.Module:
     return net
 
 
-def logits(net: nn.Module) -> StreamedModel:
-    """The model, streamed, that says its output is logits."""
-    model = streamed(net)
-    build = model.build
-
-    def build_named() -> nn.Module:
-        module = build()
-        module.output = "logits"  # type: ignore[assignment]
-        return module
-
-    return replace(model, build=build_named)
-
-
 def bits_of(model: StreamedModel) -> dict[str, int]:
     return {layer: scheme.weights.bits for layer, scheme in model.schemes.items()}
 
@@ -72,7 +59,7 @@ def facts(model: StreamedModel) -> ModelFacts:
 
 @pytest.mark.parametrize("config", [Gptq(bits=MIX, group_size=16), Rtn(bits=MIX, group_size=16)])
 def test_the_average_is_kept_and_what_reads_one_tensor_has_equal_bits(config: WeightPass) -> None:
-    model = logits(uneven())
+    model = streamed(uneven())
     result = apply_pass(config, model, context(texts(8), target="transformers"))
     bits = bits_of(result.model)
     assert len(set(bits.values())) > 1 and set(bits.values()) <= {2, 3, 4}
@@ -91,7 +78,7 @@ def test_the_average_is_kept_and_what_reads_one_tensor_has_equal_bits(config: We
 @pytest.mark.parametrize("bits", [3, 5])
 def test_what_is_predicted_is_about_the_divergence_of_the_outputs(bits: int) -> None:
     """Each layer alone rounded: the sum over layers is within a third, and the order of layers nearly theirs."""
-    model, data = logits(uneven()), texts(24)
+    model, data = streamed(uneven()), texts(24)
     told = apply_pass(
         Rtn(bits={"average": bits, "choices": (bits - 1, bits)}, group_size=16), model, context(data)
     ).measured
@@ -121,7 +108,7 @@ def test_other_architectures_and_outputs_that_are_no_logits(net: Any) -> None:
 def test_twice_the_same_and_a_killed_run_does_not_measure_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, model = Gptq(bits=MIX, group_size=16), logits(uneven())
+    config, model = Gptq(bits=MIX, group_size=16), streamed(uneven())
     first = apply_pass(config, model, context(texts(8), tmp_path / "a", target="transformers"))
     again = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
     costs = [(tmp_path / name / mixed_bits.FILE).read_bytes() for name in "ab"]
@@ -143,7 +130,7 @@ def test_twice_the_same_and_a_killed_run_does_not_measure_again(
 
 def test_tune_alone_lets_gptq_choose(tmp_path: Path) -> None:
     config = Tune(bits=MIX, group_size=16, steps=2)
-    result = apply_pass(config, logits(uneven()), context(texts(8), tmp_path, target="transformers"))
+    result = apply_pass(config, streamed(uneven()), context(texts(8), tmp_path, target="transformers"))
     bits = bits_of(result.model)
     assert len(set(bits.values())) > 1 and result.measured[Q]["bits"] == bits[Q]
 
@@ -219,8 +206,18 @@ def test_an_onnx_file_and_two_chains_are_refused() -> None:
     known = facts(streamed(llama()))
     onnx = replace(known, source="onnx", structure=None)
     assert "an average needs a torch model" in Gptq(bits=MIX).check(onnx, ANY).problems[0]
-    two = replace(known, task="translation")
+    two = replace(known, task="text2text-generation")
     assert "along one chain of blocks" in Gptq(bits=MIX).check(two, ANY).problems[0]
+
+
+def test_layers_that_no_gradient_reaches_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(self: Any, number: int, out: Tensor, rows: Tensor | None) -> Tensor:
+        self.n_rows += 1
+        return torch.zeros_like(out)
+
+    monkeypatch.setattr(mixed_bits._Drawing, "draw", nothing)
+    with pytest.raises(PassError, match=f"{Q}, {K}, {V}: no gradient .* give them bits under overrides, or ignore"):
+        apply_pass(Rtn(bits=MIX, group_size=16), streamed(llama()), context(texts(2)))
 
 
 def test_without_data_nothing_is_chosen() -> None:
