@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_processes import run_in_process, run_in_two_processes
 from streaming import bert, context, gpt2, llama, streamed, texts, together
 from torch import Tensor, nn
 
@@ -126,6 +127,26 @@ def test_twice_the_same_and_a_killed_run_does_not_measure_again(
     (tmp_path / "b" / mixed_bits.FILE).write_bytes(damaged)
     with pytest.raises(AssertionError, match="measured again"):
         apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
+
+
+def choose_in_a_share(work: Path, rows: int) -> dict[str, Any]:
+    """What a process of a launch chooses, and what it measured."""
+    mixed_bits.SCORED_ROWS = rows
+    result = apply_pass(Gptq(bits=MIX, group_size=16), streamed(uneven()), context(texts(8), work))
+    return {
+        "bits": bits_of(result.model),
+        "costs": {layer: told["sensitivity"] for layer, told in result.measured.items() if "bits" in told},
+    }
+
+
+@pytest.mark.slow
+def test_two_processes_choose_what_one_chooses(tmp_path: Path) -> None:
+    """Each sends back its share of the micro-batches; of one there is nothing for the second to do."""
+    for rows in (24, 10**6):
+        one = run_in_process(choose_in_a_share, tmp_path / f"one-{rows}", rows)
+        two, other = run_in_two_processes(choose_in_a_share, tmp_path / f"two-{rows}", rows)
+        assert two == other and two["bits"] == one["bits"]
+        assert two["costs"] == pytest.approx(one["costs"], rel=1e-5)
 
 
 def test_tune_alone_lets_gptq_choose(tmp_path: Path) -> None:
