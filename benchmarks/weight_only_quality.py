@@ -1,4 +1,4 @@
-"""Claims of tinystories-w4-gptq.yaml, tinystories-w2-tune.yaml and minilm-w4-gptq.yaml in recipes/claims/.
+"""Claims of tinystories-w4-gptq.yaml, -w2-tune.yaml, -w3-mixed.yaml and minilm-w4-gptq.yaml in recipes/claims/.
 
 What 4, 3 and 2 bits leave of real models (symmetric integers, output head float). tinystories656k in groups of 32,
 calibrated on stories 400 to 655: on stories 200 to 399 `gptq` has at most 3.384, 3.502 and 4.20 nats per token, and the
@@ -39,6 +39,7 @@ NEEDS = (
 RECIPES = ROOT / "recipes/claims"
 GPTQ = RECIPES / "tinystories-w4-gptq.yaml"
 TUNE = RECIPES / "tinystories-w2-tune.yaml"
+MIXED = RECIPES / "tinystories-w3-mixed.yaml"
 MINILM = RECIPES / "minilm-w4-gptq.yaml"
 GROUP = 32
 WHOLE_RATIO, WHOLE_NATS = 5.5, 0.03
@@ -77,6 +78,8 @@ def story_rows(subject: Subject, bits: int, call: Call) -> list[Row]:
         Ours("ours gptq", GPTQ, size, ("gptq",)),
         Ours("ours best", TUNE, size, ("gptq", "tune")),
     ]
+    if bits == 3:
+        recipes.append(Ours("ours mixed", MIXED, (), ("gptq", "tune")))
     if bits == 4:
         whole = f"passes=[{{kind: gptq, scheme: W4A16, group_size: {GROUP}, embeddings: W4, lm_head: W4}}]"
         recipes.append(Ours("ours gptq whole", GPTQ, (whole,), ("gptq",)))

@@ -227,7 +227,12 @@ class WeightPass(_Numbers, Pass):
         return self.model_copy(update={"bits": bits})
 
     def find_allocation(self, taken: Sequence[LayerFacts], structure: Structure) -> Allocation:
-        """Return what is to be chosen, under `bits: {average: ...}`, for the layers that the pass takes."""
+        """Return what is to be chosen, under `bits: {average: ...}`, for the layers that the pass takes.
+
+        Those that no forward calls are left out: nothing can be measured of them.
+        """
+        idle = find_uncalled(taken, structure)
+        taken = [layer for layer in taken if layer not in idle]
         tables = [layer.name for layer in taken if self.table_scheme(layer)]
         fixing = [o for o in self.overrides if o.bits is not None or o.scheme is not None]
         given = {
