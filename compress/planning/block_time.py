@@ -147,7 +147,8 @@ class BlockTime:
         rows = {name: min(shapes[name][0], TRIED_FOR_BITS) for name in chosen if name in shapes}
         if work.sweeps is not None:
             columns = self.rates.columns(scheme, Rules(sweeps=work.sweeps, compute=work.compute))
-            each = sum(columns.seconds(shapes[name][1], n) for name, n in rows.items())
+            groups = [(n, [min(size, TRIED_FOR_BITS) for size in outputs]) for n, outputs in self._groups(chosen)]
+            each = sum(columns.seconds(n, sum(outputs)) for n, outputs in groups)
             seconds += self.inversion_seconds(chosen)
         else:
             weights = sum(shapes[name][1] * n for name, n in rows.items())

@@ -35,7 +35,7 @@ from compress.passes.weight_only import MEASURED_TOKENS, WeightPass
 from compress.quantize.allocate import choose_bits
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.outputs import gives_logits
-from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.store.durable import blame, seal, unseal
 from compress.work.block_layers import list_layers, matrix, name_errors
 from runtime.bundle.files import write_whole
@@ -193,28 +193,65 @@ def _measure(
                 gram, n_seen = seen.grams[reading].mean(sum_over_processes)
                 with name_errors(config.kind, names):
                     rounding = make_rounding(gram) if n_seen else None
-                for name in names if rounding is not None else ():
-                    squares = sum_over_processes(seen.squares[name]) / rows  # [out]
-                    if not squares.any():
-                        continue
-                    schemes = [config.with_bits(bits).setting(layers[name], context.target) for bits in choices]
-                    weight = matrix(config, block.work, name)
-                    by_layer[name] = tuple(_cost(weight, gram, squares, rounding, scheme) for scheme in schemes)
+                if rounding is None:
+                    continue
+                squares = {name: sum_over_processes(seen.squares[name]) / rows for name in names}
+                tried = {
+                    name: _Tried.take(matrix(config, block.work, name), gram, squares[name])
+                    for name in names
+                    if squares[name].any()
+                }
+                costs: dict[str, list[float]] = {name: [] for name in tried}
+                for bits in choices:
+                    trial = config.with_bits(bits)
+                    schemes = {name: trial.setting(layers[name], context.target) for name in tried}
+                    for name, cost in _try_schemes(tried, schemes, gram, rounding).items():
+                        costs[name].append(cost)
+                by_layer |= {name: tuple(row) for name, row in costs.items()}
     unit = NATS if drawing.logits else ENERGY
     return Costs(choices, unit, {name: by_layer[name] for name in layers if name in by_layer})
 
 
-def _cost(weight: Tensor, gram: Tensor, squares: Tensor, rounding: RoundRows, scheme: Scheme) -> float:
-    """Return what rounding a weight [out, in] costs; some of its rows tell of all, by their part of what all could."""
-    stride = -(-len(weight) // TRIED_ROWS)
-    rows = weight[::stride].float()
-    left = torch.from_numpy(rounding(rows, scheme).dequantize()).to(rows.device) - rows
-    errors, whole = ((m @ gram * m).sum(1, dtype=torch.float64) for m in (left, weight.float()))  # [rows], [out]
-    possible = squares.double() * whole
-    part = float(possible[::stride].sum())
-    if part <= 0:
-        return 0.0
-    return 0.5 * float((squares[::stride].double() * errors).sum()) * float(possible.sum()) / part
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """Rows of a weight that are rounded: [n, in], what each output's error weighs [n], and for how much they stand."""
+
+    rows: Tensor
+    squares: Tensor
+    factor: float
+
+    @classmethod
+    def take(cls, weight: Tensor, gram: Tensor, squares: Tensor) -> _Tried:
+        """Take evenly spaced rows; they stand for all by their part of what leaving the weight out would cost."""
+        stride = -(-len(weight) // TRIED_ROWS)
+        energies = sum(
+            float((_energy(part, gram) * weights).sum())
+            for part, weights in zip(weight.split(ROWS), squares.split(ROWS), strict=True)
+        )
+        rows, weights = weight[::stride].float(), squares[::stride]
+        part = float((_energy(rows, gram) * weights).sum())
+        return cls(rows, weights, energies / part if part > 0 else 0.0)
+
+
+def _energy(rows: Tensor, gram: Tensor) -> Tensor:
+    """Return E (w . x)^2 of each row w [n, in] for inputs with this Gram matrix, float64 [n]."""
+    rows = rows.float()
+    return (rows @ gram * rows).sum(1, dtype=torch.float64)
+
+
+def _try_schemes(
+    tried: Mapping[str, _Tried], schemes: Mapping[str, Scheme], gram: Tensor, rounding: RoundRows
+) -> dict[str, float]:
+    """Return what rounding each layer to its scheme costs; those of one scheme are rounded together."""
+    costs: dict[str, float] = {}
+    for scheme in dict.fromkeys(schemes.values()):
+        names = [name for name in tried if schemes[name] == scheme]
+        rows = torch.cat([tried[name].rows for name in names])
+        left = torch.from_numpy(rounding(rows, scheme).dequantize()).to(rows.device) - rows
+        parts = _energy(left, gram).split([len(tried[name].rows) for name in names])
+        for name, errors in zip(names, parts, strict=True):
+            costs[name] = 0.5 * tried[name].factor * float((tried[name].squares * errors).sum())
+    return costs
 
 
 @dataclass
