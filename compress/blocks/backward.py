@@ -6,7 +6,7 @@ being run once more. So the gradient with respect to any layer's output is exact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -60,7 +60,7 @@ def send_back(
     batches: Sequence[MicroBatch],
     cotangent: Cotangent,
     compute: Literal["float32", "bfloat16"] = "float32",
-) -> Iterator[BackwardBlock]:
+) -> Generator[BackwardBlock, None, None]:
     """Yield the parts of a model, last first: what is behind the blocks, each block, what is before them.
 
     Of several processes each sends its share of `batches`; `cotangent` gets their numbers among all. Whoever takes a

@@ -118,7 +118,8 @@ class Allocation:
         left = self.left_average(budget.average)
         low = max((bits for bits in budget.choices if bits < left), default=min(budget.choices))
         high = min((bits for bits in budget.choices if bits > left), default=max(budget.choices))
-        bits, used, seen = {}, 0, 0
+        bits: dict[str, int] = {}
+        used = seen = 0
         for group, size in zip(self.groups, self.sizes, strict=True):
             seen += size
             chosen = high if used + high * size <= left * seen else low

@@ -303,10 +303,10 @@ class WeightPass(_Numbers, Pass):
         notes = list(dict.fromkeys(note for plan in each for note in plan.notes))
         taken = [layer for layer in facts.layers if layer.name in each[0].schemes]
         allocation = self.find_allocation(taken, structure)
-        for fixed, free in allocation.split.items():
+        for given, other in allocation.split.items():
             problems.append(
-                f"{self.kind}: overrides give {fixed} bits of its own, and {free}, which engines compute together with "
-                "it, has none; give both the same, or neither"
+                f"{self.kind}: overrides give {given} bits of its own, and {other}, which engines compute together "
+                "with it, has none; give both the same, or neither"
             )
         if taken and (text := allocation.explain_unreachable(budget)):
             problems.append(f"{self.kind}: {text}")
