@@ -3,11 +3,12 @@
 What 4, 3 and 2 bits leave of real models (symmetric integers, output head float). tinystories656k in groups of 32,
 calibrated on stories 400 to 655: on stories 200 to 399 `gptq` has at most 3.384, 3.502 and 4.20 nats per token, and the
 best recipe 3.364, 3.412 and 3.63, in no more time than AutoRound takes in the same run; with bits chosen for each group
-of layers, 3 on average, it has at most 3.40; `awq` beats rounding to nearest at 3 bits; with embeddings and head in 4 bits, too, as one table, it is 5.5 times smaller than in float32 and
-loses at most 0.03 nats more. stories260K, whose 172 inputs 32 does not divide: every such layer is rounded in other
-groups or named with the reason. all-MiniLM-L6-v2: the mean cosine to the float embeddings of the STS-B dev sentences is
-above that of llm-compressor's GPTQ at 4 bits in groups of 128, 3 in 128 and 3 in 64. Ours and the peers' models are
-scored by the same functions of this process. Peers: llm-compressor (RTN, GPTQ, AWQ) and AutoRound.
+of layers, 3 on average, it has at most 3.40; `awq` beats rounding to nearest at 3 bits; with embeddings and head in 4
+bits, too, as one table, it is 5.5 times smaller than in float32 and loses at most 0.03 nats more. stories260K, whose
+172 inputs 32 does not divide: every such layer is rounded in other groups or named with the reason. all-MiniLM-L6-v2:
+the mean cosine to the float embeddings of the STS-B dev sentences is above that of llm-compressor's GPTQ at 4 bits in
+groups of 128, 3 in 128 and 3 in 64. Ours and the peers' models are scored by the same functions of this process. Peers:
+llm-compressor (RTN, GPTQ, AWQ) and AutoRound.
 """
 
 from __future__ import annotations
