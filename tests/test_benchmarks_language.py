@@ -159,6 +159,7 @@ def quality_rows(module: Any, **change: float) -> list[dict[str, Any]]:
     """Every value on its bar, or changed; "gptq3" is nats of ours gptq at 3 bits."""
     at: dict[str, float] = {f"gptq{bits}": bar for bits, bar in module.GPTQ_BARS.items()}
     at |= {f"best{bits}": bar for bits, bar in module.BEST_BARS.items()} | {"rtn3": 3.7, "awq3": 3.6, "seconds": 30.0}
+    at["mixed"] = module.MIXED_BAR
     at |= {"whole": at["gptq4"] + module.WHOLE_NATS - 1e-6, "ratio": module.WHOLE_RATIO}
     at |= {"w4g128": 0.98, "w3g128": 0.90, "w3g64": 0.92} | change
     rows = []
@@ -170,6 +171,9 @@ def quality_rows(module: Any, **change: float) -> list[dict[str, Any]]:
         rows += [size | {"made_by": f"ours {kind}", "nats": at.get(f"{kind}{bits}", 9.0)} for kind in ("rtn", "awq")]
     whole = {"made_by": "ours gptq whole", "nats": at["whole"], "times_smaller": at["ratio"]}
     rows.append({"model": module.STORIES_MODEL, "bits": 4, "group_size": 32} | whole)
+    rows.append(
+        {"model": module.STORIES_MODEL, "bits": 3, "group_size": 32, "made_by": "ours mixed", "nats": at["mixed"]}
+    )
     for bits, group in module.MINILM_BARS:
         size = {"model": "minilm", "bits": bits, "group_size": group}
         rows.append(size | {"made_by": "ours gptq", "cosine": at[f"w{bits}g{group}"]})
@@ -187,6 +191,7 @@ def quality_rows(module: Any, **change: float) -> list[dict[str, Any]]:
         ({"ratio": 5.4}, ["whole_w4_times_smaller"]),
         ({"gptq2": 4.21}, ["gptq_w2_nats"]),
         ({"best3": 3.413}, ["best_w3_nats"]),
+        ({"mixed": 3.401}, ["mixed_w3_nats"]),
         ({"seconds": 30.1}, ["best_w4_seconds", "best_w3_seconds", "best_w2_seconds"]),
         ({"awq3": 3.71}, ["awq_w3_nats"]),
         ({"w3g64": 0.919}, ["minilm_w3_g64_cosine"]),

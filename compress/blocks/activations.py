@@ -115,6 +115,27 @@ class HeldTensor:
             self._path.unlink(missing_ok=True)
 
 
+class LeafTensor(HeldTensor):
+    """A held tensor that is given out as the leaf of a graph, with respect to which there is a gradient."""
+
+    def __init__(self, held: HeldTensor) -> None:
+        self.held = held
+        self.leaf: Tensor | None = None
+
+    def get(self) -> Tensor:
+        self.leaf = self.held.get().detach().requires_grad_()
+        return self.leaf
+
+    def take_gradient(self) -> Tensor | None:
+        """Return the gradient of what was last given out, and let go of both; None where nothing came back."""
+        gradient = None if self.leaf is None else self.leaf.grad
+        self.leaf = None
+        return gradient
+
+    def __del__(self) -> None:
+        """Do nothing: what is held goes with its own object."""
+
+
 class Holder:
     """Makes tensors that are held. `folder`: where their files go; None: they stay in memory.
 

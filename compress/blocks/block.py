@@ -175,7 +175,7 @@ class BlockWork:
             return
 
         def visit_rows(reading: Reading, x: Tensor, i: int) -> None:
-            visit(reading, self._drop_padding(x, i))
+            visit(reading, self.drop_padding(x, i))
 
         def act_on(reading: Reading) -> None:
             self._paused = reading
@@ -287,7 +287,7 @@ class BlockWork:
 
         def visit_input(number: int, x: Tensor) -> None:
             with torch.autocast(self.part.device.type, enabled=False):
-                visit(taps[number][0], self._drop_padding(x, i))
+                visit(taps[number][0], self.drop_padding(x, i))
             if number == last:
                 raise StopForward
 
@@ -300,8 +300,11 @@ class BlockWork:
     def _bind_run(self, i: int) -> Callable[[], Tensor]:
         return lambda: self.part.run(i)
 
-    def _drop_padding(self, x: Tensor, i: int) -> Tensor:
-        """Return `x` as rows [n, in], without those of padding where `x` still has the samples' shape."""
+    def drop_padding(self, x: Tensor, i: int) -> Tensor:
+        """Return what a layer reads of micro-batch `i` as rows [n, in].
+
+        Those of padding are left out where `x` still has the samples' shape.
+        """
         rows, flat = self.calls[i].rows, x.reshape(-1, x.shape[-1])
         if rows is not None and len(flat) == rows.numel():
             flat = flat[rows.reshape(-1)]

@@ -15,6 +15,8 @@ FIXED_BYTES = 25 * 2**20
 """What libraries take at their first large product."""
 SCORED_ROWS = 512
 """Tokens whose logits are held at once when a model is scored, unless one text has more."""
+HELD_BYTES = 2**28
+"""Of what the blocks read on the way forward, where gradients come back, that stays in memory; more goes to disk."""
 JOINED = 6
 """Bytes for each weight of a tall one as it is joined: integers twice, and the floats that they stand for. Measured on
 128,256 x 256: 11 for a shared table, 12 for two, with the 5 that any block holds of a weight."""
@@ -59,6 +61,34 @@ def stream_memory(
     blocks += [at.rounding(shape) for shape in tables if len(shape) == 2]
     held = FLOAT_BYTES * n_rows * hidden_width * (2 if how.float_too else 1)
     return int(FIXED_BYTES + held + max(blocks, default=0))
+
+
+def backward_memory(structure: Structure, shapes: Shapes, n_rows: int, hidden_width: int) -> int:
+    """Return the bytes, above what the process held before, of sending gradients back through the blocks.
+
+    The largest block with what SCORED_ROWS of the `n_rows` tokens leave in it, or the head with their logits, thrice:
+    themselves, as probabilities, and their gradients; beside them what each block reads, as far as that is in memory.
+    """
+    held = min(FLOAT_BYTES * n_rows * hidden_width * len(structure.blocks), HELD_BYTES)
+    held += 2 * FLOAT_BYTES * n_rows * hidden_width
+    rows = min(SCORED_ROWS, n_rows)
+    parts = []
+    for block in structure.blocks:
+        inside = [shapes[name] for name in _names_inside(shapes, block.name) if len(shapes[name]) == 2]
+        widths = sum(sum(shape) for shape in inside)
+        squares = [
+            shapes[f"{reading.layers[0]}.weight"][-1] ** 2
+            for reading in block.readings
+            if f"{reading.layers[0]}.weight" in shapes
+        ]
+        matrices = 2 * sum(squares) + 4 * max(squares, default=0)  # sums in float64, and the work on one of them
+        parts.append(FLOAT_BYTES * (sum(map(math.prod, inside)) + 2 * rows * widths + matrices))
+    heads = {f"{layer}.weight" for reading in structure.after for layer in reading.layers}
+    known = [shapes[name] for name in heads if name in shapes]
+    parts.append(
+        FLOAT_BYTES * (sum(map(math.prod, known)) + 4 * rows * max((max(shape) for shape in known), default=0))
+    )
+    return int(FIXED_BYTES + held + max(parts))
 
 
 def head_memory(structure: Structure, shapes: Shapes) -> int:

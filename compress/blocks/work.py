@@ -96,9 +96,19 @@ class Work:
     def drop(self, path: Path) -> None:
         """Read from now on what a finished block left in a file, and drop its weights from memory."""
         self.store = self.store.over([path])
+        self.release()
+
+    def release(self) -> None:
+        """Drop the weights of what was opened from memory."""
         self._floats = None
         empty(self.module)
         heap.return_all()
+
+    def enter(self) -> BatchFlow:
+        """Run everything up to the first block, unless that was done; return the data on its way."""
+        self._enter_blocks()
+        assert self.flow is not None
+        return self.flow
 
     def replay(self, entry: Planned, path: Path) -> None:
         """Pass the data through a block that an earlier run finished, whose tensors are in the file `path`."""

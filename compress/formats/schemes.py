@@ -102,6 +102,10 @@ class Scheme:
         name = f"W{weights.bits}A{read}"
         return name + ("" if weights.symmetric else "_ASYM") + ("_STATIC" if inputs and not inputs.dynamic else "")
 
+    def with_bits(self, bits: int) -> Scheme:
+        """Return the same scheme with weights of other bits."""
+        return replace(self, weights=replace(self.weights, bits=bits))
+
     def with_group(self, group_size: int) -> Scheme:
         """Return the same scheme with another group size."""
         return replace(self, weights=replace(self.weights, group_size=group_size))

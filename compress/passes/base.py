@@ -37,7 +37,7 @@ class BlockWorkload:
     `searches`: times that a weight's scales are searched and it is rounded to them. `trials`: scales that AWQ tries on
     `TRIED_ROWS` rows of each group's weights. `sweeps`: of coordinate descent behind GPTQ's loop; None: no such loop.
     `solver_steps`: of HQQ. `learning_steps` of `learning_rows` tokens each, for each block, or with `whole` for all
-    together.
+    together. `gradient_rows`: tokens that first go forward and back to measure what each of `choices` of bits costs.
     """
 
     forwards: float = 0.0
@@ -52,6 +52,8 @@ class BlockWorkload:
     learning_steps: int = 0
     learning_rows: int = 0
     whole: bool = False
+    gradient_rows: int = 0
+    choices: int = 0
 
 
 TRIED_ROWS = 256

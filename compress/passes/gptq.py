@@ -20,6 +20,7 @@ class Gptq(WeightPass):
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 12.0
     takes_k_formats: ClassVar[bool] = True
+    takes_mixed_bits: ClassVar[bool] = True
 
     kind: Literal["gptq"] = "gptq"
     damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01
@@ -38,10 +39,11 @@ class Gptq(WeightPass):
 
     def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
         bits = self.base().weights.bits
-        return BlockWorkload(
+        work = BlockWorkload(
             forwards=1.0 if self.sequential else 2.0,
             compute=self.compute,
             grams=True,
             inversions=True,
             sweeps=self.sweeps if self.sweeps is not None else DEFAULT_SWEEPS[bits >= 4],
         )
+        return self.with_measuring(work)

@@ -11,10 +11,11 @@ from compress.passes.weight_only import WeightPass, with_problems
 
 
 class Rtn(WeightPass):
-    """Round-to-nearest quantization of the matrix products; needs no data but for stored input scales (FP8) and for
-    `importance`."""
+    """Round-to-nearest quantization of the matrix products; needs no data but for stored input scales (FP8), for
+    `importance`, and for bits under an average."""
 
     takes_k_formats: ClassVar[bool] = True
+    takes_mixed_bits: ClassVar[bool] = True
 
     kind: Literal["rtn"] = "rtn"
     importance: bool = False
@@ -23,7 +24,12 @@ class Rtn(WeightPass):
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
-        """Return whether a scheme stores input scales, or inputs are weighed."""
+        """Return whether a scheme stores input scales, inputs are weighed, or bits are chosen."""
+        return self.streams_data or self.budget is not None
+
+    @property
+    def streams_data(self) -> bool:
+        """Return whether rounding itself needs the data."""
         return self.importance or any(s.activations and s.activations.has_stored_scale for s in self.schemes())
 
     @property
@@ -36,4 +42,4 @@ class Rtn(WeightPass):
         return with_problems(super().check(facts, target), [text] if graph else [])
 
     def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        return BlockWorkload(forwards=2.0 if self.needs_calibration else 0.0, searches=1)
+        return self.with_measuring(BlockWorkload(forwards=2.0 if self.streams_data else 0.0, searches=1))

@@ -51,6 +51,7 @@ class Tune(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 40.0
+    takes_mixed_bits: ClassVar[bool] = True
     keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["tune"] = "tune"
@@ -124,7 +125,7 @@ class Tune(WeightPass):
         n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
         whole = self.how(n_weights, n_weights) == "whole"
         rounds = not any(layer.bits < 16 for layer in facts.layers)  # gptq goes first where nothing is rounded
-        return BlockWorkload(
+        work = BlockWorkload(
             forwards=1.0 if rounds else 0.0,
             float_forwards=0.0 if whole else 2.0,
             grams=rounds,
@@ -134,6 +135,7 @@ class Tune(WeightPass):
             learning_rows=self.batch_size * sample_rows if whole else STEP_ROWS,
             whole=whole,
         )
+        return self.with_measuring(work) if rounds else work
 
     def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
         """Return whether a quantized layer is to be learned. `bits` None: not known yet."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
@@ -23,13 +24,17 @@ from compress.facts import (
 )
 from compress.formats.schemes import K_BITS, K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
-from compress.passes.base import Pass, Stage
+from compress.passes.base import BlockWorkload, Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
+from compress.passes.mixed_bits import Allocation, BitBudget, Bits, ChosenBits, find_allocation
 from compress.specs import LayerPattern, Record
+from runtime.tasks import find_task
 
 if TYPE_CHECKING:
     from compress.quantize.state import GraphState
 
+MEASURED_TOKENS = 8192
+"""Of the calibration data, at most, on which what each choice of bits costs is measured."""
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -61,7 +66,6 @@ TableScheme = Annotated[
 ]
 COMPUTED_BY_TENSORRT: dict[Format, float] = {"nvfp4": 10.0, "nvfp4a16": 10.0, "mxfp8": 8.9, "mxfp8a16": 8.9}
 """Formats of graphs that nothing but TensorRT computes -> the first compute capability for which it compiles them."""
-Bits = Annotated[int, Field(ge=2, le=8)]
 GroupSize = Annotated[int, Field(ge=-1)]
 
 
@@ -118,10 +122,13 @@ class WeightPass(_Numbers, Pass):
     lowest_opset: ClassVar[int] = LOWEST_OPSET
     takes_k_formats: ClassVar[bool] = False
     """Whether it rounds to the numbers of llama.cpp's K formats."""
+    takes_mixed_bits: ClassVar[bool] = False
+    """Whether it chooses the bits of each layer under an average."""
 
     # The scheme's numbers are filled in, not looked up later: what is written out then says what is done.
-    bits: Bits = _make_scheme_field("bits", 4)
-    """Bits for each weight; not given: the scheme's, or 4 without a scheme."""
+    bits: Bits | BitBudget = _make_scheme_field("bits", 4)
+    """Bits for each weight; not given: the scheme's, or 4 without a scheme. `{average: 3.0, choices: [2, 3, 4]}`: those
+    of each layer are chosen by what they cost the model's outputs (`gptq`, `rtn`, and `tune` where it rounds)."""
     group_size: GroupSize | None = None
     """Inputs that share one scale; -1 for one scale for each output channel. Not given: the scheme's, as
     compressed-tensors has it (W4A16: 128, W8A16 and W8A8: -1), or 32 without a scheme."""
@@ -144,6 +151,12 @@ class WeightPass(_Numbers, Pass):
     size that divides them and that the target takes (else one scale for each output channel), named in the report."""
     strict: bool = False
     """An error, not a note, where a layer falls back or is not seen by the calibration data."""
+
+    @model_validator(mode="after")
+    def _check_mixed_bits(self) -> WeightPass:
+        if isinstance(self.bits, BitBudget) and not self.takes_mixed_bits:
+            raise ValueError(f"bits are not chosen by {self.kind}; give a number, or use gptq, rtn or tune")
+        return self
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks" if facts.source == "torch" else "graph"
@@ -187,6 +200,8 @@ class WeightPass(_Numbers, Pass):
         """Return the scheme that the recipe asks for, whether the layer can have it or not."""
         name = self.table_scheme(layer)
         scheme = self.base() if name is None else self._make_table_scheme(name)
+        if name is None and isinstance(self.bits, BitBudget):
+            scheme = scheme.with_bits(self.bits.find(layer.name))
         for override in self.overrides:
             if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
                 scheme = self._apply_override(scheme, override)
@@ -201,7 +216,34 @@ class WeightPass(_Numbers, Pass):
             scheme = PRESETS[self.scheme]
             return scheme if self.group_size is None else scheme.with_group(self.group_size)
         size = GROUP_SIZE if self.group_size is None else self.group_size
-        return Scheme(WeightScheme(self.bits, size, self.symmetric))
+        bits = self.bits.nominal if isinstance(self.bits, BitBudget) else self.bits
+        return Scheme(WeightScheme(bits, size, self.symmetric))
+
+    @property
+    def budget(self) -> BitBudget | None:
+        """Return the average under which bits are still to be chosen; None where they are known."""
+        return self.bits if isinstance(self.bits, BitBudget) and not isinstance(self.bits, ChosenBits) else None
+
+    def with_bits(self, bits: int | BitBudget) -> Self:
+        """Return the same pass with other bits."""
+        return self.model_copy(update={"bits": bits})
+
+    def find_allocation(self, taken: Sequence[LayerFacts], structure: Structure) -> Allocation:
+        """Return what is to be chosen, under `bits: {average: ...}`, for the layers that the pass takes.
+
+        Those that no forward calls are left out: nothing can be measured of them.
+        """
+        idle = find_uncalled(taken, structure)
+        taken = [layer for layer in taken if layer not in idle]
+        tables = [layer.name for layer in taken if self.table_scheme(layer)]
+        fixing = [o for o in self.overrides if o.bits is not None or o.scheme is not None]
+        given = {
+            layer.name: self.find_scheme(layer).weights.bits
+            for layer in taken
+            if layer.name in tables
+            or any(matches(p, layer.name, layer.type, layer.op) for o in fixing for p in o.targets)
+        }
+        return find_allocation(taken, given, tables, structure)
 
     def _make_table_scheme(self, name: str) -> Scheme:
         """Return a table's scheme in the pass's groups; a format whose scales are its own keeps its groups."""
@@ -217,6 +259,8 @@ class WeightPass(_Numbers, Pass):
         return replace(scheme, weights=replace(scheme.weights, **given)) if given else scheme
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
+        if self.budget is not None:
+            return self._check_mixed(facts, target, self.budget)
         taken, kept = self.choose_layers(facts.layers)
         if self.needs_calibration and facts.structure is not None:
             idle = find_uncalled(taken, facts.structure)
@@ -247,6 +291,54 @@ class WeightPass(_Numbers, Pass):
         after = self._untie(after, settings)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
 
+    def _check_mixed(self, facts: ModelFacts, target: Target, budget: BitBudget) -> PassPlan:
+        """Plan for bits that are chosen at work: each choice has to be possible, and the average decides the size."""
+        structure = facts.structure
+        if structure is None or self.stage_on(facts) == "graph":
+            text = f"{self.kind}: bits: an average needs a torch model, through which gradients go; give bits a number"
+            return PassPlan(facts, problems=(text,))
+        if find_task(facts.task).encodes:
+            text = f"{self.kind}: bits: an average is kept along one chain of blocks, and this model has two"
+            return PassPlan(facts, problems=(f"{text}; give bits a number",))
+        each = [WeightPass.check(self.with_bits(bits), facts, target) for bits in budget.choices]
+        problems = list(dict.fromkeys(text for plan in each for text in plan.problems))
+        notes = list(dict.fromkeys(note for plan in each for note in plan.notes))
+        taken = [layer for layer in facts.layers if layer.name in each[0].schemes]
+        allocation = self.find_allocation(taken, structure)
+        for given, other in allocation.split.items():
+            problems.append(
+                f"{self.kind}: overrides give {given} bits of its own, and {other}, which engines compute together "
+                "with it, has none; give both the same, or neither"
+            )
+        if taken and (text := allocation.explain_unreachable(budget)):
+            problems.append(f"{self.kind}: {text}")
+        if importlib.util.find_spec("scipy") is None:
+            problems.append(f"{self.kind}: bits: an average needs the package scipy: pip install scipy")
+        if problems:
+            return PassPlan(facts, problems=tuple(problems))
+        plan = WeightPass.check(self.with_bits(budget.choose(allocation.spread(budget), {})), facts, target)
+        left = allocation.left_average(budget.average)
+        free = {name for group in allocation.groups for name in group}
+        some = " or ".join((", ".join(map(str, sorted(budget.choices)[:-1])), str(max(budget.choices))))
+        decisions = [
+            replace(decision, action=f"w{min(budget.choices)}-w{max(budget.choices)}", reason=f"{some} bits, measured")
+            if decision.layer in free
+            else decision
+            for decision in plan.decisions
+        ]
+        stored = {
+            layer.name: count_stored_bits(plan.schemes[layer.name], layer)
+            + (left - plan.schemes[layer.name].weights.bits if layer.name in free else 0)
+            for layer in taken
+        }
+        text = (
+            f"{self.kind}: {some} bits for each of {len(allocation.groups)} groups of layers, chosen by what they cost "
+            f"the outputs: {budget.average:g} on average over {allocation.n_weights:,} weights, scales not counted"
+        )
+        return replace(
+            plan, facts=plan.facts.with_bits(stored), decisions=tuple(decisions), notes=(Note("info", text), *notes)
+        )
+
     def _untie(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> ModelFacts:
         """Give layers that are rounded apart from the embeddings whose weight they shared one of their own."""
         own = {
@@ -272,6 +364,8 @@ class WeightPass(_Numbers, Pass):
             reason += f": {layer.shape[1]} inputs, which the {SUPER_BLOCK} of {wanted.name} do not divide"
         elif (size := wanted.weights.group_size) != weights.group_size:
             reason += f": {layer.shape[1]} inputs, which {size} does not divide"
+        if isinstance(self.bits, BitBudget) and (why := self.bits.explain(layer.name)):
+            reason += f": {why}"
         if layer.role == "tied" and self.table_scheme(layer):
             reason += ", one table for embeddings and output layer"
         return LayerDecision(layer.name, layer.type, action, reason)
@@ -295,7 +389,16 @@ class WeightPass(_Numbers, Pass):
     def schemes(self) -> list[Scheme]:
         """Return all schemes that the recipe asks for."""
         tables = [self._make_table_scheme(name) for name in (self.embeddings, self.lm_head) if name is not None]
-        return [self.base(), *tables, *(self._apply_override(self.base(), override) for override in self.overrides)]
+        bases = [self.base()]
+        if isinstance(self.bits, BitBudget):
+            bases = [bases[0].with_bits(bits) for bits in self.bits.choices]
+        return [*bases, *tables, *(self._apply_override(base, o) for base in bases for o in self.overrides)]
+
+    def with_measuring(self, work: BlockWorkload) -> BlockWorkload:
+        """Return the count of the pass's work with that of measuring what each choice of bits costs, where it does."""
+        if self.budget is None:
+            return work
+        return replace(work, gradient_rows=MEASURED_TOKENS, choices=len(self.budget.choices))
 
     def explain_refusal(self, target: Target) -> str | None:
         formats = dict.fromkeys(map(format_of, self.schemes()))

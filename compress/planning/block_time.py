@@ -27,6 +27,10 @@ READ_AGAIN = 3
 """Times that a finished block's file is hashed: as it is written, as it goes into the cache, as it is taken from it."""
 LEARNED_FORWARDS = 3.0
 """Of a learning step: one, and its gradients with respect to inputs and weights."""
+SENT_BACK = 3.0
+"""Of a forward, as gradients with respect to inputs alone are taken: there, and each block once more and back."""
+TRIED_FOR_BITS = 256
+"""As `compress.work.mixed_bits.TRIED_ROWS`."""
 CHECKS, HELD_OUT = 5, 0.125
 """Looks at the micro-batches kept aside, the first and last included, and their part."""
 
@@ -64,6 +68,8 @@ class BlockTime:
             seconds += self.inversion_seconds(chosen)
         if scheme is None:
             return seconds
+        if work.gradient_rows:
+            seconds += self.choosing_seconds(work, scheme, tokens, chosen)
         if work.searches:
             seconds += work.searches * self._count(chosen) / self._rounding_rate(scheme, work.grams)
         if work.trials:
@@ -137,6 +143,26 @@ class BlockTime:
             if compute == "bfloat16":  # a sweep casts the Gram matrix
                 seconds += sweeps * 6 * n**2 / self.rates.touch
         return seconds
+
+    def choosing_seconds(
+        self, work: BlockWorkload, scheme: WeightScheme, tokens: Tokens, chosen: Collection[str]
+    ) -> float:
+        """Return the seconds of measuring what each choice of bits costs: gradients, and some rows of each weight."""
+        some = Tokens(min(work.gradient_rows, tokens.n), tokens.a_sample)
+        seconds = 2 * self.read_seconds() + SENT_BACK * self.forward_seconds(some, work.compute)
+        seconds += 3 * self.head_seconds(some.n) + self.gram_seconds(some, work.compute, chosen)
+        shapes = self._shapes()
+        rows = {name: min(shapes[name][0], TRIED_FOR_BITS) for name in chosen if name in shapes}
+        if work.sweeps is not None:
+            columns = self.rates.columns(scheme, Rules(sweeps=work.sweeps, compute=work.compute))
+            groups = [(n, [min(size, TRIED_FOR_BITS) for size in outputs]) for n, outputs in self._groups(chosen)]
+            each = sum(columns.seconds(n, sum(outputs)) for n, outputs in groups)
+            seconds += self.inversion_seconds(chosen)
+        else:
+            weights = sum(shapes[name][1] * n for name, n in rows.items())
+            each = weights / self._rounding_rate(scheme, work.grams)
+        measured = sum(2 * shapes[name][1] ** 2 * (shapes[name][0] + work.choices * n) for name, n in rows.items())
+        return seconds + work.choices * each + measured / self.rates.product("float32")
 
     def trial_seconds(self, scheme: WeightScheme, chosen: Collection[str]) -> float:
         """Return the seconds of one trial of AWQ's for every group that a scale can be folded for."""

@@ -13,7 +13,14 @@ import numpy as np
 
 from compress.blocks.store import FLOAT_BYTES
 from compress.blocks.stream import rss_mib
-from compress.blocks.stream_memory import FIXED_BYTES, Shapes, StreamUse, head_memory, stream_memory
+from compress.blocks.stream_memory import (
+    FIXED_BYTES,
+    Shapes,
+    StreamUse,
+    backward_memory,
+    head_memory,
+    stream_memory,
+)
 from compress.export.loading_back import HEADROOM
 from compress.facts import LayerDecision, ModelFacts
 from compress.passes.base import TrainingCost
@@ -332,6 +339,9 @@ class _Run:
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
         if not rows:  # without data the parts outside are opened as a block is, tables of embeddings and all
             peak = max(peak, FIXED_BYTES + self.outside_bytes())
+        if sent := min(pass_.count_block_work(self.before, self.calibration.a_sample).gradient_rows, rows):
+            shapes = _collect_shapes(self.before)
+            peak = max(peak, backward_memory(structure, shapes, sent, _find_width(self.before)))
         return peak + pass_.estimate_extra_bytes(self.before)
 
     def outside_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.errors import PassError
 
@@ -59,6 +59,15 @@ def first_output(out: Any) -> Tensor:
         return out
     values = out.values() if hasattr(out, "values") else out
     return next(value for value in values if isinstance(value, Tensor))
+
+
+def gives_logits(module: nn.Module) -> bool:
+    """Return whether the first output of a module is called logits: unnormalised logarithms of probabilities.
+
+    Wrapped models of `compress.models.huggingface` name their outputs; of one that names none nothing is known.
+    """
+    names = (getattr(module, "output", ""), *getattr(module, "outputs", ()))
+    return next((name for name in names if name), "").endswith("logits")
 
 
 def model_output(out: Any, feeds: Mapping[str, Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +13,9 @@ from compress.blocks.block import BlockWork
 from compress.blocks.folding import fold_scales
 from compress.blocks.materialise import plain
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.tables import layer_facts
+from compress.blocks.streamed import StreamedModel
+from compress.blocks.tables import find_tables, layer_facts
+from compress.blocks.trace import is_layer
 from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note, Reading
@@ -57,6 +60,20 @@ def block_facts(block: BlockWork) -> list[LayerFacts]:
         known = block.tables.facts.get(name, layer_facts(name, module))
         facts.append(replace(known, bits=bits))
     return facts
+
+
+def list_layers(model: StreamedModel) -> list[LayerFacts]:
+    """Return the facts of all layers of a model whose weights stay in their files, as the plan has them."""
+    module = model.build()
+    tables, layers = find_tables(module, model.structure, model.tied).facts, list[LayerFacts]()
+    for path, part in module.named_modules():
+        if is_layer(part):
+            name = plain(path)
+            known = tables.get(name) or layer_facts(name, part)
+            weight = model.tied.get(known.weight, known.weight)
+            bits = float(model.schemes[name].weights.bits) if model.store.is_quantized(name) else 32.0
+            layers.append(replace(known, weight=weight, bits=bits))
+    return layers
 
 
 def block_layers(knobs: WeightPass, block: BlockWork, target: Target) -> BlockLayers:
@@ -118,6 +135,15 @@ def matrix(knobs: WeightPass, block: BlockWork, layer: str) -> Tensor:
     if not finite(weight):
         raise PassError(f"{knobs.kind}: {layer}: the weight holds NaN or Inf")
     return weight
+
+
+@contextmanager
+def name_errors(kind: str, names: Sequence[str]) -> Iterator[None]:
+    """Put the pass and the layers before what is wrong with their numbers."""
+    try:
+        yield
+    except ValueError as error:
+        raise PassError(f"{kind}: {', '.join(names)}: {error}") from error
 
 
 def find_shared(

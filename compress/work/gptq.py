@@ -5,9 +5,9 @@ A torch model's block stops its forward before each reading while what reads it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -40,12 +40,14 @@ from compress.work.block_layers import (
     find_shared,
     matrix,
     may_be_negative,
+    name_errors,
     nearest,
     put_layer,
     remark,
     round_tables,
     weigh_both_uses,
 )
+from compress.work.mixed_bits import settle_bits
 
 
 def apply_gptq(
@@ -107,6 +109,7 @@ def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[
 
 def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Round a streamed model. Raises PassError naming the layer."""
+    knobs, settled = settle_bits(knobs, model, context, partial(_make_rounding, knobs, context.target), knobs.compute)
     stream = Stream(model, context, compute=knobs.compute, tables=knobs.takes_tables)
     for block in stream:
         rounding = _BlockRounding(knobs, block, block_layers(knobs, block, context.target), context.target)
@@ -118,7 +121,18 @@ def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pa
                 rounding.act(reading)
         round_tables(knobs, block, rounding.layers, context.target)
         rounding.finish()
-    return stream.result()
+    return settled.add_to(stream.result())
+
+
+def _make_rounding(knobs: Gptq, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
+    """Return how rows of weights are rounded that read inputs of this Gram matrix."""
+    hessian = invert_hessian(gram, knobs.damp_percent, knobs.actorder)
+
+    def round_rows(rows: Tensor, scheme: Scheme) -> QuantizedWeight:
+        rules = _gptq_rules(knobs, scheme, target)
+        return gptq_round_weights([rows], hessian, scheme.weights, rules)[0].weight
+
+    return round_rows
 
 
 def _gptq_rules(knobs: Gptq, scheme: Scheme, target: Target) -> Rules:
@@ -153,7 +167,7 @@ class _BlockRounding:
             if reading not in self.grams:
                 self.grams[reading] = Gram(rows.shape[1], self.knobs.compute, rows.device)
             self.grams[reading].add(rows)
-            with _name_errors(names):
+            with name_errors("gptq", names):
                 self.inputs.see(names, rows)
 
     def act(self, reading: Reading) -> None:
@@ -174,7 +188,7 @@ class _BlockRounding:
         """Round layers that read inputs of one Gram matrix."""
         if not names:
             return
-        with _name_errors(names):
+        with name_errors("gptq", names):
             hessian = invert_hessian(gram, self.knobs.damp_percent, self.knobs.actorder)
         remark(self.knobs, self.block, _hessian_remarks(names, hessian, self.knobs.damp_percent))
         by_scheme: dict[Scheme, list[str]] = {}
@@ -189,10 +203,10 @@ class _BlockRounding:
     def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
         weights = [matrix(self.knobs, self.block, name) for name in names]
         rules = _gptq_rules(self.knobs, scheme, self.target)
-        with _name_errors(names):
+        with name_errors("gptq", names):
             all_rounded = gptq_round_weights(weights, hessian, scheme.weights, rules)
         for name, rounded in zip(names, all_rounded, strict=True):
-            with _name_errors([name]):
+            with name_errors("gptq", [name]):
                 scale = self.inputs.scale(name)
             put_layer(self.block, self.layers, name, rounded.weight, scale)
             errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
@@ -208,17 +222,8 @@ class _BlockRounding:
         shared = find_shared(knobs, block, {name: self.layers.schemes[name] for name in self.left})
         for name in self.left:
             scheme = self.layers.schemes[name]
-            with _name_errors([name]):
+            with name_errors("gptq", [name]):
                 scale = self.inputs.scale(name)
             weight = nearest(matrix(knobs, block, name), scheme, target, shared=shared.get(name))
             put_layer(block, self.layers, name, weight, scale)
         block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
-
-
-@contextmanager
-def _name_errors(names: Sequence[str]) -> Iterator[None]:
-    """Put the layers' names before what is wrong with their numbers."""
-    try:
-        yield
-    except ValueError as error:
-        raise PassError(f"gptq: {', '.join(names)}: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +15,12 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import Reading
+from compress.formats.schemes import Scheme
+from compress.formats.targets import Target
 from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
 from compress.quantize.gptq import SMALL
+from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
 from compress.work.block_layers import (
     BlockLayers,
@@ -28,6 +33,7 @@ from compress.work.block_layers import (
     remark,
     round_tables,
 )
+from compress.work.mixed_bits import settle_bits
 
 
 def apply_rtn(
@@ -67,13 +73,18 @@ class _Importance:
     def of(self, layer: str) -> Tensor | None:
         """Return the weight of each input [in] over all processes; None where no data reached the layer."""
         zeros = torch.zeros(self.layers.facts[layer].shape[1], dtype=torch.float64)
-        total = sum_over_processes(self.totals.get(layer, zeros))
-        mean = total.mean()
-        # what was always zero here counts a little, because serving may use it
-        return (total / mean + SMALL).float() if mean > 0 else None
+        return _weigh_inputs(sum_over_processes(self.totals.get(layer, zeros)))
+
+
+def _weigh_inputs(squares: Tensor) -> Tensor | None:
+    """Return the weight of each input [in] by its squares; None where all are zero."""
+    mean = squares.mean()
+    # what was always zero here counts a little, because serving may use it
+    return (squares / mean + SMALL).float() if mean > 0 else None
 
 
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+    knobs, settled = settle_bits(knobs, model, context, partial(_make_rounding, knobs, context.target))
     stream = Stream(model, context, data=knobs.needs_calibration, tables=knobs.takes_tables)
     for block in stream:
         layers = block_layers(knobs, block, context.target)
@@ -95,4 +106,10 @@ def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> Pas
         facts = layers.facts.values()
         remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
         block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
-    return stream.result()
+    return settled.add_to(stream.result())
+
+
+def _make_rounding(knobs: Rtn, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
+    """Return how rows of weights are rounded that read inputs of this Gram matrix."""
+    importance = _weigh_inputs(gram.diagonal()) if knobs.importance else None
+    return lambda rows, scheme: nearest(rows, scheme, target, importance)

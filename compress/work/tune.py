@@ -23,6 +23,7 @@ from compress.passes.tune import SAID, How, Tune
 from compress.passes.weight_only import WeightPass
 from compress.quantize.learn import RoundingCourse, TuneLog, learn
 from compress.quantize.lessons import Loss
+from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import student_of, tune_module, vectors
 from compress.work import apply_pass
@@ -253,7 +254,7 @@ def _choose_loss(knobs: Tune, module: nn.Module) -> Loss:
     """Choose the loss: logits are compared as distributions; an output that nobody calls logits as it is."""
     if knobs.loss != "auto":
         return knobs.loss
-    return "kl" if getattr(module, "output", "") == "logits" else "hidden"
+    return "kl" if gives_logits(module) else "hidden"
 
 
 def _count_weights(model: StreamedModel, start: Mapping[str, QuantizedWeight]) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def test_a_broken_variable_is_said_once_where_it_is_defined() -> None:
 
 def test_a_wrong_value_names_the_variable_that_it_came_from() -> None:
     text = "vars: {n: 9}\n" + GOOD.replace("bits: 8", "bits: '${n}'")
-    expected = "expected a whole number of at least 2 and at most 8, found 9 (from ${n})"
+    expected = "expected a whole number of at least 2 and at most 8 or a mapping, found 9 (from ${n})"
     assert only(text) == f"a.yaml:6:23: passes.0.bits: {expected}"
 
 
@@ -206,7 +206,10 @@ def test_a_variable_that_is_only_used_may_be_set() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("passes.0.bits=9", "--set passes.0.bits: expected a whole number of at least 2 and at most 8, found 9"),
+        (
+            "passes.0.bits=9",
+            "--set passes.0.bits: expected a whole number of at least 2 and at most 8 or a mapping, found 9",
+        ),
         ("passes.0.bitz=4", "--set passes.0.bitz: unknown key 'bitz' in passes.0; did you mean 'bits'?"),
         ("pases.0.bits=4", "--set pases.0.bits: unknown key 'pases'; did you mean 'passes'?"),
         ("passes.9.bits=4", "--set passes.9.bits: passes has no item 9; it has 2 (0 to 1)"),

@@ -47,6 +47,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
     "rtn to FP8, and the cache": [{"kind": "rtn", "scheme": "FP8"}, {"kind": "kv_cache"}],
     "gptq to NVFP4": [{"kind": "gptq", "scheme": "NVFP4", "targets": ("re:.*[kv]_proj",)}],
     "autoround to MXFP4": [{"kind": "autoround", "scheme": "MXFP4A16", "steps": 2, "targets": ("re:.*[qkv]_proj",)}],
+    "gptq in bits under an average": [{"kind": "gptq", "bits": {"average": 3.5, "choices": (2, 4)}, "group_size": 16}],
     "gptq of tables": [{"kind": "gptq", **W4, "embeddings": "W4", "lm_head": "W4"}],
     "rotate": [{"kind": "rotate"}],
     "smoothquant": [{"kind": "smoothquant"}, {"kind": "rtn", "scheme": "W8A8"}],
@@ -75,6 +76,7 @@ TO_DEVICE = {
     "quantize/hadamard.py": "the rotation",
     "quantize/lessons.py": "samples",
     "work/awq.py": "a sample of rows",
+    "work/mixed_bits.py": "what was drawn, and rows that were rounded",
     "work/rotate.py": "what is rotated",
     "work/tune.py": "the whole model",
 }

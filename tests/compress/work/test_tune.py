@@ -314,6 +314,15 @@ def test_other_architectures(net: Any) -> None:
     assert set(result.model.quantized_layers()) == set(before.quantized_layers())
 
 
+def test_logits_are_compared_as_distributions_without_being_asked_to() -> None:
+    before = in_two_bits(streamed(llama(layers=2)))
+    losses = [
+        apply_tune(Tune(kind="tune", steps=1, loss=loss), before, context(texts(8))).measured[END]["start_loss"]
+        for loss in ("auto", "kl", "hidden")
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_block_by_block_and_then_the_scales() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
     knobs = Tune(kind="tune", steps=12, block_steps=12, blockwise=True, loss="kl")

@@ -1,0 +1,183 @@
+"""Bits that differ from layer to layer under one average: what a recipe asks for, and which layers get equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from compress.facts import LayerFacts, Structure
+from compress.specs import Record
+
+Bits = Annotated[int, Field(ge=2, le=8)]
+
+
+class BitBudget(Record):
+    """Bits chosen for each group of layers, those that lose least in all under one average.
+
+    Layers that read one tensor (q, k and v; gate and up), and the experts of a mixture, get equal bits: engines compute
+    them as one.
+    """
+
+    average: float
+    """Bits of the integers, on average over all weights that the pass rounds, those that `overrides`, `embeddings` and
+    `lm_head` name included. Scales come on top, and are as many whatever the bits."""
+    choices: tuple[Bits, ...]
+    """The bits that a layer may get, two at least."""
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> BitBudget:
+        if len(set(self.choices)) < 2 or len(set(self.choices)) < len(self.choices):
+            given = ", ".join(map(str, self.choices))
+            raise ValueError(f"choices are {given or 'none'}; give two or more that differ, or bits: a number")
+        least, most = min(self.choices), max(self.choices)
+        if not least <= self.average <= most:
+            raise ValueError(
+                f"average {self.average:g} is outside of the choices, {least} to {most}; give one between them"
+            )
+        return self
+
+    @property
+    def nominal(self) -> int:
+        """Return the choice next to the average: what stands for all where one number is asked for."""
+        return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
+
+    def find(self, layer: str) -> int:
+        """Return the bits of a layer; the nominal ones as long as nothing has been chosen."""
+        return self.nominal
+
+    def explain(self, layer: str) -> str:
+        """Return why a layer got its bits; "" where they are not chosen."""
+        return ""
+
+    def choose(self, by_layer: Mapping[str, int], reasons: Mapping[str, str]) -> ChosenBits:
+        """Return the same budget with the bits of each layer, and why."""
+        return ChosenBits(average=self.average, choices=self.choices, by_layer=dict(by_layer), reasons=dict(reasons))
+
+
+class ChosenBits(BitBudget):
+    """A budget whose bits have been chosen: no recipe has it, but the pass works with it."""
+
+    by_layer: dict[str, int]
+    reasons: dict[str, str]
+
+    def find(self, layer: str) -> int:
+        return self.by_layer.get(layer, self.nominal)
+
+    def explain(self, layer: str) -> str:
+        return self.reasons.get(layer, "")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What is to be chosen. `groups`: layers that get equal bits; `sizes`: the weights of each.
+
+    `fixed_weights`, `fixed_bits`: weights whose bits the recipe gives, and their bits in all. `split`: a layer whose
+    bits are given -> one that would have to get the same, and is to be chosen.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...]
+    fixed_weights: int
+    fixed_bits: int
+    split: Mapping[str, str]
+
+    @property
+    def n_weights(self) -> int:
+        """Return the weights that the average is over."""
+        return sum(self.sizes) + self.fixed_weights
+
+    def budget(self, average: float) -> int:
+        """Return the bits that are left for the groups."""
+        return int(average * self.n_weights + 1e-6) - self.fixed_bits
+
+    def left_average(self, average: float) -> float:
+        """Return the bits that each weight of the groups may take, on average."""
+        return self.budget(average) / max(sum(self.sizes), 1)
+
+    def explain_unreachable(self, budget: BitBudget) -> str:
+        """Return why no choice keeps the average; "" where some does."""
+        least, most, left = min(budget.choices), max(budget.choices), self.left_average(budget.average)
+        if not self.groups:
+            return "bits: every layer has bits that the recipe gives; give bits a number"
+        if least <= left <= most:
+            return ""
+        return (
+            f"bits: average {budget.average:g} leaves {left:.2f} bits for what is to be chosen, because overrides, "
+            f"embeddings or lm_head give {self.fixed_weights:,} of {self.n_weights:,} weights "
+            f"{self.fixed_bits / self.fixed_weights:.2f} bits; the choices go from {least} to {most}"
+        )
+
+    def spread(self, budget: BitBudget) -> dict[str, int]:
+        """Return bits for each layer that keep the average, as they might come out: two choices around it, in turn.
+
+        It stands for what will be measured where a plan asks what an export or an engine makes of layers that differ.
+        """
+        left = self.left_average(budget.average)
+        low = max((bits for bits in budget.choices if bits < left), default=min(budget.choices))
+        high = min((bits for bits in budget.choices if bits > left), default=max(budget.choices))
+        bits: dict[str, int] = {}
+        used = seen = 0
+        for group, size in zip(self.groups, self.sizes, strict=True):
+            seen += size
+            chosen = high if used + high * size <= left * seen else low
+            used += chosen * size
+            bits |= dict.fromkeys(group, chosen)
+        return bits
+
+
+def find_allocation(
+    taken: Sequence[LayerFacts], given: Mapping[str, int], apart: Collection[str], structure: Structure
+) -> Allocation:
+    """Return what is to be chosen for the layers that a pass takes.
+
+    `given`: layer -> bits that the recipe gives it; `apart`: those of them that engines compute by themselves (tables).
+    """
+    distinct = {layer.weight: layer for layer in reversed(taken)}  # of a shared weight the first
+    sizes = {layer.name: layer.n_weights for layer in distinct.values()}
+    groups = _join([layer.name for layer in taken if layer.name not in apart], _list_together(taken, structure))
+    split = {}
+    for group in groups:
+        fixed, free = ([name for name in group if (name in given) == wanted] for wanted in (True, False))
+        if fixed and free:
+            split[fixed[0]] = free[0]
+    chosen = [group for group in groups if not any(name in given for name in group)]
+    return Allocation(
+        tuple(chosen),
+        tuple(sum(sizes.get(name, 0) for name in group) for group in chosen),
+        sum(sizes.get(name, 0) for name in given),
+        sum(bits * sizes.get(name, 0) for name, bits in given.items()),
+        split,
+    )
+
+
+def _list_together(taken: Iterable[LayerFacts], structure: Structure) -> list[tuple[str, ...]]:
+    """Return layers that get equal bits: of one input, of one mixture of experts, of one weight."""
+    together = [reading.layers for reading in structure.readings]
+    together += [tuple(name for expert in block.experts for name in expert) for block in structure.blocks]
+    by_weight: dict[str, list[str]] = {}
+    for layer in taken:
+        by_weight.setdefault(layer.weight, []).append(layer.name)
+    return [*together, *map(tuple, by_weight.values())]
+
+
+def _join(names: Sequence[str], together: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return `names` in groups, in order: those that are together, directly or through others, in one."""
+    first: dict[str, str] = {name: name for name in names}
+
+    def find(name: str) -> str:
+        while first[name] != name:
+            first[name] = first[first[name]]
+            name = first[name]
+        return name
+
+    for some in together:
+        known = [find(name) for name in some if name in first]
+        for name in known[1:]:
+            first[find(name)] = find(known[0])
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(find(name), []).append(name)
+    return [tuple(group) for group in groups.values()]

@@ -1,0 +1,260 @@
+"""Bits under an average: what is measured is what happens, fused layers get equal bits, killed runs choose the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from child_processes import run_in_process, run_in_two_processes
+from streaming import bert, context, gpt2, llama, streamed, texts, together
+from torch import Tensor, nn
+
+from compress.blocks.streamed import StreamedModel
+from compress.errors import PassError
+from compress.export.checkpoint_rules import checkpoint_problems
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure, assign_roles
+from compress.formats.targets import TARGETS
+from compress.passes import Gptq, Rtn
+from compress.passes.hqq import Hqq
+from compress.passes.tune import Tune
+from compress.passes.weight_only import WeightPass
+from compress.recipe.exports import CheckpointExport
+from compress.work import apply_pass, mixed_bits
+from compress.work.block_layers import list_layers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ANY, VLLM = TARGETS["transformers"], TARGETS["vllm"]
+MIX = {"average": 3.0, "choices": (2, 3, 4)}
+Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+
+
+def uneven(layers: int = 2) -> nn.Module:
+    """A Llama whose blocks matter unequally, with logits that are none of all tokens alike."""
+    net = llama(layers=layers)
+    with torch.no_grad():
+        for number, block in enumerate(net.model.layers):
+            for name, parameter in block.named_parameters():
+                parameter.mul_((6.0 if "v_proj" in name or "o_proj" in name else 3.0) if number == 0 else 1.0)
+        net.lm_head.weight.mul_(20)
+    return net
+
+
+def bits_of(model: StreamedModel) -> dict[str, int]:
+    return {layer: scheme.weights.bits for layer, scheme in model.schemes.items()}
+
+
+def average(model: StreamedModel) -> float:
+    sizes = {layer: int(np.prod(model.store.shape(f"{layer}.weight"))) for layer in model.schemes}
+    return sum(bits * sizes[layer] for layer, bits in bits_of(model).items()) / sum(sizes.values())
+
+
+def facts(model: StreamedModel) -> ModelFacts:
+    layers = assign_roles(list_layers(model), model.structure)
+    return ModelFacts("torch", "Tiny", "text-generation", (), (), layers, structure=model.structure)
+
+
+@pytest.mark.parametrize("config", [Gptq(bits=MIX, group_size=16), Rtn(bits=MIX, group_size=16)])
+def test_the_average_is_kept_and_what_reads_one_tensor_has_equal_bits(config: WeightPass) -> None:
+    model = streamed(uneven())
+    result = apply_pass(config, model, context(texts(8), target="transformers"))
+    bits = bits_of(result.model)
+    assert len(set(bits.values())) > 1 and set(bits.values()) <= {2, 3, 4}
+    assert 2.8 < average(result.model) <= 3.0
+    for reading in model.structure.readings:
+        assert len({bits[name] for name in reading.layers if name in bits}) <= 1
+    for layer, number in bits.items():
+        told = result.measured[layer]
+        assert told["bits"] == number and told["sensitivity"] == told[f"sensitivity_{number}_bits"] > 0
+        assert result.model.store.quantized(layer).bits == number  # type: ignore[union-attr]
+    said = {decision.layer: decision for decision in result.decisions}
+    assert said[Q].action == f"w{bits[Q]}" and "bits, in nats" in said[Q].reason
+    assert "nats, " in result.notes[0].text and "3 bits everywhere" in result.notes[0].text
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_what_is_predicted_is_about_the_divergence_of_the_outputs(bits: int) -> None:
+    """Each layer alone rounded: the sum over layers is within a third, and the order of layers nearly theirs."""
+    model, data = streamed(uneven()), texts(24)
+    told = apply_pass(
+        Rtn(bits={"average": bits, "choices": (bits - 1, bits)}, group_size=16), model, context(data)
+    ).measured
+    feeds = together(data)
+    kept = feeds["attention_mask"].bool()
+
+    def predict(some: StreamedModel) -> Tensor:
+        with torch.no_grad():
+            return some.materialise()(**feeds)[kept].double().log_softmax(-1)
+
+    floats, seen, predicted = predict(model), [], []
+    for layer in [name for reading in model.structure.readings for name in reading.layers if name != "lm_head"]:
+        alone = apply_pass(Rtn(bits=bits, group_size=16, targets=(layer,)), model, context()).model
+        seen.append(float((floats.exp() * (floats - predict(alone))).sum(-1).mean()))
+        predicted.append(told[layer][f"sensitivity_{bits}_bits"])
+    assert sum(predicted) == pytest.approx(sum(seen), rel=0.35)
+    ranks = [np.argsort(np.argsort(values)) for values in (seen, predicted)]
+    assert np.corrcoef(*ranks)[0, 1] > 0.85
+
+
+def test_a_model_with_layers_of_another_kind() -> None:
+    result = apply_pass(Gptq(bits=MIX, group_size=16), streamed(gpt2()), context(texts(8), target="transformers"))
+    assert average(result.model) <= 3.0 and len(set(bits_of(result.model).values())) > 1
+
+
+def test_of_outputs_that_are_no_logits_the_relative_error_is_predicted() -> None:
+    model, data = streamed(bert()), texts(24)
+    config = Rtn(bits={"average": 3.0, "choices": (3, 4)}, group_size=16)
+    result = apply_pass(config, model, context(data))
+    feeds = together(data)
+    kept = feeds["attention_mask"].bool()
+    with torch.no_grad():
+        floats, rounded = (some.materialise()(**feeds)[kept] for some in (model, result.model))
+    seen = float((rounded - floats).square().sum() / floats.square().sum())
+    predicted = sum(told["sensitivity"] for told in result.measured.values() if "bits" in told)
+    assert predicted == pytest.approx(seen, rel=0.35)
+    assert "parts of the outputs' energy" in result.notes[0].text
+
+
+def test_twice_the_same_and_a_killed_run_does_not_measure_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = Gptq(bits=MIX, group_size=16), streamed(uneven())
+    first = apply_pass(config, model, context(texts(8), tmp_path / "a", target="transformers"))
+    again = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
+    costs = [(tmp_path / name / mixed_bits.FILE).read_bytes() for name in "ab"]
+    assert costs[0] == costs[1] and bits_of(first.model) == bits_of(again.model)
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("measured again")
+
+    (tmp_path / "b" / "block-00001.json").unlink()
+    monkeypatch.setattr(mixed_bits, "_measure", refuse)
+    resumed = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
+    assert resumed.decisions == first.decisions and resumed.notes == first.notes
+    damaged = bytearray(costs[0])
+    damaged[20] ^= 1
+    (tmp_path / "b" / mixed_bits.FILE).write_bytes(damaged)
+    with pytest.raises(AssertionError, match="measured again"):
+        apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
+
+
+def choose_in_a_share(work: Path, rows: int) -> dict[str, Any]:
+    """What a process of a launch chooses, and what it measured."""
+    mixed_bits.SCORED_ROWS = rows
+    result = apply_pass(Gptq(bits=MIX, group_size=16), streamed(uneven()), context(texts(8), work))
+    return {
+        "bits": bits_of(result.model),
+        "costs": {layer: told["sensitivity"] for layer, told in result.measured.items() if "bits" in told},
+    }
+
+
+@pytest.mark.slow
+def test_two_processes_choose_what_one_chooses(tmp_path: Path) -> None:
+    """Each sends back its share of the micro-batches; of one there is nothing for the second to do."""
+    for rows in (24, 10**6):
+        one = run_in_process(choose_in_a_share, tmp_path / f"one-{rows}", rows)
+        two, other = run_in_two_processes(choose_in_a_share, tmp_path / f"two-{rows}", rows)
+        assert two == other and two["bits"] == one["bits"]
+        assert two["costs"] == pytest.approx(one["costs"], rel=1e-5)
+
+
+def test_tune_alone_lets_gptq_choose(tmp_path: Path) -> None:
+    config = Tune(bits=MIX, group_size=16, steps=2)
+    result = apply_pass(config, streamed(uneven()), context(texts(8), tmp_path, target="transformers"))
+    bits = bits_of(result.model)
+    assert len(set(bits.values())) > 1 and result.measured[Q]["bits"] == bits[Q]
+
+
+def test_experts_of_a_mixture_get_equal_bits(tmp_path: Path) -> None:
+    expert = tuple((f"m.experts.{i}.up", f"m.experts.{i}.down") for i in range(2))
+    readings = (Reading(("m.q", "m.k")), *(Reading((name,)) for names in expert for name in names))
+    layers = [LayerFacts(n, "Linear", "MatMul", f"{n}.weight", (32, 32)) for r in readings for n in r.layers]
+    allocation = Gptq(bits=MIX).find_allocation(layers, Structure((BlockFacts("m", readings, expert),)))
+    assert allocation.groups == (("m.q", "m.k"), tuple(name for names in expert for name in names))
+    assert allocation.sizes == (2048, 4096)
+
+
+def test_the_plan_foretells_the_size_by_the_average() -> None:
+    model = streamed(llama(layers=2))
+    plan = Gptq(bits={"average": 3.5, "choices": (2, 3, 4, 8)}, group_size=16).check(facts(model), ANY)
+    assert not plan.problems
+    rounded = [layer for layer in plan.facts.layers if layer.bits < 16]
+    stored = sum(layer.bits * layer.n_weights for layer in rounded) / sum(layer.n_weights for layer in rounded)
+    assert stored == pytest.approx(3.5 + 32 / 16)  # a scale for 16 weights on top
+    assert {decision.action for decision in plan.decisions if decision.action != "kept"} == {"w2-w8"}
+    assert "2, 3, 4 or 8 bits for each of 8 groups" in plan.notes[0].text
+    assert len(set(plan.schemes.values())) == 2  # so that an export that holds one scheme refuses it now
+    refused = checkpoint_problems(facts(model), plan.schemes, CheckpointExport(format="gptq"), "transformers")
+    assert any("the GPTQ format has one" in text for text in refused)
+
+
+def test_given_bits_count_in_the_average() -> None:
+    model = streamed(llama(layers=2))
+    down = {"targets": ("re:.*down_proj",), "bits": 8}
+    config = Gptq(bits={"average": 4.0, "choices": (2, 3, 4)}, group_size=16, overrides=(down,))
+    result = apply_pass(config, model, context(texts(8), target="transformers"))
+    bits = bits_of(result.model)
+    assert bits["model.layers.0.mlp.down_proj"] == 8 and average(result.model) <= 4.0
+
+
+REFUSALS = [
+    ({"average": 4.5, "choices": (2, 3, 4)}, "average 4.5 is outside of the choices, 2 to 4; give one between them"),
+    ({"average": 3.0, "choices": (3,)}, "choices are 3; give two or more that differ, or bits: a number"),
+    ({"average": 3.0, "choices": (3, 3)}, "choices are 3, 3; give two or more that differ"),
+]
+
+
+@pytest.mark.parametrize(("bits", "text"), REFUSALS)
+def test_a_budget_that_is_none_is_refused(bits: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Gptq(bits=bits)
+
+
+def test_what_contradicts_an_average_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheme W4A16 stands for bits: 4; leave one of the two out"):
+        Gptq(bits=MIX, scheme="W4A16")
+    with pytest.raises(ValueError, match="bits are not chosen by hqq; give a number, or use gptq, rtn or tune"):
+        Hqq(bits=MIX)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "text"),
+    [
+        ([{"targets": (Q,), "bits": 4}], ANY, f"overrides give {Q} bits of its own, and {K}, which engines compute"),
+        ([{"targets": ("re:.*mlp",), "bits": 8}], ANY, r"average 3 leaves -\d+\.\d+ bits for what is to be chosen"),
+        ([{"targets": ("re:.*_proj",), "bits": 3}], ANY, "every layer has bits that the recipe gives"),
+        ([], VLLM, "has kernels for weights of 4 and 8 bits"),
+    ],
+)
+def test_the_plan_refuses(overrides: list[dict[str, Any]], target: Any, text: str) -> None:
+    config = Gptq(bits=MIX, group_size=16, overrides=tuple(overrides))
+    (problem, *_) = [p for p in config.check(facts(streamed(llama())), target).problems if "kernels for group" not in p]
+    assert re.search(text, problem), problem
+
+
+def test_an_onnx_file_and_two_chains_are_refused() -> None:
+    known = facts(streamed(llama()))
+    onnx = replace(known, source="onnx", structure=None)
+    assert "an average needs a torch model" in Gptq(bits=MIX).check(onnx, ANY).problems[0]
+    two = replace(known, task="text2text-generation")
+    assert "along one chain of blocks" in Gptq(bits=MIX).check(two, ANY).problems[0]
+
+
+def test_layers_that_no_gradient_reaches_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(self: Any, number: int, out: Tensor, rows: Tensor | None) -> Tensor:
+        self.n_rows += 1
+        return torch.zeros_like(out)
+
+    monkeypatch.setattr(mixed_bits._Drawing, "draw", nothing)
+    with pytest.raises(PassError, match=f"{Q}, {K}, {V}: no gradient .* give them bits under overrides, or ignore"):
+        apply_pass(Rtn(bits=MIX, group_size=16), streamed(llama()), context(texts(2)))
+
+
+def test_without_data_nothing_is_chosen() -> None:
+    with pytest.raises(PassError, match="rtn: there is no calibration data; give the recipe a calibration set"):
+        apply_pass(Rtn(bits=MIX, group_size=16), streamed(llama()), context())
+    assert Rtn(bits=MIX).needs_calibration and not Rtn(bits=4).needs_calibration
