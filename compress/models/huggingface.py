@@ -251,19 +251,27 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
     return [f"weights that a {spec.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
 
 
+def _find_auto_class(task: str, model_type: str) -> Any:
+    """Return the class of transformers for a task: the one that it names, else optimum's for that type of model."""
+    import transformers
+
+    if named := find_torch_task(task).auto_class:
+        return getattr(transformers, named)
+    from optimum.exporters.tasks import TasksManager  # half a second of imports
+
+    return TasksManager.get_model_class_for_task(task, model_type=model_type)
+
+
 def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
     task = find_torch_task(spec.task)
-    auto_class = find_torch_task(task.model_task or spec.task).auto_class
-    if not auto_class:
-        known = [name for name, other in TORCH_TASKS.items() if other.auto_class or other.model_task]
+    if not task.outputs or task.task.preprocess is None:
+        known = [name for name, other in TORCH_TASKS.items() if other.outputs and other.task.preprocess]
         raise SourceError(
             f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(known)}"
         )
-    import transformers
-
     config = load_config(spec, source)
     kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
-    auto = getattr(transformers, auto_class)
+    auto = _find_auto_class(task.model_task or spec.task, config.model_type)
     _check_task(spec.source, spec.task, config, auto)
     return auto, config, kwargs
 

@@ -172,11 +172,13 @@ def _scale_as_it_runs(
 ) -> tuple[ir.Value, ir.Value]:
     """Add a node of TensorRT's that gives (numbers, scales) of its first input."""
     node = ir.node(op, inputs, attributes=attributes, domain=DOMAIN, num_outputs=2, name=name)
-    *sizes, width = inputs[0].shape or ()
+    shape = inputs[0].shape
+    assert shape is not None
+    width = shape[-1]
     assert isinstance(width, int)
-    shapes = ([*sizes, width], [*sizes, width // attributes["block_size"]])
-    for value, suffix, kind, shape in zip(node.outputs, ("quantized", "scales"), types, shapes, strict=True):
-        value.name, value.type, value.shape = f"{name}/{suffix}", ir.TensorType(kind), ir.Shape(shape)
+    shapes = ([*shape], [*shape[:-1], width // attributes["block_size"]])
+    for value, suffix, kind, sizes in zip(node.outputs, ("quantized", "scales"), types, shapes, strict=True):
+        value.name, value.type, value.shape = f"{name}/{suffix}", ir.TensorType(kind), ir.Shape(sizes)
     model.graph.append(node)
     numbers, scales = node.outputs
     return numbers, scales

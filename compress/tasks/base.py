@@ -162,7 +162,7 @@ class TorchTask:
     uses_class_names: bool = False
     """Whether labels may be written as the names of the classes that the model's folder has."""
     auto_class: str = ""
-    """The name of transformers' class that opens a Hugging Face folder for the task; "": that of `model_task`."""
+    """The class of transformers that opens a Hugging Face folder for the task; "": the one that optimum has for it."""
     model_task: str = ""
     """The task whose models this one's are in transformers; "": it has its own."""
     problem_type: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from model_specs import TEXT_FEEDS, changed_config, text_spec
 
 from compress.errors import SourceError
 from compress.facts import SampleShapes
+from compress.models import huggingface
 from compress.models.facts import model_facts
 from compress.models.load import load_model
 from compress.specs import ModelSpec
@@ -106,3 +108,10 @@ def test_tasks_name_the_classes_that_optimum_names() -> None:
     theirs = {name: manager.get_model_class_for_task(name, model_type=speech.get(name)).__name__ for name in named}
     assert named == theirs
     assert all(TORCH_TASKS[task.model_task].auto_class for task in TORCH_TASKS.values() if task.model_task)
+
+
+def test_a_task_that_names_no_class_gets_that_of_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optimum.exporters.tasks")
+    unnamed = replace(TORCH_TASKS["text-classification"], auto_class="")
+    monkeypatch.setattr(huggingface, "find_torch_task", lambda name: unnamed)
+    assert huggingface._find_auto_class("text-classification", "bert").__name__ == "AutoModelForSequenceClassification"
