@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def _check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) 
     """
     wanted = lock["model"]["digest"]
     try:
-        digest = model_digest(recipe.model, recipe.root, digests.read_anew)
+        digest = model_digest(recipe.model, recipe.root, partial(digests.read, anew=True))
     except SourceError as error:
         hint = "name its folder with --set vars.NAME=DIR, or start in the recipe's folder"
         raise PlanError([*error.problems, f"model: {recipe.model.source} was not found; {hint}"]) from error

@@ -168,17 +168,19 @@ def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
-    """Return the inputs with the digests of weight files, remembered or read once: of large ones those remembered.
+    """Return the inputs with the digests of weight files: of large ones only those that are remembered.
 
-    `read`: of large ones, too. `verify`: every file is read again, whatever is remembered. Raises OSError.
+    `read`: all of them, read where they must be, and remembered. `verify`: every file is read again, whatever is
+    remembered. Raises OSError.
     """
     recipe = inputs.recipe
     files = _list_weight_files(recipe)
-    unread = () if read or verify else digests.find_unread(files)
-    digests.read_all([path for path in files if path not in unread], verify)
+    if read or verify:
+        digests.read_all(files, verify)
+    unread = digests.find_unread(files)
 
     def digest_of(path: Path) -> str:
-        return identify_file(path) if path in unread else digests.read(path)
+        return identify_file(path) if path in unread else digests.look(path)
 
     students = {
         student.key: model_digest(student_spec(recipe.model, student), recipe.root, digest_of)

@@ -1,13 +1,13 @@
 """The sha256 of large files, read once and remembered, so that a plan of any size reads none of them.
 
 **What a weight file is known by.** A result's key holds the sha256 of each weight file: two files that differ never
-share one, and a copy elsewhere finds the same results. That takes reading the file whole, so it is done once and
-remembered in the cache by path, size, times of last change, inode and device: of small files by the first plan, of
-large ones by the first run that does work on them (`apply`, before its first pass, whose own reading then finds the
-bytes in memory). `plan` reads no weights beyond READ_AT_ONCE_BYTES: where nothing is remembered of them, it makes its
-keys from those same marks of the file (`identify_file`). Such keys name no result, ever: work is stored and looked up
-only under keys that `apply` has settled. What changes a file, changes its marks; who forges them all, or has a file
-system that keeps none, asks for `--verify`, which reads again.
+share one, and a copy elsewhere finds the same results. That takes reading the file whole, so it is done once, by the
+first run that does work on it (`apply`, before its first pass, whose own reading then finds the bytes in memory), and
+is remembered in the cache by path, size, times of last change, inode and device. A plan writes nothing, and reads no
+weights beyond READ_AT_ONCE_BYTES: where nothing is remembered of those, it makes its keys from the same marks of the
+file (`identify_file`). Such keys name no result, ever: work is stored and looked up only under keys that `apply` has
+settled. What changes a file, changes its marks; who forges them all, or has a file system that keeps none, asks for
+`--verify`, which reads again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,16 @@ class FileDigests:
         unknown = tuple(path for path in paths if self.find(path) is None)
         return unknown if sum(path.stat().st_size for path in unknown) > READ_AT_ONCE_BYTES else ()
 
-    def read(self, path: Path) -> str:
-        """Return the sha256, remembered or read and remembered. Raises OSError."""
-        return self.find(path) or self.read_anew(path)
+    def look(self, path: Path) -> str:
+        """Return the sha256, remembered or read by this process; nothing is written. Raises OSError."""
+        return self.find(path) or _hash(path, json.dumps(_read_marks(path)))
 
-    def read_anew(self, path: Path) -> str:
-        """Read the file whole and remember its sha256, whatever was remembered of it. Raises OSError."""
+    def read(self, path: Path, anew: bool = False) -> str:
+        """Return the sha256, remembered or read and remembered; `anew`: read in any case. Raises OSError."""
+        if not anew and (found := self.find(path)):
+            return found
         marks = _read_marks(path)
-        newest = max(int(marks["mtime_ns"]), int(marks["ctime_ns"]))
-        time.sleep(min(max(newest + TICK_NS - time.time_ns(), 0), TICK_NS) / 1e9)  # a later change has a later time
-        digest = sha256_of(path)
+        digest = (_hash.__wrapped__ if anew else _hash)(path, json.dumps(marks))
         if marks == _read_marks(path):  # nobody wrote to it meanwhile
             with blame(self.root):
                 record = self._name_record(path)
@@ -76,7 +77,7 @@ class FileDigests:
         """Read the files of which nothing is remembered, several at once; `verify`: all of them. Raises OSError."""
         wanted = [path for path in dict.fromkeys(paths) if verify or self.find(path) is None]
         with ThreadPoolExecutor(max(min(len(wanted), os.cpu_count() or 1), 1)) as threads:
-            list(threads.map(self.read_anew, wanted))
+            list(threads.map(partial(self.read, anew=verify), wanted))
 
     def _read_record(self, path: Path) -> dict[str, Any] | None:
         """Return what is remembered of a file, as it was then; None: nothing, or it is damaged."""
@@ -86,6 +87,15 @@ class FileDigests:
 
     def _name_record(self, path: Path) -> Path:
         return self.root / FOLDER / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()}.json"
+
+
+@lru_cache(maxsize=256)
+def _hash(path: Path, marks: str) -> str:
+    """Read a file whole for its sha256: once in a process, where it makes a plan and works on it. Raises OSError."""
+    found = json.loads(marks)
+    newest = max(found["mtime_ns"], found["ctime_ns"])
+    time.sleep(min(max(newest + TICK_NS - time.time_ns(), 0), TICK_NS) / 1e9)  # a later change has a later time
+    return sha256_of(path)
 
 
 def identify_file(path: Path) -> str:

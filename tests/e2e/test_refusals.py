@@ -193,7 +193,7 @@ def test_an_old_file_is_raised_to_what_a_pass_needs_or_refused_with_the_reason(m
         def __call__(self, model: Any) -> None:
             raise RuntimeError("no adapter of Relu")
 
-    monkeypatch.setattr("compress.graph.cleanup.ConvertVersionPass", NoAdapter)
+    monkeypatch.setattr("onnxscript.version_converter.ConvertVersionPass", NoAdapter)
     done = run("plan", recipe)
     assert done.exit_code == 2
     assert done.stderr == (

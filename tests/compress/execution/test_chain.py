@@ -206,7 +206,7 @@ def test_one_pass_has_its_two_rows_where_they_are_asked_for(cache: Path, tmp_pat
 
 def test_a_checkpoint_cannot_have_its_passes_measured(cache: Path) -> None:
     recipe = compress.load_recipe(QUICKSTART, ["export=[{kind: checkpoint}]", "target=vllm", "validate.steps=true"])
-    with pytest.raises(PlanError, match=r"validate\.steps: true measures .* target vllm gets a checkpoint"):
+    with pytest.raises(PlanError, match=r"validate\.steps: true measures .* target vllm gets what nothing here runs"):
         make_plan(recipe, cache)
     assert n_between(recipe, make_plan(recipe_of(INT8), cache).before) == 0
 
