@@ -292,7 +292,7 @@ def test_the_memory_of_a_process_tree_is_that_of_all_that_it_started(load: Any) 
 
     hold = "import sys; held = bytearray(64 << 20); print(flush=True); sys.stdin.read()"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
-    tree_bytes = load("one_billion").tree_bytes
+    tree_bytes = load("process_tree").tree_bytes
     with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()

@@ -22,6 +22,8 @@ SCALING_BYTES = 16
 """For each weight whose scales alone are learned."""
 FLOAT_BYTES = 8
 """For each weight: the model's and the float model's."""
+STEP_TOKENS = 256
+"""Of a step of the whole model, where the recipe does not say how many samples it takes."""
 STEP_ROWS = 2048
 """Tokens of one step where blocks are learned one by one: as `compress.work.learning.ROWS`."""
 SPARE = 0.7
@@ -55,15 +57,16 @@ class Tune(WeightPass):
     keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["tune"] = "tune"
-    steps: Annotated[int, Field(ge=0)] = 200
+    steps: Annotated[int, Field(ge=0)] = 1400
     """Of the whole model; each takes `batch_size` samples."""
     block_steps: Annotated[int, Field(ge=0)] = 100
     """Of each block where they are learned one by one; each takes about 2048 rows (tokens)."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Stop by then, the rates having fallen to zero: the result then depends on the machine's speed."""
-    batch_size: Annotated[int, Field(gt=0)] = 8
-    """Samples for each step."""
-    rounding_rate: Annotated[float, Field(ge=0)] = 0.01
+    batch_size: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Samples for each step; auto: as many as have about 256 tokens, one at least. Many small steps learn more than
+    few large ones of the same work."""
+    rounding_rate: Annotated[float, Field(ge=0)] = 0.004
     """How far one step moves a weight, in levels."""
     scale_rate: Annotated[float, Field(ge=0)] = 0.002
     """How far one step moves a scale, as a part of it."""
@@ -132,10 +135,14 @@ class Tune(WeightPass):
             inversions=rounds,
             sweeps=(1 if self.base().weights.bits >= 4 else 3) if rounds else None,
             learning_steps=self.steps if whole else self.block_steps,
-            learning_rows=self.batch_size * sample_rows if whole else STEP_ROWS,
+            learning_rows=self.find_batch_size(sample_rows) * sample_rows if whole else STEP_ROWS,
             whole=whole,
         )
         return self.with_measuring(work) if rounds else work
+
+    def find_batch_size(self, tokens: float) -> int:
+        """Return the samples of a step of the whole model, where one has so many tokens."""
+        return max(1, round(STEP_TOKENS / max(tokens, 1))) if self.batch_size == "auto" else self.batch_size
 
     def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
         """Return whether a quantized layer is to be learned. `bits` None: not known yet."""

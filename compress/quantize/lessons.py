@@ -184,7 +184,7 @@ def arrange_batches(samples: Sequence[Feeds], batch_size: int) -> list[dict[str,
     Only inputs of the attention mask's shape have their padding taken off and put on; samples without a mask share a
     batch where all their shapes are equal.
     """
-    stripped = sorted((_strip_padding(sample) for sample in samples), key=_length)
+    stripped = sorted((_strip_padding(sample) for sample in samples), key=length)
     batches: list[list[dict[str, Tensor]]] = []
     for sample in stripped:
         last = batches[-1] if batches else None
@@ -192,6 +192,12 @@ def arrange_batches(samples: Sequence[Feeds], batch_size: int) -> list[dict[str,
             batches.append(last := [])
         last.append(sample)
     return [_join_samples(batch) for batch in batches]
+
+
+def length(sample: Feeds) -> int:
+    """Return the tokens of a sample [1, ...]: those of its mask, or the elements of its first input."""
+    rows = _get_mask(sample)
+    return next(iter(sample.values())).numel() if rows is None else int(rows.sum())
 
 
 class _Divergence(torch.autograd.Function):
@@ -239,10 +245,6 @@ def _strip_padding(sample: Feeds) -> dict[str, Tensor]:
     if mask is None:
         return dict(sample)
     return {name: value[:, mask[0]] if value.shape == mask.shape else value for name, value in sample.items()}
-
-
-def _length(sample: Feeds) -> int:
-    return next(iter(sample.values())).numel() if MASK not in sample else sample[MASK].numel()
 
 
 def _can_share_batch(sample: Feeds, other: Feeds) -> bool:

@@ -21,6 +21,8 @@ from compress.quantize.tune import Places, vectors
 from compress.store.durable import blame
 from compress.store.training_state import SavedRun
 
+JUDGED = 8
+"""Samples that are judged at once, at least."""
 ROWS = 2048
 """Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
 
@@ -79,9 +81,9 @@ def float_module(model: StreamedModel) -> nn.Module:
 
 
 def split(all_samples: Sequence[dict[str, Tensor]], held_out: float, batch_size: int) -> tuple[list[Any], list[Any]]:
-    """Return batches to learn from, and those that are kept aside."""
+    """Return batches to learn from, and those that are kept aside: larger ones, which are judged faster."""
     n = len(all_samples) - round(held_out * len(all_samples))
-    return arrange_batches(all_samples[:n], batch_size), arrange_batches(all_samples[n:], batch_size)
+    return arrange_batches(all_samples[:n], batch_size), arrange_batches(all_samples[n:], max(batch_size, JUDGED))
 
 
 def integers(model: StreamedModel, layer: str) -> QuantizedWeight:

@@ -22,7 +22,7 @@ from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune
 from compress.passes.weight_only import WeightPass
 from compress.quantize.learn import RoundingCourse, TuneLog, learn
-from compress.quantize.lessons import Loss
+from compress.quantize.lessons import Loss, length
 from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import student_of, tune_module, vectors
@@ -154,7 +154,9 @@ def _learn_whole(
         without_cache(module)
         module.requires_grad_(False)
     layers = modules(student)
-    lessons, kept = split(samples(context.batches, model.parameters), knobs.held_out, knobs.batch_size)
+    all_samples = samples(context.batches, model.parameters)
+    batch_size = knobs.find_batch_size(sum(map(length, all_samples)) / len(all_samples))
+    lessons, kept = split(all_samples, knobs.held_out, batch_size)
     weights, floats, log = tune_module(
         student,
         {layer: layers[layer] for layer in chosen},

@@ -23,7 +23,7 @@ from compress.passes import tune as tune_record
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
 from compress.quantize.learn import RoundingCourse, learn
-from compress.quantize.lessons import arrange_batches, divergence, relative_error, soften_logits
+from compress.quantize.lessons import arrange_batches, divergence, length, relative_error, soften_logits
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.tune import student_of, tune_module, vectors
 from compress.work.learning import float_module, samples
@@ -283,7 +283,7 @@ def test_vectors_that_modules_share_are_learned_once() -> None:
 
 def test_the_pass_tunes_what_is_there() -> None:
     before = in_two_bits(streamed(llama()))
-    result = apply_tune(Tune(kind="tune", steps=20, loss="kl"), before, context(texts(16)))
+    result = apply_tune(Tune(kind="tune", steps=20, rounding_rate=0.02, loss="kl"), before, context(texts(16)))
     after = result.model
     numbers = result.measured[END]
     assert numbers["end_loss"] < 0.8 * numbers["start_loss"]
@@ -427,3 +427,11 @@ def test_two_processes_end_with_the_same_and_as_one_does() -> None:
     assert found[False][0] == pytest.approx(alone["start_loss"], rel=1e-3)
     assert found[False][1] == pytest.approx(alone["end_loss"], rel=0.02)
     assert found[True][1] <= found[True][0]
+
+
+def test_a_step_takes_so_many_samples_as_have_its_tokens() -> None:
+    knobs = Tune(kind="tune")
+    assert [knobs.find_batch_size(tokens) for tokens in (0, 20, 100, 200, 2048)] == [256, 13, 3, 1, 1]
+    assert Tune(kind="tune", batch_size=8).find_batch_size(2048) == 8
+    masked = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
+    assert length(masked) == 3 and length({"pixels": torch.zeros(1, 3, 4, 4)}) == 48
