@@ -76,6 +76,9 @@ class Tune(WeightPass):
     """Part of the calibration set, the last, on which the best state is chosen: none worse than the start is kept."""
     loss: Literal["auto", "kl", "hidden"] = "auto"
     """kl: divergence from the float model's logits; hidden: squared error of its output; auto: by the model's task."""
+    text_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the loss that is the calibration texts' own next tokens, not the float model's outputs: it fits the model
+    to texts like these, and takes it further from the float one."""
     blockwise: Literal["auto"] | bool = "auto"
     """Learn the rounding block by block; auto: where the whole model does not fit into the memory available."""
     restrict: tuple[Annotated[int, Field(ge=2, le=8)], ...] = ()
@@ -94,6 +97,8 @@ class Tune(WeightPass):
             return PassPlan(facts, problems=("tune: learns one chain of blocks, and this model has two; use gptq",))
         if facts.structure is None:
             return PassPlan(facts, problems=("tune: works on torch models; an ONNX file has no parameters to learn",))
+        if self.text_share and (text := self._explain_no_text(facts)):
+            return PassPlan(facts, problems=(f"tune: text_share: {text}",))
         rounded = [layer for layer in facts.layers if layer.bits < 16]
         plan = plan_from_integers(self, facts, self.wants) if rounded else super().check(facts, target)
         taken = [
@@ -147,6 +152,17 @@ class Tune(WeightPass):
     def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
         """Return whether a quantized layer is to be learned. `bits` None: not known yet."""
         return is_selected(self, name, kind) and (bits is None or not self.restrict or bits in self.restrict)
+
+    def _explain_no_text(self, facts: ModelFacts) -> str:
+        """Return why the texts' own tokens cannot be learned; "" where they can."""
+        if not find_task(facts.task).generates:
+            return f"a model of task {facts.task} writes no text; leave it out"
+        if self.loss == "hidden":
+            return "hidden states say no token; leave loss: hidden out"
+        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
+        if self.how(n_weights, n_weights) == "blocks":
+            return "blocks are learned one by one, which see no token; leave it out, or give more memory"
+        return ""
 
     def _explain_how(self) -> str:
         if self.blockwise != "auto":

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from compress.quantize.grid import power_of_two
 from compress.quantize.outputs import first_output
 
-MASK = "attention_mask"
+MASK, TOKENS = "attention_mask", "input_ids"
 Feeds = Mapping[str, Tensor]
 Loss = Literal["kl", "hidden"]
 Number = int | tuple[int, int]
@@ -76,11 +76,13 @@ def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0, fruga
 class FloatTeacher:
     """The float model. What it gives is kept as long as there is room: `left` bytes.
 
-    `kind` "kl": its outputs are logits, kept as probabilities; "hidden": hidden states.
+    `kind` "kl": its outputs are logits, kept as probabilities; "hidden": hidden states. `text_share`: of logits for
+    tokens, the part of the probabilities that goes to the token that comes next in the text.
     """
 
     module: nn.Module
     kind: Loss
+    text_share: float = 0.0
     left: int = CACHE_BYTES
     kept: dict[Number, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -91,6 +93,8 @@ class FloatTeacher:
         with torch.no_grad():
             out = _select_rows(first_output(self.module(**feeds)), rows).float()
             target = soften_logits(out) if self.kind == "kl" else (out, out.new_zeros(0))
+            if self.text_share:
+                target = _add_next_tokens(*target, feeds, rows, self.text_share)
         if (n_bytes := target[0].numel() * target[0].element_size()) <= self.left:
             self.left -= n_bytes
             self.kept[number] = target
@@ -171,6 +175,22 @@ def soften_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return (probabilities [n, classes], each row's entropy [n], nats) of logits, as `divergence` takes them."""
     probabilities = logits.softmax(-1)
     return probabilities, _compute_cross_entropies(logits, probabilities)[0]
+
+
+def _add_next_tokens(
+    probabilities: Tensor, entropies: Tensor, feeds: Feeds, rows: Tensor | None, share: float
+) -> tuple[Tensor, Tensor]:
+    """Return probabilities [n, tokens] of which `share` is the text's own next token, where one follows.
+
+    The entropies are such that the loss is (1 - share) times the divergence from the float model, and share times the
+    cross entropy of the text.
+    """
+    ids = feeds[TOKENS]
+    there = torch.ones_like(ids, dtype=torch.bool) if rows is None else rows
+    following = nn.functional.pad(ids[:, 1:], (0, 1))[there]
+    shares = share * nn.functional.pad(there[:, 1:] & there[:, :-1], (0, 1))[there].float()
+    mixed = (probabilities * (1 - shares)[:, None]).scatter_add_(1, following.long()[:, None], shares[:, None])
+    return mixed, entropies * (1 - shares)
 
 
 def divergence(logits: Tensor, probabilities: Tensor, entropies: Tensor) -> Tensor:

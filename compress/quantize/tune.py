@@ -41,11 +41,13 @@ def tune_module(
     size: int = 1,
     saved: SavedRun | None = None,
     rows: int | None = None,
+    text_share: float = 0.0,
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor], TuneLog]:
     """Learn the weights of `layers` from `start` on, and vectors of `module`, so that it gives what `teacher` gives.
 
     `batches` and `kept_aside` (on which the best state is chosen; with none it is chosen on `batches`) are by parameter
-    of both modules' forward. `kind` "kl": outputs are logits; "hidden": hidden states. `floats`: layer -> [out, in] the
+    of both modules' forward. `kind` "kl": outputs are logits; "hidden": hidden states. `text_share`: as of
+    `FloatTeacher`. `floats`: layer -> [out, in] the
     weight before it was rounded, for where in its cell each weight starts. `places`: the float parameters to learn and
     the modules that hold them (default: all vectors, that is norms and biases); without `learn_rounding` the integers
     stay. `schemes`: layer -> what it is stored as, which those in floats need. With several processes, this is number
@@ -54,7 +56,7 @@ def tune_module(
     Returns integers by layer, float parameters by name, and what happened.
     """
     student = student_of(module, layers, start, floats or {}, places, learn_rounding, schemes)
-    teaching = FloatTeacher(teacher, kind)
+    teaching = FloatTeacher(teacher, kind, text_share)
     lessons = output_lessons(module, teaching, batches, 0, rank, size, rows)
     judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size, rows)
     log = learn(student, lessons, judged, course, progress, reduce, saved)

@@ -65,6 +65,8 @@ def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassR
     start = {layer: integers(rounded, layer) for layer in chosen}
     how = knobs.how(*_count_weights(rounded, start))
     learned.notes.append(Note("info", f"tune: {SAID[how]}"))
+    if how == "blocks" and knobs.text_share:
+        learned.notes.append(Note("warning", "tune: text_share: blocks see no tokens; the texts' own were not learned"))
     current = rounded
     if how != "whole":
         current = _learn_blocks(knobs, rounded, chosen, context, learned, how)
@@ -175,6 +177,7 @@ def _learn_whole(
         rank=share().rank,
         size=share().size,
         rows=context.rows,
+        text_share=knobs.text_share,
         saved=open_saved_run(context, "whole", f"tune: {END}"),
     )
     learned.weights |= weights

@@ -23,7 +23,14 @@ from compress.passes import tune as tune_record
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
 from compress.quantize.learn import RoundingCourse, learn
-from compress.quantize.lessons import arrange_batches, divergence, length, relative_error, soften_logits
+from compress.quantize.lessons import (
+    FloatTeacher,
+    arrange_batches,
+    divergence,
+    length,
+    relative_error,
+    soften_logits,
+)
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.tune import student_of, tune_module, vectors
 from compress.work.learning import float_module, samples
@@ -435,3 +442,31 @@ def test_a_step_takes_so_many_samples_as_have_its_tokens() -> None:
     assert Tune(kind="tune", batch_size=8).find_batch_size(2048) == 8
     masked = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert length(masked) == 3 and length({"pixels": torch.zeros(1, 3, 4, 4)}) == 48
+
+
+def test_part_of_the_loss_is_the_texts_next_tokens() -> None:
+    logits, other = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    rows, feeds = mask.bool(), {"input_ids": ids, "attention_mask": mask}
+    teacher = FloatTeacher(lambda **feeds: (logits,), "kl", text_share=0.25)  # type: ignore[arg-type]
+    target = teacher.target(0, feeds, rows)
+    loss = divergence(other[rows], *target)
+    apart = nn.functional.kl_div(other.log_softmax(-1), logits.log_softmax(-1), reduction="none", log_target=True).sum(
+        -1
+    )
+    text = nn.functional.cross_entropy(other[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    followed = rows[:, :-1] & rows[:, 1:]
+    alone = rows & ~nn.functional.pad(followed, (0, 1))  # the last token of a text
+    wanted = 0.75 * apart[:, :-1][followed].sum() + 0.25 * text[followed].sum() + apart[alone].sum()
+    assert loss.item() == pytest.approx(wanted.item() / 6, rel=1e-5)
+
+
+def test_a_share_of_the_texts_needs_tokens() -> None:
+    target = TARGETS["onnxruntime-cpu"]
+    for knobs, task, said in (
+        (Tune(text_share=0.1), "text-classification", "writes no text"),
+        (Tune(text_share=0.1, loss="hidden"), "text-generation", "hidden states say no token"),
+    ):
+        plan = knobs.check(replace(facts(5.0), task=task), target)
+        assert said in plan.problems[0]
