@@ -57,7 +57,7 @@ class Tune(WeightPass):
     keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["tune"] = "tune"
-    steps: Annotated[int, Field(ge=0)] = 1400
+    steps: Annotated[int, Field(ge=0)] = 1200
     """Of the whole model; each takes `batch_size` samples."""
     block_steps: Annotated[int, Field(ge=0)] = 100
     """Of each block where they are learned one by one; each takes about 2048 rows (tokens)."""
