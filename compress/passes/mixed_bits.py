@@ -93,13 +93,13 @@ class Allocation:
         """Return the bits that are left for the groups."""
         return int(average * self.n_weights + 1e-6) - self.fixed_bits
 
-    def left_average(self, average: float) -> float:
+    def find_average(self, average: float) -> float:
         """Return the bits that each weight of the groups may take, on average."""
         return self.budget(average) / max(sum(self.sizes), 1)
 
     def explain_unreachable(self, budget: BitBudget) -> str:
         """Return why no choice keeps the average; "" where some does."""
-        least, most, left = min(budget.choices), max(budget.choices), self.left_average(budget.average)
+        least, most, left = min(budget.choices), max(budget.choices), self.find_average(budget.average)
         if not self.groups:
             return "bits: every layer has bits that the recipe gives; give bits a number"
         if least <= left <= most:
@@ -115,7 +115,7 @@ class Allocation:
 
         It stands for what will be measured where a plan asks what an export or an engine makes of layers that differ.
         """
-        left = self.left_average(budget.average)
+        left = self.find_average(budget.average)
         low = max((bits for bits in budget.choices if bits < left), default=min(budget.choices))
         high = min((bits for bits in budget.choices if bits > left), default=max(budget.choices))
         bits: dict[str, int] = {}

@@ -120,8 +120,7 @@ class Tune(WeightPass):
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
     def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
-        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
-        return learning_cost(facts, whole=self.how(n_weights, n_weights) == "whole")
+        return learning_cost(facts, whole=self._foresee_how(facts) == "whole")
 
     def estimate_extra_bytes(self, facts: ModelFacts) -> int:
         n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
@@ -130,8 +129,7 @@ class Tune(WeightPass):
         return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights
 
     def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
-        whole = self.how(n_weights, n_weights) == "whole"
+        whole = self._foresee_how(facts) == "whole"
         rounds = not any(layer.bits < 16 for layer in facts.layers)  # gptq goes first where nothing is rounded
         work = BlockWorkload(
             forwards=1.0 if rounds else 0.0,
@@ -144,6 +142,11 @@ class Tune(WeightPass):
             whole=whole,
         )
         return self.with_measuring(work) if rounds else work
+
+    def _foresee_how(self, facts: ModelFacts) -> How:
+        """Return what is learned together if all weights are."""
+        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
+        return self.how(n_weights, n_weights)
 
     def find_batch_size(self, tokens: float) -> int:
         """Return the samples of a step of the whole model, where one has so many tokens."""
@@ -159,8 +162,7 @@ class Tune(WeightPass):
             return f"a model of task {facts.task} writes no text; leave it out"
         if self.loss == "hidden":
             return "hidden states say no token; leave loss: hidden out"
-        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
-        if self.how(n_weights, n_weights) == "blocks":
+        if self._foresee_how(facts) == "blocks":
             return "blocks are learned one by one, which see no token; leave it out, or give more memory"
         return ""
 

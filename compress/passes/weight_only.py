@@ -317,7 +317,7 @@ class WeightPass(_Numbers, Pass):
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         plan = WeightPass.check(self.with_bits(budget.choose(allocation.spread(budget), {})), facts, target)
-        left = allocation.left_average(budget.average)
+        left = allocation.find_average(budget.average)
         free = {name for group in allocation.groups for name in group}
         some = " or ".join((", ".join(map(str, sorted(budget.choices)[:-1])), str(max(budget.choices))))
         decisions = [
