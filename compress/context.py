@@ -49,7 +49,8 @@ class PassContext:
     killed run, for what a pass over blocks or one that trains has finished; None: a temporary one. `memory_mib`: what
     the process may hold between two blocks; None: anything. `device`: "cpu" or "cuda:n", where a pass over blocks
     computes (see `compress.blocks.device`). `rows`: tokens that go through a block at once, after a device's memory was
-    full; None: as many as usual.
+    full; None: as many as usual. `loss_masks`: which tokens of each sample of `batches` count, bool [t] each (of a chat
+    the assistant's); None: all.
     """
 
     batches: Sequence[Feeds]
@@ -61,6 +62,7 @@ class PassContext:
     memory_mib: float | None = None
     device: str = "cpu"
     rows: int | None = None
+    loss_masks: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -215,8 +215,10 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, An
     """Return the fields of a PassContext, for a model with these inputs."""
     plan, calibration = run.plan, run.sets.get("calibration")
     limit = plan.recipe.limits.memory_gib
+    batches = Batches(calibration, plan.inputs, specs) if calibration is not None else None
     return {
-        "batches": Batches(calibration, plan.inputs, specs) if calibration is not None else (),
+        "batches": () if batches is None else batches,
+        "loss_masks": None if batches is None else batches.loss_masks,
         "target": TARGETS[plan.recipe.target],
         "seed": plan.recipe.seed,
         "log": run.journal.log,

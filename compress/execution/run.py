@@ -58,7 +58,6 @@ from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
-from runtime.decode.scoring import language_encoder
 from runtime.errors import UsageError
 from runtime.judge.slices import find_groups
 from runtime.judge.validate import validate
@@ -293,8 +292,8 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
         progress=run.journal.progress,
         device=str(choose_device(plan.recipe.device)),
     )
-    masks = language_encoder(batches.preprocessor).loss_masks(run.sets["evaluation"].columns)
-    return score_in_torch(run.cache, plan.keys.torch_outputs, before, passed.streamed, context, masks)
+    keys = plan.keys.torch_outputs
+    return score_in_torch(run.cache, keys, before, passed.streamed, context, batches.loss_masks)
 
 
 def _describe_score(

@@ -77,8 +77,8 @@ class Tune(WeightPass):
     loss: Literal["auto", "kl", "hidden"] = "auto"
     """kl: divergence from the float model's logits; hidden: squared error of its output; auto: by the model's task."""
     text_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the loss that is the calibration texts' own next tokens, not the float model's outputs: it fits the model
-    to texts like these, and takes it further from the float one."""
+    """Part of the loss that is the calibration texts' own next tokens (of conversations the assistant's alone), not the
+    float model's outputs: it fits the model to texts like these, and takes it further from the float one."""
     blockwise: Literal["auto"] | bool = "auto"
     """Learn the rounding block by block; auto: where the whole model does not fit into the memory available."""
     restrict: tuple[Annotated[int, Field(ge=2, le=8)], ...] = ()

@@ -418,6 +418,13 @@ class Batches(Sequence[Feeds]):
         starts = range(0, n - n % self.size if fixed else n, self.size)
         self.rows = [(view, np.arange(start, min(start + self.size, n))) for view in self.views for start in starts]
 
+    @property
+    def loss_masks(self) -> list[np.ndarray] | None:
+        """Return which tokens of each text count as predicted, bool [t] each; None: all, or these are no texts."""
+        if LOSS_MASK not in self.views[0]:
+            return None
+        return language_encoder(self.preprocessor).loss_masks(self.views[0])
+
     def __len__(self) -> int:
         return len(self.rows)
 

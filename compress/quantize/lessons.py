@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from compress.quantize.grid import power_of_two
 from compress.quantize.outputs import first_output
 
-MASK, TOKENS = "attention_mask", "input_ids"
+MASK = "attention_mask"
+NEXT_TOKENS = "next tokens"
+"""Beside a sample's feeds, and no parameter's name: the token to be learned at each place, or `UNLEARNED`."""
+UNLEARNED = -1
 Feeds = Mapping[str, Tensor]
 Loss = Literal["kl", "hidden"]
 Number = int | tuple[int, int]
@@ -77,7 +81,8 @@ class FloatTeacher:
     """The float model. What it gives is kept as long as there is room: `left` bytes.
 
     `kind` "kl": its outputs are logits, kept as probabilities; "hidden": hidden states. `text_share`: of logits for
-    tokens, the part of the probabilities that goes to the token that comes next in the text.
+    tokens, the part of the probabilities that goes to the token that comes next in the text, as `mark_next_tokens` put
+    it beside the feeds.
     """
 
     module: nn.Module
@@ -91,10 +96,11 @@ class FloatTeacher:
         if number in self.kept:
             return self.kept[number]
         with torch.no_grad():
-            out = _select_rows(first_output(self.module(**feeds)), rows).float()
+            out = _select_rows(first_output(self.module(**_select_inputs(feeds))), rows).float()
             target = soften_logits(out) if self.kind == "kl" else (out, out.new_zeros(0))
             if self.text_share:
-                target = _add_next_tokens(*target, feeds, rows, self.text_share)
+                following = feeds[NEXT_TOKENS]
+                target = _add_next_tokens(*target, following[slice(None) if rows is None else rows], self.text_share)
         if (n_bytes := target[0].numel() * target[0].element_size()) <= self.left:
             self.left -= n_bytes
             self.kept[number] = target
@@ -118,7 +124,7 @@ class OutputLesson:
         feeds = {name: tensor.to(device) for name, tensor in self.feeds.items()}
         rows = _get_mask(feeds)
         target, entropies = self.teacher.target(self.number, feeds, rows)
-        out = _select_rows(first_output(self.module(**feeds)), rows)
+        out = _select_rows(first_output(self.module(**_select_inputs(feeds))), rows)
         return divergence(out, target, entropies) if self.teacher.kind == "kl" else relative_error(out, target)
 
 
@@ -177,20 +183,34 @@ def soften_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
     return probabilities, _compute_cross_entropies(logits, probabilities)[0]
 
 
-def _add_next_tokens(
-    probabilities: Tensor, entropies: Tensor, feeds: Feeds, rows: Tensor | None, share: float
-) -> tuple[Tensor, Tensor]:
-    """Return probabilities [n, tokens] of which `share` is the text's own next token, where one follows.
+def mark_next_tokens(sample: Feeds, ids: str, counted: np.ndarray | None = None) -> dict[str, Tensor]:
+    """Return a sample [1, T] with the token that follows each place beside it, under `NEXT_TOKENS`: int64 [1, T].
 
-    The entropies are such that the loss is (1 - share) times the divergence from the float model, and share times the
-    cross entropy of the text.
+    `ids`: the parameter that takes the tokens. `counted`: bool [t], t <= T, the tokens that are learned (of a chat the
+    assistant's); None: all. `UNLEARNED` where the following token is padding, does not count, or is none.
     """
-    ids = feeds[TOKENS]
-    there = torch.ones_like(ids, dtype=torch.bool) if rows is None else rows
-    following = nn.functional.pad(ids[:, 1:], (0, 1))[there]
-    shares = share * nn.functional.pad(there[:, 1:] & there[:, :-1], (0, 1))[there].float()
-    mixed = (probabilities * (1 - shares)[:, None]).scatter_add_(1, following.long()[:, None], shares[:, None])
-    return mixed, entropies * (1 - shares)
+    tokens, rows = sample[ids].long(), _get_mask(sample)
+    there = torch.ones_like(tokens, dtype=torch.bool) if rows is None else rows
+    learned = there[:, 1:] & there[:, :-1]  # [1, T - 1]
+    if counted is not None:
+        chosen = torch.from_numpy(np.asarray(counted, bool))
+        learned &= nn.functional.pad(chosen, (0, tokens.shape[1] - len(chosen)))[None, 1:]
+    following = tokens[:, 1:].masked_fill(~learned, UNLEARNED)
+    return {**sample, NEXT_TOKENS: nn.functional.pad(following, (0, 1), value=UNLEARNED)}
+
+
+def _add_next_tokens(
+    probabilities: Tensor, entropies: Tensor, following: Tensor, share: float
+) -> tuple[Tensor, Tensor]:
+    """Return probabilities [n, tokens] of which `share` is the text's own next token, where one is learned.
+
+    `following`: int64, n in all, or `UNLEARNED`. The entropies are such that the loss is (1 - share) times the
+    divergence from the float model, and share times the cross entropy of the text.
+    """
+    following = following.reshape(-1)  # [n]
+    shares = share * (following != UNLEARNED).float()
+    mixed = probabilities * (1 - shares)[:, None]
+    return mixed.scatter_add_(1, following.clamp_min(0)[:, None], shares[:, None]), entropies * (1 - shares)
 
 
 def divergence(logits: Tensor, probabilities: Tensor, entropies: Tensor) -> Tensor:
@@ -245,6 +265,11 @@ def _compute_cross_entropies(logits: Tensor, probabilities: Tensor) -> tuple[Ten
 def _get_mask(feeds: Feeds) -> Tensor | None:
     mask = feeds.get(MASK)
     return mask.bool() if mask is not None and mask.dim() == 2 else None
+
+
+def _select_inputs(feeds: Feeds) -> dict[str, Tensor]:
+    """Return what a module is called with: all but what is learned from."""
+    return {name: tensor for name, tensor in feeds.items() if name != NEXT_TOKENS}
 
 
 def _count_rows(feeds: Feeds) -> int:

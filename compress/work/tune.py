@@ -22,7 +22,7 @@ from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune
 from compress.passes.weight_only import WeightPass
 from compress.quantize.learn import RoundingCourse, TuneLog, learn
-from compress.quantize.lessons import Loss, length
+from compress.quantize.lessons import Loss, length, mark_next_tokens
 from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import student_of, tune_module, vectors
@@ -39,6 +39,7 @@ from compress.work.learning import (
     split,
     vectors_of,
 )
+from runtime.encode.language import IDS
 
 END = "end to end"
 """The name under which the report has what was measured of the whole model."""
@@ -60,6 +61,12 @@ def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassR
     """Learn, then write all of it in one stream without data. PassError: no data, or `strict` and something is left."""
     if not len(context.batches):
         raise PassError("tune: there is no calibration data; give the recipe a calibration set")
+    masks = context.loss_masks
+    if knobs.text_share and masks is not None and not any(mask[1:].any() for mask in masks):
+        raise PassError(
+            "tune: text_share: the assistant says nothing in the calibration conversations as they were cut; give "
+            "others, a larger preprocess.max_length or chat.loss_on: all, or leave text_share out"
+        )
     rounded, learned = _round_first(knobs, model, context)
     chosen = _choose_layers(knobs, rounded)
     start = {layer: integers(rounded, layer) for layer in chosen}
@@ -74,6 +81,16 @@ def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassR
         _learn_whole(knobs, rounded, current, chosen, context, learned, how)
     _judge_strictly(knobs, learned)
     return _write_learned(model, rounded, start, learned, context)
+
+
+def _list_samples(knobs: Tune, model: StreamedModel, context: PassContext) -> list[dict[str, Tensor]]:
+    """Return the calibration data sample by sample; with `text_share` beside each the tokens that are learned."""
+    all_samples = samples(context.batches, model.parameters)
+    if not knobs.text_share:
+        return all_samples
+    masks = [None] * len(all_samples) if context.loss_masks is None else context.loss_masks
+    ids = model.parameters[IDS]
+    return [mark_next_tokens(sample, ids, mask) for sample, mask in zip(all_samples, masks, strict=True)]
 
 
 def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tuple[StreamedModel, Learned]:
@@ -156,7 +173,7 @@ def _learn_whole(
         without_cache(module)
         module.requires_grad_(False)
     layers = modules(student)
-    all_samples = samples(context.batches, model.parameters)
+    all_samples = _list_samples(knobs, model, context)
     batch_size = knobs.find_batch_size(sum(map(length, all_samples)) / len(all_samples))
     lessons, kept = split(all_samples, knobs.held_out, batch_size)
     weights, floats, log = tune_module(

@@ -24,10 +24,12 @@ from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
 from compress.quantize.learn import RoundingCourse, learn
 from compress.quantize.lessons import (
+    NEXT_TOKENS,
     FloatTeacher,
     arrange_batches,
     divergence,
     length,
+    mark_next_tokens,
     relative_error,
     soften_logits,
 )
@@ -450,7 +452,11 @@ def test_part_of_the_loss_is_the_texts_next_tokens() -> None:
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     rows, feeds = mask.bool(), {"input_ids": ids, "attention_mask": mask}
     teacher = FloatTeacher(lambda **feeds: (logits,), "kl", text_share=0.25)  # type: ignore[arg-type]
-    target = teacher.target(0, feeds, rows)
+    halves = [{name: tensor[i : i + 1] for name, tensor in feeds.items()} for i in range(2)]
+    (marked,) = arrange_batches([mark_next_tokens(half, "input_ids") for half in halves][::-1], 2)
+    ids, mask, logits, other = (tensor.flip(0) for tensor in (ids, mask, logits, other))  # the shorter text is first
+    rows = mask.bool()
+    target = teacher.target(0, marked, rows)
     loss = divergence(other[rows], *target)
     apart = nn.functional.kl_div(other.log_softmax(-1), logits.log_softmax(-1), reduction="none", log_target=True).sum(
         -1
@@ -460,6 +466,61 @@ def test_part_of_the_loss_is_the_texts_next_tokens() -> None:
     alone = rows & ~nn.functional.pad(followed, (0, 1))  # the last token of a text
     wanted = 0.75 * apart[:, :-1][followed].sum() + 0.25 * text[followed].sum() + apart[alone].sum()
     assert loss.item() == pytest.approx(wanted.item() / 6, rel=1e-5)
+
+
+def test_of_a_chat_the_assistants_tokens_alone_are_learned() -> None:
+    """Two packed conversations: neither what the user says, nor what separates them, nor padding is a target."""
+    ids = np.array([[5, 6, 7, 8, 9, 10, 11, 0, 0]])
+    counted = np.array([0, 0, 1, 1, 0, 0, 1], bool)  # 7, 8 and, of the second conversation, 11
+    sample = {"tokens": torch.from_numpy(ids), "attention_mask": torch.tensor([[1] * 7 + [0] * 2])}
+    marked = mark_next_tokens(sample, "tokens", counted)
+    assert marked[NEXT_TOKENS].tolist() == [[-1, 7, 8, -1, -1, 11, -1, -1, -1]]
+    (batch,) = arrange_batches([marked], 1)
+    probabilities = torch.full((7, 12), 1 / 12).log()
+    seen: list[set[str]] = []
+
+    def run(**feeds: Tensor) -> tuple[Tensor]:
+        seen.append(set(feeds))
+        return (probabilities[None],)
+
+    target, _ = FloatTeacher(run, "kl", text_share=0.5).target(0, batch, batch["attention_mask"].bool())  # type: ignore[arg-type]
+    assert seen == [{"tokens", "attention_mask"}], "the module is not called with what is learned from it"
+    raised = (target > 0.5).nonzero().tolist()
+    assert raised == [[1, 7], [2, 8], [5, 11]]
+    assert torch.allclose(target[[0, 3, 4, 6]], torch.full((4, 12), 1 / 12)), "elsewhere the float model teaches alone"
+
+
+@pytest.mark.parametrize("rows", [None, 8])
+def test_tuning_on_chats_reads_the_mask_of_its_context(rows: int | None) -> None:
+    """What the masks leave out of the texts changes nothing; the model's own name of its tokens is used."""
+    before = in_two_bits(streamed(llama(layers=1)))
+    knobs = Tune(steps=3, batch_size=2, blockwise=False, text_share=0.5, held_out=0.3)
+    n_texts, masks = 4, [np.arange(12) >= 6] * 4
+
+    def learn_from(**more: Any) -> dict[str, float]:
+        return apply_tune(knobs, before, context(texts(n_texts, padded=False), rows=rows, **more)).measured[END]
+
+    whole, chats, silent = learn_from(), learn_from(loss_masks=masks), [np.arange(12) < 1] * n_texts
+    assert chats["start_loss"] != whole["start_loss"]
+    with pytest.raises(PassError, match="text_share: the assistant says nothing"):
+        learn_from(loss_masks=silent)
+    renamed = replace(before, build=lambda: Renamed(before.build()), parameters={**before.parameters, "input_ids": "t"})
+    named = apply_tune(knobs, renamed, context(texts(n_texts, padded=False), rows=rows, loss_masks=masks))
+    assert named.measured[END]["start_loss"] == pytest.approx(chats["start_loss"], rel=1e-6)
+
+
+class Renamed(nn.Module):
+    """A language model whose forward has another name for its tokens."""
+
+    output = "logits"
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped.wrapped
+
+    def forward(self, t: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = self.wrapped(input_ids=t, attention_mask=attention_mask, return_dict=True).logits  # type: ignore[operator]
+        return logits
 
 
 def test_a_share_of_the_texts_needs_tokens() -> None:
