@@ -18,7 +18,9 @@ from compress.models.source import SHAPES, Source, locate
 from compress.specs import ModelSpec
 from runtime.bundle.samples import read_npz, write_npz
 
-JOB, ANSWER, OUTPUTS = "job.json", "answer.json", "outputs.npz"
+JOB, ANSWER = "job.json", "answer.json"
+OUTPUTS, UNROUNDED = "outputs.npz", "unrounded.npz"
+"""Of a sample as the reader computes it, and with what it reads, keys and values left as they are."""
 Reader = Literal["transformers", "compress"]
 
 
@@ -26,7 +28,8 @@ Reader = Literal["transformers", "compress"]
 class LoadRequest:
     """What is asked of the process. `folder`: the checkpoint; `spec`: the recipe's model, as JSON; `root`: its place.
 
-    `whole`: load all weights and run the samples of feeds-<i>.npz; else names and shapes alone are compared.
+    `whole`: load all weights and run the samples of feeds-<i>.npz; else names and shapes alone are compared. `rounds`:
+    inputs, keys or values are rounded as it runs, so that each sample is run without that, too.
     """
 
     folder: str
@@ -34,6 +37,7 @@ class LoadRequest:
     root: str
     reader: Reader
     whole: bool
+    rounds: bool
     samples: int
     threads: int
 
@@ -53,10 +57,11 @@ def answer(work: Path) -> None:
     name = _name_reader(job.reader)
     try:
         module = _load_checkpoint(job)
-        for i in range(job.samples if job.whole else 0):
-            feeds = {key: torch.from_numpy(value) for key, value in read_npz(work / f"feeds-{i}.npz").items()}
-            outputs = {key: tensor.float().numpy() for key, tensor in run(module, feeds).items()}
-            write_npz(work / f"{i}-{OUTPUTS}", outputs)
+        n_samples = job.samples if job.whole else 0
+        _write_outputs(module, work, n_samples, OUTPUTS)
+        if job.rounds:
+            _leave_unrounded(module)
+            _write_outputs(module, work, n_samples, UNROUNDED)
         reply = LoadReply(name)
     except (CompressError, *factory.USER_ERRORS, AssertionError, ArithmeticError, MemoryError) as error:
         # What a reader raises is the answer: its words are the reason that the user gets.
@@ -64,6 +69,20 @@ def answer(work: Path) -> None:
         kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
         reply = LoadReply(name, kind + "; ".join(lines[:4])[:1000])
     (work / ANSWER).write_text(json.dumps(asdict(reply)), encoding="utf-8")
+
+
+def _write_outputs(module: nn.Module, work: Path, n_samples: int, name: str) -> None:
+    """Run the samples in the folder `work` and write what comes of each to <i>-<name> there."""
+    for i in range(n_samples):
+        feeds = {key: torch.from_numpy(value) for key, value in read_npz(work / f"feeds-{i}.npz").items()}
+        write_npz(work / f"{i}-{name}", {key: tensor.float().numpy() for key, tensor in run(module, feeds).items()})
+
+
+def _leave_unrounded(module: nn.Module) -> None:
+    """Switch off, by the library's own switch, all rounding that a module of transformers does as it runs."""
+    from compressed_tensors.quantization import disable_quantization
+
+    module.apply(disable_quantization)
 
 
 def _name_reader(reader: Reader) -> str:
