@@ -11,6 +11,7 @@ than ours do when the last bits of all values change.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import tempfile
 import zlib
@@ -36,7 +37,18 @@ from compress.export.compressed_tensors import NVFP4, PACKED, layer_format
 from compress.facts import HostNote, Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import file_names
-from compress.models.fresh_reader import ANSWER, JOB, OUTPUTS, UNROUNDED, LoadReply, LoadRequest, Reader
+from compress.models.fresh_reader import (
+    ANSWER,
+    INPUT_SCALE,
+    JOB,
+    KEY_SCALE,
+    OUTPUTS,
+    UNROUNDED,
+    VALUE_SCALE,
+    LoadReply,
+    LoadRequest,
+    Reader,
+)
 from compress.models.source import SHAPES
 from compress.recipe.exports import CheckpointExport
 from compress.specs import ModelSpec
@@ -125,6 +137,7 @@ def check_loads_back(
             comparison = _Comparison(folder.name, model, export, given, reader, how.log)
             comparison.check_values(_read_outputs(work, len(given), UNROUNDED if rounds else OUTPUTS))
             if rounds:
+                comparison.check_scales(answer.scales)
                 comparison.check_rounding(*(_read_outputs(work, len(given), name) for name in (OUTPUTS, UNROUNDED)))
             notes = comparison.note_storing()
     reader_note = _make_reader_note(folder, answer.reader, why, target)
@@ -212,9 +225,20 @@ class _Comparison:
         )
         if not apart <= CLOSE:
             self._refuse(
-                f"its outputs differ by {apart:.3g} of their standard deviation from what the stored values give, and "
-                f"{CLOSE:g} may be rounding"
+                f"on {len(self.given)} samples its outputs differ by {apart:.3g} of their standard deviation from what "
+                f"the stored values give, and {CLOSE:g} may be rounding"
             )
+
+    def check_scales(self, found: Mapping[str, float]) -> None:
+        """Raise ExportError where a scale by which the reader rounds as it runs is not the one that was stored."""
+        stored = {f"{layer}{INPUT_SCALE}": scale for layer, scale in self.model.activation_scales.items()}
+        for attention, scales in self.model.kv_scales.items():
+            stored |= {
+                f"{attention}{name}": scale for name, scale in zip((KEY_SCALE, VALUE_SCALE), scales, strict=True)
+            }
+        for name in sorted(stored.keys() & found.keys()):
+            if not math.isclose(found[name], stored[name], rel_tol=CLOSE):
+                self._refuse(f"{name} is {found[name]:.4g}, and {stored[name]:.4g} was stored")
 
     def check_rounding(self, found: Sequence[Outputs], unrounded: Sequence[Outputs]) -> None:
         """Raise ExportError where the reader does not round what it reads, keys and values as their scheme says."""
@@ -226,13 +250,13 @@ class _Comparison:
         self.log(f"{self.name}: with inputs rounded they differ by {apart:.1e}; last bits alone: {noise:.1e}")
         if not apart <= allowed:
             self._refuse(
-                f"its outputs with inputs, keys or values rounded differ by {apart:.3g} of their standard deviation "
-                f"from what the stored values give, and {allowed:.3g} may come of last bits"
+                f"on {len(self.given)} samples, with inputs, keys or values rounded, its outputs differ by {apart:.3g} "
+                f"of their standard deviation from what the stored values give, and {allowed:.3g} may come of last bits"
             )
         if ours > CLOSE and not LIKE_ROUNDING <= theirs / ours <= 1 / LIKE_ROUNDING:
             self._refuse(
-                f"the rounding of inputs, keys or values changes its outputs by {theirs:.3g} of their standard "
-                f"deviation, and by {ours:.3g} as their scheme says"
+                f"on {len(self.given)} samples the rounding of inputs, keys or values changes its outputs by "
+                f"{theirs:.3g} of their standard deviation, and by {ours:.3g} as their scheme says"
             )
 
     def note_storing(self) -> list[Note]:
@@ -259,8 +283,8 @@ class _Comparison:
 
     def _refuse(self, what: str) -> NoReturn:
         raise ExportError(
-            f"{self.name}: {self.reader} loads the checkpoint and computes something else: on {len(self.given)} "
-            f"samples {what}; what was written is defective: leave the export out and report it"
+            f"{self.name}: {self.reader} loads the checkpoint and computes something else: {what}; what was written is "
+            "defective: leave the export out and report it"
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
+from compress.blocks.materialise import plain
 from compress.blocks.trace import run
 from compress.errors import CompressError, SourceError
 from compress.models import factory, huggingface
@@ -21,6 +22,8 @@ from runtime.bundle.samples import read_npz, write_npz
 JOB, ANSWER = "job.json", "answer.json"
 OUTPUTS, UNROUNDED = "outputs.npz", "unrounded.npz"
 """Of a sample as the reader computes it, and with what it reads, keys and values left as they are."""
+SCALES = INPUT_SCALE, KEY_SCALE, VALUE_SCALE = ".input_scale", ".k_scale", ".v_scale"
+"""What compressed-tensors calls a layer's stored scale of inputs, and an attention's of keys and values."""
 Reader = Literal["transformers", "compress"]
 
 
@@ -44,10 +47,14 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """`reader`: what read it, with its version. `problem`: why it cannot be read; "" where it can."""
+    """`reader`: what read it, with its version. `problem`: why it cannot be read; "" where it can.
+
+    `scales`: by plain name, those stored scales by which the reader rounds inputs, keys and values.
+    """
 
     reader: str
     problem: str = ""
+    scales: dict[str, float] = field(default_factory=dict)
 
 
 def answer(work: Path) -> None:
@@ -62,7 +69,7 @@ def answer(work: Path) -> None:
         if job.rounds:
             _leave_unrounded(module)
             _write_outputs(module, work, n_samples, UNROUNDED)
-        reply = LoadReply(name)
+        reply = LoadReply(name, scales=_list_scales(module) if job.rounds else {})
     except (CompressError, *factory.USER_ERRORS, AssertionError, ArithmeticError, MemoryError) as error:
         # What a reader raises is the answer: its words are the reason that the user gets.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it gives no reason"]
@@ -76,6 +83,11 @@ def _write_outputs(module: nn.Module, work: Path, n_samples: int, name: str) -> 
     for i in range(n_samples):
         feeds = {key: torch.from_numpy(value) for key, value in read_npz(work / f"feeds-{i}.npz").items()}
         write_npz(work / f"{i}-{name}", {key: tensor.float().numpy() for key, tensor in run(module, feeds).items()})
+
+
+def _list_scales(module: nn.Module) -> dict[str, float]:
+    named = ((plain(name), value) for name, value in module.named_parameters())
+    return {name: float(value) for name, value in named if name.endswith(SCALES) and value.numel() == 1}
 
 
 def _leave_unrounded(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from compress.errors import ExportError
 from compress.export import loading_back
 from compress.export.bundle import note_rows
 from compress.export.checkpoint import write_checkpoint
-from compress.export.loading_back import LoadBack, check_loads_back, choose_samples
+from compress.export.loading_back import CLOSE, LoadBack, check_loads_back, choose_samples
 from compress.export.loading_back import ask as ask_a_process
 from compress.facts import HostNote, Note, Structure
 from compress.models.huggingface import TextModel
@@ -203,9 +203,11 @@ def test_layers_that_lie_transposed_and_in_a_small_type_are_read_back(tmp_path: 
     assert all("storing in bfloat16 changes its outputs by more than" in one.text for one in more)
 
 
-def written(tmp_path: Path, name: str = "W4A16", form: Any = "compressed-tensors") -> tuple[ModelSpec, Any, Any]:
-    """A quantized Llama in tmp_path/out."""
-    module, export = TextModel(decoder(), "logits"), CheckpointExport(format=form)
+def written(
+    tmp_path: Path, name: str = "W4A16", form: Any = "compressed-tensors", net: Any = None
+) -> tuple[ModelSpec, Any, Any]:
+    """A quantized model, a Llama unless one is given, in tmp_path/out."""
+    module, export = TextModel(decoder() if net is None else net, "logits"), CheckpointExport(format=form)
     schemes = {plain(layer): scheme(name) for layer in linears(module)}
     names = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
     model = replace(streamed(module, schemes, tmp_path), parameters=names)
@@ -233,6 +235,84 @@ def test_a_checkpoint_that_is_not_what_was_judged_is_an_error(change: Any, messa
     save_file(held, path, {"format": "pt"})
     with pytest.raises(ExportError, match=message):
         read_back(tmp_path / "out", model, spec, export)
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+def with_biases_and_outliers() -> Any:
+    """Channels of large activations, as trained models have them, and biases that count."""
+    net = decoder("Qwen2", num_hidden_layers=3, initializer_range=0.1)
+    for name, parameter in net.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+        if name.endswith("layernorm.weight"):
+            parameter.data[3] *= 30
+    return net
+
+
+def change_config(folder: Path, change: Any) -> None:
+    path = folder / "config.json"
+    record = json.loads(path.read_text())
+    change(record["quantization_config"]["config_groups"]["group_0"])
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("W8A8", lambda held: held[f"{LAYER}.weight_scale"].mul_(1.1), "from what the stored values give, and 0.001"),
+        ("W8A8", lambda held: held.update({f"{LAYER}.weight": held[f"{LAYER}.weight"].flip(1)}), "and 0.001 may be"),
+        ("W8A8", lambda held: held[f"{LAYER}.bias"].zero_(), "and 0.001 may be rounding"),
+        ("W8A8_STATIC", lambda held: held[f"{LAYER}.input_scale"].mul_(1.1), "q_proj.input_scale is 0.022, and 0.02 "),
+    ],
+)
+def test_where_inputs_are_rounded_a_fault_of_one_layer_is_found(
+    name: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    spec, model, export = written(tmp_path, name, net=with_biases_and_outliers())
+    path = tmp_path / "out/model.safetensors"
+    held = load_file(path)
+    change(held)
+    save_file(held, path, {"format": "pt"})
+    with pytest.raises(ExportError, match=f"computes something else: .*{message}"):
+        read_back(tmp_path / "out", model, spec, export)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda group: group.update(input_activations=None), "rounded, its outputs differ by|rounding of .* by 0 of"),
+        (
+            lambda group: group["input_activations"].update(num_bits=4),
+            "rounded, its outputs differ by|rounding of .* changes",
+        ),
+    ],
+)
+def test_a_reader_that_rounds_inputs_in_another_way_is_found(change: Any, message: str, tmp_path: Path) -> None:
+    spec, model, export = written(tmp_path, "W8A8", net=with_biases_and_outliers())
+    change_config(tmp_path / "out", change)
+    with pytest.raises(ExportError, match=message):
+        read_back(tmp_path / "out", model, spec, export)
+
+
+def test_last_bits_that_rounding_makes_large_are_no_fault(tmp_path: Path) -> None:
+    """A millionth of each norm moves inputs by whole levels, and outputs by far more than a fault of weights may."""
+    spec, model, export = written(tmp_path, "W8A8", net=with_biases_and_outliers())
+    path = tmp_path / "out/model.safetensors"
+    held = load_file(path)
+    for name in held:
+        if name.endswith("norm.weight"):
+            held[name].mul_(1 + 1e-6 * torch.randn(held[name].shape, generator=torch.Generator().manual_seed(0)))
+    save_file(held, path, {"format": "pt"})
+    lines: list[str] = []
+    check_loads_back(
+        tmp_path / "out", model, export, "transformers", LoadBack(spec, tmp_path, samples(spec), PLENTY, lines.append)
+    )
+    apart = float(
+        next(line for line in lines if "with inputs rounded" in line).split("differ by ")[1].split(" ")[0][:-1]
+    )
+    assert apart > 3 * CLOSE, lines
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
