@@ -14,6 +14,8 @@ from runtime.bundle.tensors import TensorSpec
 
 LOWEST_OPSET = 17
 """Of the graphs that passes work on."""
+FLOAT_BYTES = 4
+"""Of a float32, in which weights and activations are computed with, whatever type files hold."""
 SMALL_TABLE = 0.1
 """Of the largest table of embeddings: smaller ones (positions, token types) save next to nothing in fewer bits."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]

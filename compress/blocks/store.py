@@ -17,13 +17,12 @@ from torch import Tensor
 
 from compress.blocks.experts import ExpertPart, take_part
 from compress.errors import SourceError
+from compress.facts import FLOAT_BYTES
 from compress.quantize.grid import finite
 from compress.quantize.rounding import QuantizedWeight
 
 VALUES, SCALES, ZERO_POINTS, OFFSETS, STORED = ":values", ":scales", ":zero_points", ":offsets", ":stored:"
 """Endings of a quantized layer's tensors in a file of finished work."""
-FLOAT_BYTES = 4
-"""Of a float32."""
 PIECE_BYTES = 16 << 20
 """Of a tensor that are read from its file at once."""
 

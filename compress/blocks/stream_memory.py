@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.blocks import activations
-from compress.blocks.store import FLOAT_BYTES
-from compress.facts import Reading, Structure
+from compress.facts import FLOAT_BYTES, Reading, Structure
 from compress.quantize.rounding import ROWS
 
 FIXED_BYTES = 25 * 2**20

@@ -1,16 +1,21 @@
-"""Bits that differ from layer to layer under one average: what a recipe asks for, and which layers get equal bits."""
+"""Bits that differ from layer to layer under one average: what a recipe asks for, which get equal bits, the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from compress.facts import LayerFacts, Structure
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure
+from compress.passes.layer_schemes import count_stored_bits
 from compress.specs import Record
+from runtime.tasks import find_task
 
+MEASURED_TOKENS = 8192
+"""Of the calibration data, at most, on which what each choice of bits costs is measured."""
 Bits = Annotated[int, Field(ge=2, le=8)]
 
 
@@ -43,6 +48,11 @@ class BitBudget(Record):
     def nominal(self) -> int:
         """Return the choice next to the average: what stands for all where one number is asked for."""
         return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
+
+    def describe_choices(self) -> str:
+        """Format the choices, the fewest first: "2, 3 or 4"."""
+        *fewer, most = map(str, sorted(self.choices))
+        return f"{', '.join(fewer)} or {most}"
 
     def find(self, layer: str) -> int:
         """Return the bits of a layer; the nominal ones as long as nothing has been chosen."""
@@ -85,6 +95,11 @@ class Allocation:
     split: Mapping[str, str]
 
     @property
+    def free(self) -> set[str]:
+        """Return the layers whose bits are chosen."""
+        return {name for group in self.groups for name in group}
+
+    @property
     def n_weights(self) -> int:
         """Return the weights that the average is over."""
         return sum(self.sizes) + self.fixed_weights
@@ -96,6 +111,14 @@ class Allocation:
     def find_average(self, average: float) -> float:
         """Return the bits that each weight of the groups may take, on average."""
         return self.budget(average) / max(sum(self.sizes), 1)
+
+    def explain_split(self) -> list[str]:
+        """Return a sentence on each layer whose bits are given beside one that would have to get the same."""
+        return [
+            f"overrides give {given} bits of its own, and {other}, which engines compute together with it, has none; "
+            "give both the same, or neither"
+            for given, other in self.split.items()
+        ]
 
     def explain_unreachable(self, budget: BitBudget) -> str:
         """Return why no choice keeps the average; "" where some does."""
@@ -181,3 +204,59 @@ def _join(names: Sequence[str], together: Iterable[Sequence[str]]) -> list[tuple
     for name in names:
         groups.setdefault(find(name), []).append(name)
     return [tuple(group) for group in groups.values()]
+
+
+def plan_mixed_bits(
+    kind: str,
+    budget: BitBudget,
+    facts: ModelFacts,
+    plan_with: Callable[[int | BitBudget], PassPlan],
+    allocate: Callable[[Sequence[LayerFacts], Structure], Allocation],
+) -> PassPlan:
+    """Plan a pass for bits that are chosen at work: each choice has to be possible, and the average decides the size.
+
+    `kind`: the pass's. `plan_with`: its plan with these bits. `allocate`: what is to be chosen for the layers it takes.
+    """
+    if problem := _explain_no_average(facts):
+        return PassPlan(facts, problems=(f"{kind}: bits: {problem}; give bits a number",))
+    assert facts.structure is not None
+    each = [plan_with(bits) for bits in budget.choices]
+    taken = [layer for layer in facts.layers if layer.name in each[0].schemes]
+    allocation = allocate(taken, facts.structure)
+    problems = list(dict.fromkeys(text for plan in each for text in plan.problems))
+    problems += [f"{kind}: {text}" for text in allocation.explain_split()]
+    if taken and (text := allocation.explain_unreachable(budget)):
+        problems.append(f"{kind}: {text}")
+    if importlib.util.find_spec("scipy") is None:
+        problems.append(f"{kind}: bits: an average needs the package scipy: pip install scipy")
+    if problems:
+        return PassPlan(facts, problems=tuple(problems))
+    plan = plan_with(budget.choose(allocation.spread(budget), {}))
+    free, left = allocation.free, allocation.find_average(budget.average)
+    sizes = {layer.name: count_stored_bits(plan.schemes[layer.name], layer) for layer in taken}
+    sizes |= {name: sizes[name] + left - plan.schemes[name].weights.bits for name in sizes.keys() & free}
+    text = (
+        f"{kind}: {budget.describe_choices()} bits for each of {len(allocation.groups)} groups of layers, chosen by "
+        f"what they cost the outputs: {budget.average:g} on average over {allocation.n_weights:,} weights, scales not "
+        "counted"
+    )
+    notes = dict.fromkeys([Note("info", text), *(note for plan in each for note in plan.notes)])
+    decisions = tuple(
+        _decide_later(decision, budget) if decision.layer in free else decision for decision in plan.decisions
+    )
+    return replace(plan, facts=plan.facts.with_bits(sizes), decisions=decisions, notes=tuple(notes))
+
+
+def _explain_no_average(facts: ModelFacts) -> str:
+    """Return why no average can be kept over a model's layers; "" where one can."""
+    if facts.structure is None or facts.source != "torch":
+        return "an average needs a torch model, through which gradients go"
+    if find_task(facts.task).encodes:
+        return "an average is kept along one chain of blocks, and this model has two"
+    return ""
+
+
+def _decide_later(decision: LayerDecision, budget: BitBudget) -> LayerDecision:
+    """Return a layer's decision for bits that are yet to be chosen."""
+    action = f"w{min(budget.choices)}-w{max(budget.choices)}"
+    return replace(decision, action=action, reason=f"{budget.describe_choices()} bits, measured")

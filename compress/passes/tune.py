@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
+from compress.facts import FLOAT_BYTES, LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.formats.targets import Target
 from compress.passes.base import STATE_COPIES, BlockWorkload, Stage, TrainingCost
 from compress.passes.weight_only import WeightPass
@@ -20,7 +20,7 @@ ROUNDING_BYTES = 40
 """For each weight whose rounding is learned: its value, gradient, position, Adam's two, the best so far, integers."""
 SCALING_BYTES = 16
 """For each weight whose scales alone are learned."""
-FLOAT_BYTES = 8
+BOTH_MODELS_BYTES = 2 * FLOAT_BYTES
 """For each weight: the model's and the float model's."""
 STEP_TOKENS = 256
 """Of a step of the whole model, where the recipe does not say how many samples it takes."""
@@ -114,7 +114,7 @@ class Tune(WeightPass):
 
     def how(self, n_learned: int, n_weights: int) -> How:
         """Choose what is learned together: by `blockwise`, or by the memory available at the moment."""
-        room = SPARE * available_bytes() - FLOAT_BYTES * n_weights
+        room = SPARE * available_bytes() - BOTH_MODELS_BYTES * n_weights
         if self.blockwise is False or (self.blockwise == "auto" and ROUNDING_BYTES * n_learned <= room):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
@@ -126,7 +126,7 @@ class Tune(WeightPass):
         n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
         how = self.how(n_weights, n_weights)
         learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
-        return 0 if how == "blocks" else (FLOAT_BYTES + learned) * n_weights
+        return 0 if how == "blocks" else (BOTH_MODELS_BYTES + learned) * n_weights
 
     def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
         whole = self._foresee_how(facts) == "whole"

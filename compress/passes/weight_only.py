@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import model_validator
 
 from compress.errors import PassError
 from compress.facts import (
@@ -22,101 +20,47 @@ from compress.facts import (
     assign_roles,
     matches,
 )
-from compress.formats.schemes import K_BITS, K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
+from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import BlockWorkload, Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
-from compress.passes.mixed_bits import Allocation, BitBudget, Bits, ChosenBits, find_allocation
-from compress.specs import LayerPattern, Record
-from runtime.tasks import find_task
+from compress.passes.layer_schemes import (
+    count_stored_bits,
+    describe_scheme,
+    explain_misfit,
+    fit_group_size,
+    format_of,
+)
+from compress.passes.mixed_bits import (
+    MEASURED_TOKENS,
+    Allocation,
+    BitBudget,
+    Bits,
+    ChosenBits,
+    find_allocation,
+    plan_mixed_bits,
+)
+from compress.passes.weight_numbers import (
+    GroupSize,
+    TableScheme,
+    WeightNumbers,
+    WeightOverride,
+    make_scheme_field,
+)
+from compress.specs import LayerPattern
 
 if TYPE_CHECKING:
     from compress.quantize.state import GraphState
 
-MEASURED_TOKENS = 8192
-"""Of the calibration data, at most, on which what each choice of bits costs is measured."""
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
 """Where neither the recipe nor a scheme gives one: every target has kernels for it."""
-
-
-def _check_preset(name: str) -> str:
-    """Return the scheme's name in capitals. Raises ValueError if it is unknown."""
-    if name.upper() not in PRESETS:
-        raise ValueError(f"there is no scheme {name!r}; there are {', '.join(PRESETS)}")
-    return name.upper()
-
-
-def _check_table_scheme(name: str) -> str:
-    """Return the scheme of a table in capitals, W4 as W4A16. Raises ValueError where inputs are rounded, too."""
-    full = name.upper() if name.upper() in PRESETS else f"{name.upper()}A16"
-    if full not in _TABLE_SCHEMES:
-        known = ", ".join(("W8", "W4", *_TABLE_SCHEMES))
-        raise ValueError(f"there is no scheme {name!r} for weights alone; there are {known}")
-    return full
-
-
-_TABLE_SCHEMES = tuple(name for name, scheme in PRESETS.items() if scheme.activations is None)
-SchemeName = Annotated[str, AfterValidator(_check_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
-TableScheme = Annotated[
-    str,
-    AfterValidator(_check_table_scheme),
-    WithJsonSchema({"type": "string", "enum": ["W8", "W4", *_TABLE_SCHEMES]}),
-]
 COMPUTED_BY_TENSORRT: dict[Format, float] = {"nvfp4": 10.0, "nvfp4a16": 10.0, "mxfp8": 8.9, "mxfp8a16": 8.9}
 """Formats of graphs that nothing but TensorRT computes -> the first compute capability for which it compiles them."""
-GroupSize = Annotated[int, Field(ge=-1)]
 
 
-class _Numbers(Record):
-    """The keys that say how a weight is stored. `scheme` may not be contradicted by the others."""
-
-    scheme: SchemeName | None = None
-    """Preset: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ... in capitals or not. It stands for `bits`, `symmetric`,
-    what becomes of inputs, and, where `group_size` is not given, the groups."""
-
-    @model_validator(mode="after")
-    def _check_scheme(self) -> _Numbers:
-        if self.scheme is None:
-            return self
-        weights = PRESETS[self.scheme].weights
-        size: int | None = getattr(self, "group_size", None)
-        if weights.scales == "six-bit" and size not in (None, weights.group_size):
-            raise ValueError(f"scheme {self.scheme} has groups of its own; leave group_size out")
-        for key, value in (("bits", weights.bits), ("symmetric", weights.symmetric)):
-            given = getattr(self, key)
-            if given is not None and given != value:
-                raise ValueError(
-                    f"scheme {self.scheme} stands for {key}: {str(value).lower()}; leave one of the two out"
-                )
-        return self
-
-
-def _make_scheme_field(key: Literal["bits", "symmetric"], otherwise: int | bool) -> Any:
-    """Make a field that is the scheme's number where the recipe does not give it, and `otherwise` without a scheme."""
-
-    def choose_default(given: dict[str, Any]) -> Any:
-        scheme = given["scheme"]
-        return otherwise if scheme is None else getattr(PRESETS[scheme].weights, key)
-
-    return Field(default_factory=choose_default, json_schema_extra={"default": otherwise})
-
-
-class WeightOverride(_Numbers):
-    """Other numbers for the layers that `targets` selects."""
-
-    targets: tuple[LayerPattern, ...]
-    """Layer names, `re:` patterns or types."""
-    bits: Bits | None = None
-    """Bits for each weight."""
-    group_size: GroupSize | None = None
-    """Inputs that share one scale; -1 for one scale for each output channel."""
-    symmetric: bool | None = None
-    """False: unsigned weights with a zero point for each group."""
-
-
-class WeightPass(_Numbers, Pass):
+class WeightPass(WeightNumbers, Pass):
     """Weights of matrix products in few bits; a pass says how each weight is rounded."""
 
     lowest_opset: ClassVar[int] = LOWEST_OPSET
@@ -126,13 +70,13 @@ class WeightPass(_Numbers, Pass):
     """Whether it chooses the bits of each layer under an average."""
 
     # The scheme's numbers are filled in, not looked up later: what is written out then says what is done.
-    bits: Bits | BitBudget = _make_scheme_field("bits", 4)
+    bits: Bits | BitBudget = make_scheme_field("bits", 4)
     """Bits for each weight; not given: the scheme's, or 4 without a scheme. `{average: 3.0, choices: [2, 3, 4]}`: those
     of each layer are chosen by what they cost the model's outputs (`gptq`, `rtn`, and `tune` where it rounds)."""
     group_size: GroupSize | None = None
     """Inputs that share one scale; -1 for one scale for each output channel. Not given: the scheme's, as
     compressed-tensors has it (W4A16: 128, W8A16 and W8A8: -1), or 32 without a scheme."""
-    symmetric: bool = _make_scheme_field("symmetric", True)
+    symmetric: bool = make_scheme_field("symmetric", True)
     """False: unsigned weights with a zero point for each group; not given: the scheme's, or true without a scheme."""
     targets: tuple[LayerPattern, ...] = ()
     """Layers to round, by name, `re:` pattern or type; empty: every matrix product."""
@@ -260,7 +204,13 @@ class WeightPass(_Numbers, Pass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if self.budget is not None:
-            return self._check_mixed(facts, target, self.budget)
+            return plan_mixed_bits(
+                self.kind,
+                self.budget,
+                facts,
+                lambda bits: WeightPass.check(self.with_bits(bits), facts, target),
+                self.find_allocation,
+            )
         taken, kept = self.choose_layers(facts.layers)
         if self.needs_calibration and facts.structure is not None:
             idle = find_uncalled(taken, facts.structure)
@@ -280,7 +230,7 @@ class WeightPass(_Numbers, Pass):
         problems += [
             text
             for layer in taken
-            if (text := _group_problem(self.kind, layer, settings[layer.name], target, self.ways))
+            if (text := explain_misfit(self.kind, layer, settings[layer.name], target, self.ways))
         ]
         problems += [*self._graph_problems(facts, settings), *self._table_problems(facts, settings)]
         remarks = [text for layer in taken if (text := self.fit_remark(layer, target))]
@@ -290,54 +240,6 @@ class WeightPass(_Numbers, Pass):
         after = facts.with_bits({layer.name: count_stored_bits(settings[layer.name], layer) for layer in taken})
         after = self._untie(after, settings)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
-
-    def _check_mixed(self, facts: ModelFacts, target: Target, budget: BitBudget) -> PassPlan:
-        """Plan for bits that are chosen at work: each choice has to be possible, and the average decides the size."""
-        structure = facts.structure
-        if structure is None or self.stage_on(facts) == "graph":
-            text = f"{self.kind}: bits: an average needs a torch model, through which gradients go; give bits a number"
-            return PassPlan(facts, problems=(text,))
-        if find_task(facts.task).encodes:
-            text = f"{self.kind}: bits: an average is kept along one chain of blocks, and this model has two"
-            return PassPlan(facts, problems=(f"{text}; give bits a number",))
-        each = [WeightPass.check(self.with_bits(bits), facts, target) for bits in budget.choices]
-        problems = list(dict.fromkeys(text for plan in each for text in plan.problems))
-        notes = list(dict.fromkeys(note for plan in each for note in plan.notes))
-        taken = [layer for layer in facts.layers if layer.name in each[0].schemes]
-        allocation = self.find_allocation(taken, structure)
-        for given, other in allocation.split.items():
-            problems.append(
-                f"{self.kind}: overrides give {given} bits of its own, and {other}, which engines compute together "
-                "with it, has none; give both the same, or neither"
-            )
-        if taken and (text := allocation.explain_unreachable(budget)):
-            problems.append(f"{self.kind}: {text}")
-        if importlib.util.find_spec("scipy") is None:
-            problems.append(f"{self.kind}: bits: an average needs the package scipy: pip install scipy")
-        if problems:
-            return PassPlan(facts, problems=tuple(problems))
-        plan = WeightPass.check(self.with_bits(budget.choose(allocation.spread(budget), {})), facts, target)
-        left = allocation.find_average(budget.average)
-        free = {name for group in allocation.groups for name in group}
-        some = " or ".join((", ".join(map(str, sorted(budget.choices)[:-1])), str(max(budget.choices))))
-        decisions = [
-            replace(decision, action=f"w{min(budget.choices)}-w{max(budget.choices)}", reason=f"{some} bits, measured")
-            if decision.layer in free
-            else decision
-            for decision in plan.decisions
-        ]
-        stored = {
-            layer.name: count_stored_bits(plan.schemes[layer.name], layer)
-            + (left - plan.schemes[layer.name].weights.bits if layer.name in free else 0)
-            for layer in taken
-        }
-        text = (
-            f"{self.kind}: {some} bits for each of {len(allocation.groups)} groups of layers, chosen by what they cost "
-            f"the outputs: {budget.average:g} on average over {allocation.n_weights:,} weights, scales not counted"
-        )
-        return replace(
-            plan, facts=plan.facts.with_bits(stored), decisions=tuple(decisions), notes=(Note("info", text), *notes)
-        )
 
     def _untie(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> ModelFacts:
         """Give layers that are rounded apart from the embeddings whose weight they shared one of their own."""
@@ -499,89 +401,6 @@ class WeightPass(_Numbers, Pass):
             f"{self.kind}: {name} needs a torch model; weights of an onnx: source get 4 or 8 bits (W4A16, W8A16)"
             for name in sorted(odd)
         ]
-
-
-def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
-    """Return the bits that each weight takes, its share of the scales included."""
-    weights, inputs = scheme.weights, layer.shape[1]
-    if weights.scales == "six-bit":
-        return K_BITS[weights.bits]
-    size = weights.group_size
-    groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
-    return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
-
-
-def format_of(scheme: Scheme) -> Format:
-    """Return the name under which targets have a fact about the scheme."""
-    if scheme.activations is None and scheme.weights.kind == "int" and scheme.weights.scales == "float":
-        return cast(Format, f"w{scheme.weights.bits}{'' if scheme.weights.symmetric else '-asym'}")
-    return cast(Format, scheme.name.lower().replace("_", "-"))
-
-
-def describe_scheme(scheme: Scheme) -> str:
-    """Format the scheme's name and its groups for the report."""
-    size, rows = scheme.weights.group_size, scheme.weights.rows
-    if scheme.weights.scales == "six-bit":
-        return f"{scheme.name}, blocks of {SUPER_BLOCK}"
-    groups = f"blocks of {rows} x {size}" if rows > 1 else f"group {size}"
-    return f"{scheme.name}, " + (groups if size > 0 else "per channel" if size else "one scale")
-
-
-def fit_group_size(size: int, inputs: int, kernels: tuple[int, ...]) -> int:
-    """Return `size` if it divides `inputs`, else the nearest that does and that kernels have (none: any), else -1."""
-    if inputs % size == 0:
-        return size
-    choices = [g for g in kernels or range(8, inputs) if 0 < g <= inputs and inputs % g == 0]
-    return min(choices, key=lambda g: abs(math.log(g / size)), default=-1)
-
-
-def _group_problem(kind: str, layer: LayerFacts, scheme: Scheme, target: Target, ways: str) -> str | None:
-    """Return why this layer's group size cannot work, with the way out, or None."""
-    weights, inputs = scheme.weights, layer.shape[1]
-    size = weights.group_size
-    one_scale = weights.scales == "float" and weights.rows == 1 and (weights.kind == "float" or weights.bits == 8)
-    if one_scale and (weights.kind == "float" or scheme.activations is not None):
-        least = 0 if weights.kind == "float" else -1
-        if size > 0 or size == 0 != least:
-            return f"{kind}: {layer.name}: {scheme.name} has one scale for each output channel; leave group_size out"
-        return None
-    if weights.kind == "float":
-        format_ = next((preset for preset in PRESETS.values() if preset.name == scheme.name), None)
-        if format_ != scheme:
-            fixed = "no such format" if format_ is None else describe_scheme(format_)
-            return f"{kind}: {layer.name}: a format of floats has its own bits and groups ({fixed}); leave yours out"
-        if inputs % size:
-            text = f"{kind}: {layer.name} has {inputs} inputs, which the groups of {scheme.name}, {size}, do not divide"
-            return f"{text}; ignore it, or give it another scheme under overrides"
-        return None
-    if weights.scales == "six-bit":
-        odd = inputs % SUPER_BLOCK
-        text = (
-            f"{kind}: {layer.name} has {inputs} inputs, which the {SUPER_BLOCK} of {scheme.name} do not divide; {ways}"
-        )
-        return text if odd else None
-    kernels = target.kernels(weights.bits)
-    if size == 0 or (size > 0 and inputs % size):
-        return f"{kind}: {layer.name} has {inputs} inputs, which group_size {size} does not divide; " + _suggest_sizes(
-            size, inputs, kernels, ways
-        )
-    if kernels and size not in kernels and inputs % min(k for k in kernels if k > 0) == 0:
-        some = ", ".join(str(k) for k in kernels)
-        return (
-            f"{kind}: {layer.name}: target {target.name} has {weights.bits}-bit kernels for group_size {some}, "
-            f"not {size}; it would run slower than float32"
-        )
-    return None
-
-
-def _suggest_sizes(size: int, inputs: int, kernels: tuple[int, ...], ways: str) -> str:
-    fitting = [g for g in kernels or range(1, 257) if g > 0 and inputs % g == 0]
-    nearest = sorted(fitting, key=lambda g: abs(g - size))[:2]
-    if not nearest and -1 in kernels:
-        nearest = [-1]
-    if not nearest:
-        return ways.removeprefix("or ")
-    return f"use group_size: {' or '.join(str(g) for g in sorted(nearest))}, {ways}"
 
 
 def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:

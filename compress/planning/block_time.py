@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from compress.blocks import activations
-from compress.blocks.store import FLOAT_BYTES
-from compress.facts import ModelFacts, Reading
+from compress.facts import FLOAT_BYTES, ModelFacts, Reading
 from compress.formats.schemes import WeightScheme
 from compress.passes.base import TRIED_ROWS, BlockWorkload
 from compress.planning.rates import Rates

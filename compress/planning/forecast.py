@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from compress.blocks.store import FLOAT_BYTES
 from compress.blocks.stream import rss_mib
 from compress.blocks.stream_memory import (
     FIXED_BYTES,
@@ -22,7 +21,7 @@ from compress.blocks.stream_memory import (
     stream_memory,
 )
 from compress.export.loading_back import HEADROOM
-from compress.facts import LayerDecision, ModelFacts
+from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts
 from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files

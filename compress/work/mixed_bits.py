@@ -30,8 +30,8 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note, Reading
 from compress.formats.schemes import Scheme
-from compress.passes.mixed_bits import Allocation, BitBudget
-from compress.passes.weight_only import MEASURED_TOKENS, WeightPass
+from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget
+from compress.passes.weight_only import WeightPass
 from compress.quantize.allocate import choose_bits
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.outputs import gives_logits

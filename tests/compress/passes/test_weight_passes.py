@@ -17,7 +17,7 @@ from compress.passes import Gptq, Rtn
 from compress.passes.autoround import AutoRound
 from compress.passes.awq import Awq
 from compress.passes.hqq import Hqq
-from compress.passes.weight_only import describe_scheme, fit_group_size, format_of
+from compress.passes.layer_schemes import describe_scheme, fit_group_size, format_of
 
 CPU, VLLM, ANY = TARGETS["onnxruntime-cpu"], TARGETS["vllm"], TARGETS["transformers"]
 ATTENTION, MLP = "layers.0.attention", "layers.0.mlp"

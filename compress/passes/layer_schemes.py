@@ -1,0 +1,93 @@
+"""What a scheme comes to in one layer: the bits that a weight takes, its groups, and why they cannot be."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from compress.facts import LayerFacts
+from compress.formats.schemes import K_BITS, PRESETS, SUPER_BLOCK, Scheme
+from compress.formats.targets import Format, Target
+
+
+def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
+    """Return the bits that each weight takes, its share of the scales included."""
+    weights, inputs = scheme.weights, layer.shape[1]
+    if weights.scales == "six-bit":
+        return K_BITS[weights.bits]
+    size = weights.group_size
+    groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
+    return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
+
+
+def format_of(scheme: Scheme) -> Format:
+    """Return the name under which targets have a fact about the scheme."""
+    if scheme.activations is None and scheme.weights.kind == "int" and scheme.weights.scales == "float":
+        return cast(Format, f"w{scheme.weights.bits}{'' if scheme.weights.symmetric else '-asym'}")
+    return cast(Format, scheme.name.lower().replace("_", "-"))
+
+
+def describe_scheme(scheme: Scheme) -> str:
+    """Format the scheme's name and its groups for the report."""
+    size, rows = scheme.weights.group_size, scheme.weights.rows
+    if scheme.weights.scales == "six-bit":
+        return f"{scheme.name}, blocks of {SUPER_BLOCK}"
+    groups = f"blocks of {rows} x {size}" if rows > 1 else f"group {size}"
+    return f"{scheme.name}, " + (groups if size > 0 else "per channel" if size else "one scale")
+
+
+def fit_group_size(size: int, inputs: int, kernels: tuple[int, ...]) -> int:
+    """Return `size` if it divides `inputs`, else the nearest that does and that kernels have (none: any), else -1."""
+    if inputs % size == 0:
+        return size
+    choices = [g for g in kernels or range(8, inputs) if 0 < g <= inputs and inputs % g == 0]
+    return min(choices, key=lambda g: abs(math.log(g / size)), default=-1)
+
+
+def explain_misfit(kind: str, layer: LayerFacts, scheme: Scheme, target: Target, ways: str) -> str | None:
+    """Return why this layer's group size cannot work, with the way out, or None."""
+    weights, inputs = scheme.weights, layer.shape[1]
+    size = weights.group_size
+    one_scale = weights.scales == "float" and weights.rows == 1 and (weights.kind == "float" or weights.bits == 8)
+    if one_scale and (weights.kind == "float" or scheme.activations is not None):
+        least = 0 if weights.kind == "float" else -1
+        if size > 0 or size == 0 != least:
+            return f"{kind}: {layer.name}: {scheme.name} has one scale for each output channel; leave group_size out"
+        return None
+    if weights.kind == "float":
+        format_ = next((preset for preset in PRESETS.values() if preset.name == scheme.name), None)
+        if format_ != scheme:
+            fixed = "no such format" if format_ is None else describe_scheme(format_)
+            return f"{kind}: {layer.name}: a format of floats has its own bits and groups ({fixed}); leave yours out"
+        if inputs % size:
+            text = f"{kind}: {layer.name} has {inputs} inputs, which the groups of {scheme.name}, {size}, do not divide"
+            return f"{text}; ignore it, or give it another scheme under overrides"
+        return None
+    if weights.scales == "six-bit":
+        odd = inputs % SUPER_BLOCK
+        text = (
+            f"{kind}: {layer.name} has {inputs} inputs, which the {SUPER_BLOCK} of {scheme.name} do not divide; {ways}"
+        )
+        return text if odd else None
+    kernels = target.kernels(weights.bits)
+    if size == 0 or (size > 0 and inputs % size):
+        return f"{kind}: {layer.name} has {inputs} inputs, which group_size {size} does not divide; " + _suggest_sizes(
+            size, inputs, kernels, ways
+        )
+    if kernels and size not in kernels and inputs % min(k for k in kernels if k > 0) == 0:
+        some = ", ".join(str(k) for k in kernels)
+        return (
+            f"{kind}: {layer.name}: target {target.name} has {weights.bits}-bit kernels for group_size {some}, "
+            f"not {size}; it would run slower than float32"
+        )
+    return None
+
+
+def _suggest_sizes(size: int, inputs: int, kernels: tuple[int, ...], ways: str) -> str:
+    fitting = [g for g in kernels or range(1, 257) if g > 0 and inputs % g == 0]
+    nearest = sorted(fitting, key=lambda g: abs(g - size))[:2]
+    if not nearest and -1 in kernels:
+        nearest = [-1]
+    if not nearest:
+        return ways.removeprefix("or ")
+    return f"use group_size: {' or '.join(str(g) for g in sorted(nearest))}, {ways}"
