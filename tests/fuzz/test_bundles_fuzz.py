@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import COUNTS, attempt, corpus, fuzz
+from fuzzing import COUNTS, assert_done_or_refused, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from shortcuts import without_probes
-from tiny_bundles import DELETE, KINDS, damaged, edited, in_child, make_bundle, sign, sign_files, use_bundle
+from tiny_bundles import (
+    DELETE,
+    KINDS,
+    assert_bundle_used_or_refused,
+    assert_ends_in_child,
+    damaged,
+    edited,
+    make_bundle,
+    sign,
+    sign_files,
+)
 
 from runtime.encode.chat import render_chat
 
@@ -54,7 +64,7 @@ def test_the_bundles_are_used_without_a_refusal(bundles: Bundles, kind: str) -> 
     """Else the others would look at refusals alone."""
     with damaged(bundles[kind]) as root:
         sign_files(root)
-        use_bundle(f"whole {kind}", root)
+        assert_bundle_used_or_refused(f"whole {kind}", root)
     assert COUNTS[f"whole {kind}"] == {"done": 5}
 
 
@@ -62,13 +72,13 @@ def use_edited(pristine: Path, edits: Edits) -> None:
     """The bundle with another manifest."""
     with damaged(pristine) as root:
         sign(root, edited(json.loads((root / "manifest.json").read_text()), edits))
-        use_bundle("manifests", root)
+        assert_bundle_used_or_refused("manifests", root)
 
 
 @fuzz(share=0.1, quick=20)
 @given(kind=st.sampled_from(KINDS), edits=EDITS)
 def test_any_manifest_is_used_or_refused(bundles: Bundles, kind: str, edits: Edits) -> None:
-    in_child("manifests", lambda: use_edited(bundles[kind], edits))
+    assert_ends_in_child("manifests", lambda: use_edited(bundles[kind], edits))
 
 
 @pytest.mark.parametrize("path", corpus("manifests"), ids=lambda path: path.name)
@@ -82,9 +92,9 @@ def test_manifests_that_broke_something_once(bundles: Bundles, path: Path) -> No
             for (*outer, last), value in case["values"]:
                 reduce(lambda inner, key: inner[key], outer, data)[last] = value
             sign(root, data)
-            use_bundle("manifests", root)
+            assert_bundle_used_or_refused("manifests", root)
 
-    in_child("manifests", use)
+    assert_ends_in_child("manifests", use)
 
 
 # files
@@ -146,7 +156,7 @@ def use_changed(pristine: Path, name: str, changes: list[tuple[str, int, bytes]]
             data = change_bytes(data, how, where, more)
         file.write_bytes(data)
         sign_files(root)
-        use_bundle("bundles", root)
+        assert_bundle_used_or_refused("bundles", root)
 
 
 @fuzz(share=0.14, quick=25)
@@ -154,7 +164,7 @@ def use_changed(pristine: Path, name: str, changes: list[tuple[str, int, bytes]]
 def test_any_file_is_used_or_refused(
     bundles: Bundles, kind: str, name: str, changes: list[tuple[str, int, bytes]]
 ) -> None:
-    in_child("bundles", lambda: use_changed(bundles[kind], name, changes))
+    assert_ends_in_child("bundles", lambda: use_changed(bundles[kind], name, changes))
 
 
 @pytest.mark.parametrize("path", corpus("bundles"), ids=lambda path: path.name)
@@ -162,7 +172,7 @@ def test_bundles_that_broke_something_once(bundles: Bundles, path: Path) -> None
     """Each file holds {"kind", "name", "changes"}, bytes in hexadecimal digits."""
     case = json.loads(path.read_text())
     changes = [(how, where, bytes.fromhex(more)) for how, where, more in case["changes"]]
-    in_child("bundles", lambda: use_changed(bundles[case["kind"]], case["name"], changes))
+    assert_ends_in_child("bundles", lambda: use_changed(bundles[case["kind"]], case["name"], changes))
 
 
 def use_named(pristine: Path, name: str, old: str) -> None:
@@ -178,13 +188,13 @@ def use_named(pristine: Path, name: str, old: str) -> None:
         except OSError:  # a name that no file can have: the manifest alone has it
             pass
         sign(root, json.loads(text))
-        use_bundle("bundles", root)
+        assert_bundle_used_or_refused("bundles", root)
 
 
 @fuzz(share=0.01, quick=8)
 @given(kind=st.sampled_from(KINDS), name=NAMES, old=st.sampled_from(["model/model.onnx", "recipe.yaml"]))
 def test_any_name_is_used_or_refused(bundles: Bundles, kind: str, name: str, old: str) -> None:
-    in_child("bundles", lambda: use_named(bundles[kind], name, old))
+    assert_ends_in_child("bundles", lambda: use_named(bundles[kind], name, old))
 
 
 # chat templates
@@ -214,4 +224,4 @@ def test_any_template_is_rendered_or_refused(tmp_path_factory: pytest.TempPathFa
     (folder / "chat_template.jinja").write_bytes(source.encode("utf-8", "surrogatepass"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.encode.chat.SECONDS", 1.0)
-        attempt("templates", lambda: render_chat(folder, [{"role": "user", "content": "hi"}]))
+        assert_done_or_refused("templates", lambda: render_chat(folder, [{"role": "user", "content": "hi"}]))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import ERRORS, Faults, failing
-from fuzzing import FULL, SEED, attempt
+from fuzzing import FULL, SEED, assert_done_or_refused
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
@@ -99,7 +99,7 @@ def check_case(shop: Workshop, scenario: Scenario, name: str, at: int, number: i
                 error.append(failure)
                 raise
 
-    done = attempt(f"fault in {name}", run) is not None
+    done = assert_done_or_refused(f"fault in {name}", run) is not None
     if error:
         assert str(faults.broken) in str(error[0]), f"{faults.calls[at]}: {faults.broken} is not named in: {error[0]}"
     shop.check_foreign()

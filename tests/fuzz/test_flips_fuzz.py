@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fuzzing import FULL, SEED, attempt
+from fuzzing import FULL, SEED, assert_done_or_refused
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
@@ -77,7 +77,7 @@ def test_a_flipped_byte_of_the_cache_is_seen_and_the_result_made_again(shop: Wor
         assert said == [f"cache: result {key[:12]} is damaged; it is discarded and done again"]
         shop.begin(warm=True)
         flip(shop.root / "cache", change)
-        attempt("flip in the cache", shop.apply, allowed=())
+        assert_done_or_refused("flip in the cache", shop.apply, allowed=())
         assert bundle_files(shop.bundle) == shop.new, change
 
 
@@ -95,8 +95,8 @@ def test_a_flipped_byte_of_a_bundle_is_refused_by_all_that_read_it(shop: Worksho
     for change in flips(shop.bundle, "bundle", 0.01, 20):
         flip(shop.bundle, change)
         counted = is_hashed(change[0]) or change[0] == "manifest.json"
-        assert (attempt("flip in a bundle", lambda: verify(shop.bundle)) is None) == counted, change
-        answer = attempt("flip in a bundle", predict)
+        assert (assert_done_or_refused("flip in a bundle", lambda: verify(shop.bundle)) is None) == counted, change
+        answer = assert_done_or_refused("flip in a bundle", predict)
         assert (answer is None) == counted, change
         assert answer is None or all(np.array_equal(answer[name], expected[name]) for name in expected)
         path = shop.bundle / change[0]
@@ -112,7 +112,7 @@ def test_a_bundle_with_a_flipped_byte_is_not_replaced(shop: Workshop) -> None:
         flip(shop.bundle, change)
         before = bundle_files(shop.bundle)
         counted = is_hashed(change[0]) or change[0] == "manifest.json"
-        done = attempt("flip in an old bundle", shop.apply, allowed=(2,))
+        done = assert_done_or_refused("flip in an old bundle", shop.apply, allowed=(2,))
         assert (done is None) == counted and bundle_files(shop.bundle) == (before if counted else shop.new), change
 
 
@@ -131,8 +131,8 @@ def test_a_flipped_byte_of_unfinished_work_is_seen(tmp_path: Path) -> None:
     )
     for change in flips(tmp_path, "work", 0.02, 60):
         flip(tmp_path, change)
-        again = attempt("flip in unfinished work", lambda: read_block(tmp_path, 0, "block"))
-        state = attempt("flip in unfinished work", lambda: read_state(tmp_path / "training.safetensors"))
+        again = assert_done_or_refused("flip in unfinished work", lambda: read_block(tmp_path, 0, "block"))
+        state = assert_done_or_refused("flip in unfinished work", lambda: read_state(tmp_path / "training.safetensors"))
         assert (again is None) == change[0].startswith("block"), change
         assert state is None or (state[1] == record and all(torch.equal(state[0][k], v) for k, v in tensors.items()))
         assert state is None or json.dumps(state[1]) == json.dumps(record)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import attempt, corpus, fuzz
+from fuzzing import assert_done_or_refused, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,11 +75,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("npz") / "a.npz"
 
 
-def read_everywhere(kind: str, content: bytes, file: Path) -> None:
+def assert_reads_alike_everywhere(kind: str, content: bytes, file: Path) -> None:
     """By the runtime and by the build side, whole and by rows."""
     file.write_bytes(content)
-    columns = attempt(kind, lambda: read_npz(file), allowed=(1,))
-    rows = attempt(f"{kind} by rows", lambda: read_table(file), allowed=(2,))
+    columns = assert_done_or_refused(kind, lambda: read_npz(file), allowed=(1,))
+    rows = assert_done_or_refused(f"{kind} by rows", lambda: read_table(file), allowed=(2,))
     if columns is not None and rows is not None:
         for name, array in rows.items():
             if name in columns:
@@ -93,10 +93,10 @@ def read_table(file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", corpus("npz"), ids=lambda path: path.name)
 def test_what_broke_once_is_read_or_refused(path: Path, file: Path) -> None:
-    read_everywhere("npz (corpus)", path.read_bytes(), file)
+    assert_reads_alike_everywhere("npz (corpus)", path.read_bytes(), file)
 
 
 @fuzz(share=0.1, quick=60)
 @given(content=archives())
 def test_any_npz_is_read_or_refused(file: Path, content: bytes) -> None:
-    read_everywhere("npz", content, file)
+    assert_reads_alike_everywhere("npz", content, file)

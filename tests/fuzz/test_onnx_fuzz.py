@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzzing import attempt, corpus, fuzz, in_fork
+from fuzzing import assert_done_or_refused, corpus, fuzz, in_fork
 from hypothesis import given
 from onnx_strategies import MODELS, SHAPES, changed_models
 
@@ -27,7 +27,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_check, "_examine_apart", lambda path, *_: onnx_check.examine(path))
 
 
-def read(kind: str, content: bytes, file: Path) -> None:
+def assert_read_or_refused(kind: str, content: bytes, file: Path) -> None:
     """As a plan reads it, and then as a run does: what a plan took, a run can read."""
     file.write_bytes(content)
 
@@ -36,12 +36,12 @@ def read(kind: str, content: bytes, file: Path) -> None:
         load_model(ModelSpec(source=f"onnx:{file}", task="generic"), Path(), SHAPES)
         open_onnx(file)
 
-    attempt(kind, in_fork(run), allowed=(2,))
+    assert_done_or_refused(kind, in_fork(run), allowed=(2,))
 
 
 @pytest.mark.parametrize("path", corpus("onnx"), ids=lambda path: path.name)
 def test_what_broke_once_is_read_or_refused(path: Path, file: Path) -> None:
-    read("onnx (corpus)", path.read_bytes(), file)
+    assert_read_or_refused("onnx (corpus)", path.read_bytes(), file)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=["convolution", "branches"])
@@ -53,4 +53,4 @@ def test_the_models_themselves_are_read(model: object, file: Path) -> None:
 @fuzz(share=0.1, quick=40)
 @given(content=changed_models())
 def test_any_onnx_file_is_read_or_refused(file: Path, content: bytes) -> None:
-    read("onnx", content, file)
+    assert_read_or_refused("onnx", content, file)

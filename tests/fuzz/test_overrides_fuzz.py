@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuzzing import attempt, fuzz
+from fuzzing import assert_done_or_refused, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from places import RECIPES
@@ -24,4 +24,4 @@ VALUES = st.text(max_size=40) | TEXTS | ANYTHING.map(as_text)
 @given(given=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=2))
 def test_any_override_is_taken_or_refused(given: list[tuple[str, str]]) -> None:
     texts = [f"{path}={value}" for path, value in given]
-    attempt("overrides", lambda: load_recipe(RECIPES / "quickstart.yaml", texts), allowed=(2,))
+    assert_done_or_refused("overrides", lambda: load_recipe(RECIPES / "quickstart.yaml", texts), allowed=(2,))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import attempt, bounded, corpus, fuzz
+from fuzzing import assert_done_or_refused, bounded, corpus, fuzz
 from hypothesis import given
 from places import RECIPES
 from recipe_strategies import as_text, growing, mutated, values
@@ -29,11 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read_and_write(kind: str, content: bytes, folder: Path) -> None:
+def assert_writes_as_it_reads(kind: str, content: bytes, folder: Path) -> None:
     """A recipe or a RecipeError; a recipe is written as text that reads as the same recipe, which writes the same."""
     file, again = folder / "case.yaml", folder / "again.yaml"
     file.write_bytes(content)
-    recipe = attempt(kind, lambda: load_recipe(file), (2,), LARGEST)
+    recipe = assert_done_or_refused(kind, lambda: load_recipe(file), (2,), LARGEST)
     if recipe is None:
         return
     with bounded(LARGEST):
@@ -48,25 +48,25 @@ def read_and_write(kind: str, content: bytes, folder: Path) -> None:
 
 @pytest.mark.parametrize("path", corpus("recipes"), ids=lambda path: path.name)
 def test_what_broke_once_is_read_or_refused(path: Path, folder: Path) -> None:
-    read_and_write("recipes (corpus)", path.read_bytes(), folder)
+    assert_writes_as_it_reads("recipes (corpus)", path.read_bytes(), folder)
 
 
 @fuzz(share=0.005, quick=4)
 @given(text=growing())
 def test_a_recipe_that_grows_is_read_or_refused(folder: Path, text: str) -> None:
-    read_and_write("recipes that grow", text.encode(), folder)
+    assert_writes_as_it_reads("recipes that grow", text.encode(), folder)
 
 
 @fuzz(share=0.145, quick=25)
 @given(content=mutated(SHIPPED))
 def test_a_mutated_recipe_is_read_or_refused(folder: Path, content: bytes) -> None:
-    read_and_write("recipes as text", content, folder)
+    assert_writes_as_it_reads("recipes as text", content, folder)
 
 
 @fuzz(share=0.02, quick=10)
 @given(data=values(recipe_schema()))
 def test_any_recipe_is_written_as_it_reads(folder: Path, data: dict[str, Any]) -> None:
-    read_and_write("recipes as records", as_text(data).encode(), folder)
+    assert_writes_as_it_reads("recipes as records", as_text(data).encode(), folder)
 
 
 @fuzz(share=0.08, quick=30)
@@ -78,4 +78,4 @@ def test_any_recipe_is_written_as_it_reads(folder: Path, data: dict[str, Any]) -
     | values(recipe_schema()["properties"]["validate"]).map(lambda one: {"validate": one})
 )
 def test_any_record_of_a_recipe_is_written_as_it_reads(folder: Path, one: dict[str, Any]) -> None:
-    read_and_write("records of a recipe", as_text({**PLAIN, **one}).encode(), folder)
+    assert_writes_as_it_reads("records of a recipe", as_text({**PLAIN, **one}).encode(), folder)

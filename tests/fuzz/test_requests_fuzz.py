@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import attempt, corpus, fuzz
+from fuzzing import assert_done_or_refused, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -80,7 +80,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Test
         bundle.close()
 
 
-def ask(client: TestClient, path: str, body: bytes, length: int | None) -> None:
+def assert_answered(client: TestClient, path: str, body: bytes, length: int | None) -> None:
     headers = {} if length is None else {"Inference-Header-Content-Length": str(length)}
     response = client.post(path, content=body, headers=headers)
     assert 200 <= response.status_code < 300 or 400 <= response.status_code < 500, response.text
@@ -94,7 +94,9 @@ def test_what_broke_once_is_answered(path: Path, clients: dict[str, TestClient])
     """Files: KIND-NAME.json, the body of a request to a model of that kind."""
     kind = path.name.partition("-")[0]
     verb = "generate" if kind == "decoder" else "infer"
-    attempt("requests (corpus)", lambda: ask(clients[kind], f"/v2/models/tiny/{verb}", path.read_bytes(), None))
+    assert_done_or_refused(
+        "requests (corpus)", lambda: assert_answered(clients[kind], f"/v2/models/tiny/{verb}", path.read_bytes(), None)
+    )
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -103,4 +105,4 @@ def test_what_broke_once_is_answered(path: Path, clients: dict[str, TestClient])
 def test_any_request_is_answered(clients: dict[str, TestClient], kind: str, data: st.DataObject) -> None:
     body, length = data.draw(requests(BASES[kind]))
     verb = "generate" if kind == "decoder" else "infer"
-    attempt("requests", lambda: ask(clients[kind], f"/v2/models/tiny/{verb}", body, length))
+    assert_done_or_refused("requests", lambda: assert_answered(clients[kind], f"/v2/models/tiny/{verb}", body, length))

@@ -74,10 +74,14 @@ def _set_timers(busy: float, waiting: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, waiting)
 
 
-def attempt(kind: str, call: Callable[[], Any], allowed: tuple[int, ...] = (1, 2), seconds: float = SECONDS) -> Any:
-    """Run one case within bounds: what it gives, or None where it ended in a typed error with an allowed exit code.
+def assert_done_or_refused(
+    kind: str, call: Callable[[], Any], allowed: tuple[int, ...] = (1, 2), seconds: float = SECONDS
+) -> Any:
+    """Assert what every fuzz test does: a case ends within bounds, with a result or with an error of ours that speaks.
 
-    Anything else that it raises is the test's failure. Counts the case under `kind`.
+    That is a `CompressError` or `RuntimeFailure` with an exit code among `allowed` and a message; whatever else the
+    call raises (a KeyError, a crash of a library, too much time or memory) fails the test. Returns what the call gives,
+    or None where it was refused. Counts the case under `kind`.
     """
     result, error = None, None
     try:

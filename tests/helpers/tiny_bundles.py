@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzzing import COUNTS, SECONDS, attempt
+from fuzzing import COUNTS, SECONDS, assert_done_or_refused
 from places import ROOT
 
 from compress.commands.compare import compare_bundles
@@ -108,17 +108,17 @@ def damaged(pristine: Path) -> Iterator[Path]:
         yield root
 
 
-def use_bundle(kind: str, root: Path) -> None:
-    """Everything that a user does with a bundle from someone else, each an attempt of its own."""
+def assert_bundle_used_or_refused(kind: str, root: Path) -> None:
+    """Assert of each thing that a user does with a bundle from someone else that it is done or refused."""
     from rich.console import Console
 
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115
     with quiet.file:
-        attempt(kind, lambda: inspect_bundle(root, quiet))
-        attempt(kind, lambda: compare_bundles([root], quiet))
-        attempt(kind, lambda: verify(root))
-        attempt(kind, lambda: predict(root))
-        attempt(kind, lambda: validate(root, ["onnxruntime-cpu"], report_folder=root.parent / "report"))
+        assert_done_or_refused(kind, lambda: inspect_bundle(root, quiet))
+        assert_done_or_refused(kind, lambda: compare_bundles([root], quiet))
+        assert_done_or_refused(kind, lambda: verify(root))
+        assert_done_or_refused(kind, lambda: predict(root))
+        assert_done_or_refused(kind, lambda: validate(root, ["onnxruntime-cpu"], report_folder=root.parent / "report"))
 
 
 def predict(root: Path) -> None:
@@ -132,8 +132,8 @@ def predict(root: Path) -> None:
         bundle.predict({name: column[:2] for name, column in columns.items() if name != "label"})
 
 
-def in_child(kind: str, call: Callable[[], None], seconds: float = 6 * SECONDS) -> None:
-    """`call` in a forked process: native code that crashes or hangs ends that process and fails this case alone."""
+def assert_ends_in_child(kind: str, call: Callable[[], None], seconds: float = 6 * SECONDS) -> None:
+    """Assert that `call` ends well in a forked process: native code that crashes or hangs fails this case alone."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
