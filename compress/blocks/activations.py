@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,25 @@ ROWS = 4096
 ROWS_OF_OTHERS = 256
 """What a sample that is not a row of tokens (an image) is counted as."""
 MASK = "attention_mask"
+_ROWS: ContextVar[Tensor | None] = ContextVar("rows", default=None)
+
+
+@contextmanager
+def running(rows: Tensor | None) -> Iterator[None]:
+    """Let modules know while the context is open which tokens run: `rows` [B, T], False at padding; None: all are some.
+
+    For those that see tokens in another shape than the samples': experts, to which they are routed, and attention.
+    """
+    token = _ROWS.set(rows)
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+
+
+def running_rows() -> Tensor | None:
+    """Return what `running` was last given, and is still open."""
+    return _ROWS.get()
 
 
 @dataclass(frozen=True)

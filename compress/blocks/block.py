@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks import heap
+from compress.blocks.activations import running
 from compress.blocks.blockfiles import Changes
 from compress.blocks.device import CPU
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
@@ -125,7 +126,7 @@ class BlockWork:
     def forward(self, i: int) -> Tensor:
         """Return the hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
         with self._autocast_context():
-            out = self.part.run(i)
+            out = self._run(i)
         return out.float() if out.is_floating_point() else out
 
     def float_outputs(self, i: int) -> Tensor:
@@ -298,7 +299,11 @@ class BlockWork:
         return [(reading, self.layers[reading.layers[0]]) for reading in readings]
 
     def _bind_run(self, i: int) -> Callable[[], Tensor]:
-        return lambda: self.part.run(i)
+        return lambda: self._run(i)
+
+    def _run(self, i: int) -> Tensor:
+        with running(self.calls[i].rows):
+            return self.part.run(i)
 
     def drop_padding(self, x: Tensor, i: int) -> Tensor:
         """Return what a layer reads of micro-batch `i` as rows [n, in].

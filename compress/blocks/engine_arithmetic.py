@@ -28,7 +28,7 @@ from compress.formats.schemes import ActivationScheme, KvScheme, Scheme
 from compress.quantize.activations import round_cached, round_inputs
 
 Exchange = Callable[[Literal["key", "value"], Tensor], Tensor]
-"""Takes keys or values [..., tokens, head size] (or keys transposed), and gives what attention goes on with."""
+"""Takes keys or values [..., tokens, head size], and gives what attention goes on with."""
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _WRITTEN_OUT: tuple[Literal["key", "value"], ...] = ("key", "value")
 """What the products of four dimensions read on their right, in order: q k^T and p v."""
@@ -172,7 +172,8 @@ class _Attention(TorchFunctionMode):
                     kwargs[kind] = self.exchange(kind, kwargs[kind])
         elif func in _PRODUCTS and args[1].dim() == 4:
             if self.n_products < len(_WRITTEN_OUT):
-                args[1] = self.exchange(_WRITTEN_OUT[self.n_products], args[1])
+                kind = _WRITTEN_OUT[self.n_products]
+                args[1] = self.exchange(kind, args[1].mT).mT if kind == "key" else self.exchange(kind, args[1])
             self.n_products += 1
         return func(*args, **kwargs)
 

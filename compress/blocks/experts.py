@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from compress.blocks.activations import running_rows
+
 _FIRST_ONLY: ContextVar[bool] = ContextVar("first_only", default=False)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -92,8 +94,10 @@ class Experts(nn.ModuleList):
         return out
 
     def _run_routed(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Run every token through the experts chosen for it alone; [tokens, H]."""
-        out = torch.zeros_like(hidden)
+        """Run every token through the experts chosen for it alone, padding through none, which gives 0; [tokens, H]."""
+        out, rows = torch.zeros_like(hidden), running_rows()
+        if rows is not None and rows.numel() == len(hidden):
+            chosen = chosen.masked_fill(~rows.reshape(-1, 1), -1)
         for e, expert in enumerate(self.experts()):
             tokens, places = torch.where(chosen == e)
             if len(tokens):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks import heap
-from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch, map_tensors
+from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch, map_tensors, running
 from compress.blocks.block import BlockCall, BlockWork, Part
 from compress.blocks.device import CPU
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
@@ -404,9 +404,11 @@ class BatchFlow:
         """Run the k-th block with float weights on the float path and return what the next block reads there."""
         given = list(self.hidden) if self.floats is None else self.floats
         with torch.no_grad():
-            for i in range(len(self.batches)):
+            for i, call in enumerate(self.calls(block)):
                 args, kwargs = self.templates[i][block].fill(given[i].get())
-                given[i] = self.holder.hold(self.forms[block].take_hidden(forward(*args, **kwargs)).float())
+                with running(call.rows):
+                    out = forward(*args, **kwargs)
+                given[i] = self.holder.hold(self.forms[block].take_hidden(out).float())
         self.floats = given
         return given
 

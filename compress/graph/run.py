@@ -14,6 +14,8 @@ from compress.store.durable import temporary_folder
 from runtime.backends.onnxruntime_cpu import InferenceSession, create
 
 Feeds = dict[str, np.ndarray]
+MASK = "attention_mask"
+"""The input that says what is padding, 0, and what is a token."""
 TAPPED = "/tapped"
 """Suffix of the output that a tapped graph input gets."""
 IN_MEMORY = 2**31 - 2**24
@@ -71,6 +73,33 @@ def run_batches(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator
     names = [output.name for output in session.get_outputs()]
     for feeds in batches:
         yield dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def run_tokens(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the outputs by name, batch by batch, without what was computed of padding: for statistics."""
+    for feeds in batches:
+        for outputs in run_batches(session, [feeds]):
+            yield {name: drop_padding(values, feeds.get(MASK)) for name, values in outputs.items()}
+
+
+def drop_padding(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """Return `values` without the tokens that `mask` [B, T] hides, with as many dimensions: [1, n, ...] of [B, T, ...].
+
+    Of [B * T, ...] [n, ...]; of attention's [B, heads, T, ...] or [B, heads, size, T] one row of heads with n tokens.
+    Anything else is given as it is.
+    """
+    if mask is None or mask.ndim != 2 or mask.all() or not mask.any():
+        return values
+    tokens = mask.astype(bool)
+    if values.shape[:2] == mask.shape:
+        return values[tokens][None]
+    if values.ndim == 2 and len(values) == mask.size:
+        return values[tokens.ravel()]
+    if values.ndim == 4 and len(values) == len(mask) and mask.shape[1] in values.shape[2:]:
+        axis = 2 if values.shape[2] == mask.shape[1] else 3
+        kept = np.moveaxis(values, axis, 1)[tokens]  # [n, heads, other]
+        return np.moveaxis(kept[None], 1, axis)
+    return values
 
 
 def _append_identity(model: ir.Model, value: ir.Value) -> ir.Value:

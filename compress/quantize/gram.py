@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from compress.graph.run import Feeds, open_session, run_batches, tap
+from compress.graph.run import Feeds, open_session, run_tokens, tap
 
 Compute = Literal["float32", "bfloat16"]
 ROWS = 1024
@@ -73,13 +73,13 @@ def _mirror(upper: Tensor) -> None:
 
 
 def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds], device: torch.device | None = None) -> Tensor:
-    """Return X^T X / n over the rows of a tensor [..., in], all batches together; float32 [in, in], on `device`.
+    """Return X^T X / n over the rows of a tensor [..., in] of all batches, padding left out; float32 [in, in].
 
     Raises ValueError when there is no batch or a value is not finite.
     """
     session = open_session(tap(model, [tensor]))
     gram: Gram | None = None
-    for outputs in run_batches(session, batches):
+    for outputs in run_tokens(session, batches):
         values = torch.from_numpy(next(iter(outputs.values()))).to(device)
         rows = values.reshape(-1, values.shape[-1])
         gram = gram or Gram(rows.shape[1], device=device)

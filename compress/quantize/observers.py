@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
+from compress.graph.run import TAPPED, Feeds, open_session, run_tokens, tap
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
@@ -171,6 +171,8 @@ def observe(
 ) -> dict[str, Observer]:
     """Run `batches` and watch the tensors named in `axes` (name -> channel axis, None: no channel statistics).
 
+    Padding does not count.
+
     Returns one Observer for each. Raises ValueError, naming the tensor, when one holds NaN or Inf, or when there is no
     batch.
     """
@@ -179,7 +181,7 @@ def observe(
         return {}
     session = open_session(tap(model, list(axes)), threads)
     n_batches = 0
-    for outputs in run_batches(session, batches):
+    for outputs in run_tokens(session, batches):
         n_batches += 1
         for name, values in outputs.items():
             name = name.removesuffix(TAPPED)
@@ -203,7 +205,7 @@ def collect_rows(
         return {}
     share = -(-n_rows // len(batches))
     session = open_session(tap(model, list(kept)), threads)
-    for outputs in run_batches(session, batches):
+    for outputs in run_tokens(session, batches):
         for name, values in outputs.items():
             rows = values.reshape(-1, values.shape[-1])
             chosen = rng.choice(len(rows), min(share, len(rows)), replace=False)

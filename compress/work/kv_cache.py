@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from compress.blocks.activations import running_rows
 from compress.blocks.block import BlockWork
 from compress.blocks.engine_arithmetic import exchange_keys_and_values
 from compress.blocks.sharing import gather_from_processes
@@ -50,8 +51,18 @@ class _Peaks:
         self.of = {"key": 0.0, "value": 0.0}
 
     def see(self, kind: Literal["key", "value"], x: Tensor) -> Tensor:
-        self.of[kind] = float(np.maximum(self.of[kind], float(x.abs().max())))  # Python's max() would drop a NaN
+        seen = drop_padding(x).abs()
+        peak = float(seen.max()) if seen.numel() else 0.0
+        self.of[kind] = float(np.maximum(self.of[kind], peak))  # Python's max() would drop a NaN
         return x
+
+
+def drop_padding(x: Tensor) -> Tensor:
+    """Return the tokens of keys or values [B, heads, T, size], those of the running batch's padding left out."""
+    rows = running_rows()
+    if rows is None or x.dim() != 4 or (len(x), x.shape[2]) != rows.shape:
+        return x
+    return x.transpose(1, 2)[rows]  # [tokens, heads, size]
 
 
 def _combine_peaks(name: str, mine: float) -> float:

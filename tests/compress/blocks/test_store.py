@@ -138,8 +138,42 @@ def test_experts_are_worked_on_one_by_one(tmp_path: Path) -> None:
         block.lockstep(visit, lambda reading: None)
         assert all(torch.equal(a, block.float_outputs(i)) for i, a in enumerate(block.outputs()))
     experts = [n for layer, n in rows.items() if "layers.1.mlp.experts" in layer and layer.endswith("gate_proj")]
-    assert sum(experts) == 2 * 5 * 12  # two experts for each token, of padding too
+    assert sum(experts) == 2 * (5 * 12 - 4)  # two experts for each token, none for padding
     assert not stream.result().model.quantized_layers()
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, experts_model])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_padding_counts_in_no_gram_matrix(make: Any, lockstep: bool, tmp_path: Path) -> None:
+    """Padded texts give the X^T X of the same texts without padding, for every layer, experts' included."""
+    padded = texts(6)
+    for batch in padded:
+        batch["input_ids"][batch["attention_mask"] == 0] = 63
+    alone = [{k: v[:, batch["attention_mask"][0] == 1] for k, v in batch.items()} for batch in padded]
+    net = make()
+    with torch.no_grad():
+        net.get_input_embeddings().weight[63] *= 100  # would be seen
+    model = load(save(net, tmp_path))
+    probe = {name: tensor[:2, :8].to("meta") for name, tensor in together(padded).items()}
+    model = StreamedModel(model.build, model.store, find_structure(model.build().to("meta"), probe), model.parameters)
+    found, wanted = (sum_grams(model, batches, lockstep) for batches in (padded, alone))
+    assert found.keys() == wanted.keys() and len(found) > 3
+    for layer, gram in wanted.items():
+        torch.testing.assert_close(found[layer], gram, rtol=1e-4, atol=1e-4 * float(gram.abs().max()), msg=layer)
+
+
+def sum_grams(model: StreamedModel, batches: Any, lockstep: bool) -> dict[str, torch.Tensor]:
+    grams: dict[str, torch.Tensor] = {}
+
+    def visit(reading: Reading, x: torch.Tensor) -> None:
+        grams[reading.layers[0]] = grams.get(reading.layers[0], 0) + x.T @ x
+
+    for block in Stream(model, context(batches)):
+        if lockstep:
+            block.lockstep(visit, lambda reading: None)
+        else:
+            block.collect(visit)
+    return grams
 
 
 FACTORY = """

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import graphs
 import numpy as np
+import onnx_ir as ir
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from compress.quantize.gram import gram_matrix
 from compress.quantize.observers import HALF_BINS, Method, Observer, choose_range, collect_rows, observe
 
+WITH_MASK = """<ir_version: 10, opset_import: ["" : 20]>
+g (int64[b, t] input_ids, int64[b, t] attention_mask, float[64, 8] table) => (float[b, t, 8] out, float[n, 8] flat)
+{
+    looked_up = Gather (table, input_ids)
+    shape = Constant <value_ints: ints = [-1, 8]> ()
+    flat = Reshape (looked_up, shape)
+    parts = Constant <value_ints: ints = [0, 0, 2, 4]> ()
+    split = Reshape (looked_up, parts)
+    heads = Transpose <perm: ints = [0, 2, 1, 3]> (split)
+    keys = Transpose <perm: ints = [0, 2, 3, 1]> (split)
+    out = Identity (looked_up)
+}"""
 METHODS: tuple[Method, ...] = ("minmax", "percentile", "entropy", "mse")
 
 
@@ -175,3 +190,26 @@ def test_rows_are_a_sample_of_every_batch(n_rows: int) -> None:
     assert len(set(places)) == len(places)
     assert n_rows < 20 or {place // 16 for place in places} == {0, 1, 2, 3}
     np.testing.assert_array_equal(rows, collect_rows(model, ["x"], feeds, n_rows, seed=0)["x"])
+
+
+def test_padding_counts_in_no_statistic() -> None:
+    """Padded texts are seen as the same texts without padding, in whatever shape a tensor holds their tokens."""
+    table = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    table[63] = 1000.0  # the token of padding
+    model = ir.from_onnx_text(WITH_MASK)
+    model.graph.initializers["table"] = model.graph.inputs.pop()
+    model.graph.initializers["table"].const_value = ir.tensor(table)
+    ids = np.array([[3, 9, 27, 63, 63], [5, 6, 7, 8, 63]])
+    mask = (ids != 63).astype(np.int64)
+    alone = [
+        {"input_ids": row[None, kept == 1], "attention_mask": kept[None, kept == 1]}
+        for row, kept in zip(ids, mask, strict=True)
+    ]
+    axes = {"out": 2, "flat": -1, "heads": 1, "keys": 1}
+    found, wanted = (observe(model, axes, batches) for batches in ([{"input_ids": ids, "attention_mask": mask}], alone))
+    for name, want in wanted.items():
+        assert (found[name].low, found[name].high, found[name].n_values) == (want.low, want.high, want.n_values), name
+        np.testing.assert_allclose(found[name].channel_mean, want.channel_mean, rtol=1e-6, err_msg=name)
+    padded = [{"input_ids": ids, "attention_mask": mask}]
+    torch.testing.assert_close(gram_matrix(model, "out", padded), gram_matrix(model, "out", alone))
+    assert collect_rows(model, ["out", "flat"], padded, 100, seed=0)["out"].max() < 1000

@@ -56,6 +56,27 @@ def test_scales_are_those_of_what_a_cache_holds(make: Any) -> None:
         assert scales == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("make", [streaming.llama, eager, qwen3])
+def test_padding_counts_in_no_scale(make: Any) -> None:
+    padded = streaming.texts(3)
+    for batch in padded:
+        batch["input_ids"][batch["attention_mask"] == 0] = 63
+    alone = [{k: v[:, batch["attention_mask"][0] == 1] for k, v in batch.items()} for batch in padded]
+
+    def scales(batches: Any) -> list[tuple[float, float]]:
+        net = make()
+        with torch.no_grad():
+            net.get_input_embeddings().weight[63, 0] = 1e3  # more in this channel than any token has
+            for name, weight in net.named_parameters():
+                if name.endswith(("k_proj.weight", "v_proj.weight")):
+                    weight[:, 0] *= 30
+        target = replace(streaming.context(batches), target=TARGETS["vllm"])
+        return list(apply_pass(KvCache(), streaming.streamed(net), target).model.kv_scales.values())
+
+    for found, wanted in zip(scales(padded), scales(alone), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def test_int8_has_127_levels() -> None:
     eighth, other = (applied(streaming.llama(), scheme=name).model.kv_scales for name in ("int8", "fp8"))
     for name, (keys, values) in eighth.items():
