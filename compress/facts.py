@@ -190,6 +190,8 @@ class ModelFacts:
     """Blocks of a torch model that can go, in order, where a pass asks for them (`Pass.uses_blocks`)."""
     detections: Detections | None = None
     """Of a detector: what its outputs mean."""
+    reads_apart: bool = False
+    """Of rows that hold several samples, a torch model attends within each sample alone."""
     students: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Other models that passes put in this one's place, by `Student.key`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,6 +20,8 @@ ROWS = 4096
 ROWS_OF_OTHERS = 256
 """What a sample that is not a row of tokens (an image) is counted as."""
 MASK = "attention_mask"
+POSITIONS = "position_ids"
+"""What packed rows bring beside a model's own inputs: each token's place in its sample."""
 _ROWS: ContextVar[Tensor | None] = ContextVar("rows", default=None)
 
 
@@ -71,7 +73,9 @@ def micro_batches(
     most = ROWS if rows is None else rows
     waiting: list[Feeds] = []
     for feeds in (
-        piece for batch in batches for piece in _split_feeds({name: batch[name] for name in parameters}, most)
+        piece
+        for batch in batches
+        for piece in _split_feeds({name: batch[name] for name in with_positions(parameters, batch)}, most)
     ):
         if waiting and (_sample_shapes(feeds) != _sample_shapes(waiting[0]) or _count_rows([*waiting, feeds]) > most):
             yield _concat_feeds(waiting, parameters)
@@ -79,6 +83,11 @@ def micro_batches(
         waiting.append(feeds)
     if waiting:
         yield _concat_feeds(waiting, parameters)
+
+
+def with_positions(parameters: Mapping[str, str], feeds: Collection[str]) -> Mapping[str, str]:
+    """Return `parameters`, with that of positions where feeds of packed rows bring some."""
+    return {**parameters, POSITIONS: POSITIONS} if POSITIONS in feeds else parameters
 
 
 def _split_feeds(feeds: Feeds, rows: int) -> Iterator[Feeds]:
@@ -107,7 +116,7 @@ def _sample_shapes(feeds: Feeds) -> list[tuple[int, ...]]:
 def _concat_feeds(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatch:
     feeds = {
         parameter: torch.from_numpy(np.concatenate([feeds[name] for feeds in many]))
-        for name, parameter in parameters.items()
+        for name, parameter in with_positions(parameters, many[0]).items()
     }
     mask = feeds.get(parameters.get(MASK, MASK))
     rows = mask.bool() if mask is not None and mask.dim() == 2 and not bool(mask.all()) else None

@@ -24,6 +24,7 @@ from compress.errors import SourceError
 from compress.specs import TEMPLATE_FILE, ChatSpec, MessageKeys
 from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
+from runtime.encode.language import POSITIONS
 from runtime.errors import UsageError
 
 MESSAGES, TOOLS = "messages", "tools"
@@ -260,11 +261,11 @@ class ChatEncoder:
 def pack_rows(
     sequences: Sequence[Array], masks: Sequence[Array], longest: int, separator: int | None
 ) -> dict[str, list[Array]]:
-    """Return several short samples in one row: {"input_ids": int64 [t] each, "loss_mask": uint8 [t] each}.
+    """Return several short samples in one row: {"input_ids", "position_ids": int64 [t] each, "loss_mask": uint8 [t]}.
 
     No row is longer than `longest`; the longest samples come first, each into the fullest row that has room (best fit).
     `separator`: a token that is put between two samples. Neither it nor a sample's first token counts, so that no token
-    is learned, or scored, that was not before.
+    is learned, or scored, that was not before. Positions begin anew with each sample; a separator ends one.
     """
     gap = 0 if separator is None else 1
     rows: list[list[int]] = []
@@ -279,7 +280,14 @@ def pack_rows(
         insort(room, (free - length - gap, row))
     between = np.array([] if separator is None else [separator], np.int64)
     packed = [_join_samples([sequences[i] for i in row], [masks[i] for i in row], between) for row in rows]
-    return {"input_ids": [ids for ids, _ in packed], "loss_mask": [mask for _, mask in packed]}
+    columns = {"input_ids": [ids for ids, _ in packed], "loss_mask": [mask for _, mask in packed]}
+    return columns | {POSITIONS: [_count_anew([len(sequences[i]) for i in row], gap) for row in rows]}
+
+
+def _count_anew(lengths: Sequence[int], gap: int) -> Array:
+    """Return the positions in a row of samples of these lengths, int64 [t], a separator of `gap` tokens between two."""
+    *first, last = lengths
+    return np.concatenate([np.arange(length) for length in (*(length + gap for length in first), last)])
 
 
 def cut_windows(sequences: Sequence[Array], masks: Sequence[Array], size: int) -> dict[str, Array]:

@@ -11,8 +11,9 @@ import numpy as np
 from compress.data.samples import Samples
 from compress.errors import SourceError
 from compress.tasks import find_torch_task
+from runtime.bundle.columns import take
 from runtime.decode.scoring import language_encoder
-from runtime.encode.language import LOSS_MASK
+from runtime.encode.language import LOSS_MASK, POSITIONS
 from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -26,12 +27,14 @@ class EncodedSet:
     """A `TrainSet`. Where two texts of a sample are read apart (embeddings), each is a row of its own, without label.
 
     `views`: the columns that are encoded one by one, each of `size` rows: samples, or windows and chunks of long ones.
+    `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart.
     """
 
     views: Sequence[Mapping[str, Any]]
     size: int
     preprocessor: Preprocessor
     labels: np.ndarray | None = None
+    apart: bool = False
 
     @property
     def n(self) -> int:
@@ -46,7 +49,9 @@ class EncodedSet:
         try:
             parts = [(np.flatnonzero(rows // self.size == view), columns) for view, columns in enumerate(self.views)]
             if len(self.views) == 1:
-                return self.preprocessor.encode(self.views[0], rows)
+                feeds = self.preprocessor.encode(self.views[0], rows)
+                apart = self.apart and POSITIONS in self.views[0]
+                return feeds | {POSITIONS: pad_rows(take(self.views[0], POSITIONS, rows))} if apart else feeds
             return self.preprocessor.encode(_gather_rows(parts, rows, self.size))
         except UsageError as error:
             raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
@@ -55,14 +60,18 @@ class EncodedSet:
         """Return which of the rows' tokens are learned, int64 [len(rows), longest], filled up with 0; None: all."""
         if LOSS_MASK not in self.views[0]:
             return None
-        masks = language_encoder(self.preprocessor).loss_masks(self.views[0], rows) or []
-        padded = np.zeros((len(rows), max(map(len, masks))), np.int64)
-        for row, mask in enumerate(masks):
-            padded[row, : len(mask)] = mask
-        return padded
+        return pad_rows(language_encoder(self.preprocessor).loss_masks(self.views[0], rows) or [])
 
 
-def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) -> EncodedSet:
+def pad_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return whole numbers [t] each as int64 [n, longest], filled up with 0 on the right."""
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
+
+
+def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str, apart: bool = False) -> EncodedSet:
     """Make the encoded set of a task's samples, for the model that `preprocessor` feeds.
 
     Of a sample in several rows, each has its label, unless the task knows better (`TorchTask.make_targets`).
@@ -73,7 +82,7 @@ def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str) ->
     rows = splits[0].samples
     if labels is not None and len(labels) == samples.n < len(rows):
         labels = labels[rows]
-    return EncodedSet([split.columns for split in splits], len(rows), preprocessor, labels)
+    return EncodedSet([split.columns for split in splits], len(rows), preprocessor, labels, apart)
 
 
 def _gather_rows(

@@ -46,7 +46,9 @@ def batch_maker(train: TrainSet, parameters: Mapping[str, str], augment: Augment
         mixed = None
         if random is not None and augment.any:
             feeds, mixed = _augment_images(feeds, labels, augment, random)
-        tensors = {parameters[name]: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
+        tensors = {
+            parameters.get(name, name): torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()
+        }
         augmented = random is not None and augment.any
         marked = train.loss_masks(rows) if tokens else None
         counted = None if marked is None else torch.from_numpy(marked)

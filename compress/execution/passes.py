@@ -211,11 +211,11 @@ def _iter_stage(run: RunContext, stage: Stage) -> Iterator[tuple[int, Pass, str]
             yield index, config, key
 
 
-def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
-    """Return the fields of a PassContext, for a model with these inputs."""
+def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool = False) -> dict[str, Any]:
+    """Return the fields of a PassContext, for a model with these inputs. `apart`: as of `Batches`."""
     plan, calibration = run.plan, run.sets.get("calibration")
     limit = plan.recipe.limits.memory_gib
-    batches = Batches(calibration, plan.inputs, specs) if calibration is not None else None
+    batches = Batches(calibration, plan.inputs, specs, apart=apart) if calibration is not None else None
     return {
         "batches": () if batches is None else batches,
         "loss_masks": None if batches is None else batches.loss_masks,
@@ -258,7 +258,7 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
     """Return what a pass over the whole torch module is given beside it."""
     return ModelContext(
         **_list_fields(run, loaded.inputs),
-        **_list_training_fields(run, loaded.inputs),
+        **_list_training_fields(run, loaded.inputs, _trains_apart(run.plan)),
         student=partial(make_student, run.plan.recipe, run.plan.inputs.feeds, loaded),
         timing=_make_timing(run, loaded),
     )
@@ -289,22 +289,28 @@ def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> G
     return GraphTiming(make_stopwatch(recipe), feeds, cpu_info()[0], file_of, describe_call(recipe))
 
 
-def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+def _trains_apart(plan: Plan) -> bool:
+    """Return whether all that learns together reads the samples of a packed row apart: the model and its students."""
+    students = (pass_.find_student() for pass_ in plan.recipe.passes)
+    return plan.inputs.facts.reads_apart and all(student is None or student.source is None for student in students)
+
+
+def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool = False) -> dict[str, Any]:
     """Return the fields of a TrainingContext beside a PassContext's, for a model with these inputs."""
     before = run.plan.before
     return {
-        "train": _train_set(run, specs),
+        "train": _train_set(run, specs, apart),
         "teacher": (lambda: _load_torch(run)) if before.source == "torch" or before.rebuilt else None,
     }
 
 
-def _train_set(run: RunContext, specs: tuple[TensorSpec, ...]) -> EncodedSet | None:
+def _train_set(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool) -> EncodedSet | None:
     """Return the recipe's training set, encoded for the model; None without one."""
     samples, inputs = run.sets.get("train"), run.plan.inputs
     if samples is None:
         return None
     preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
-    return make_encoded_set(samples, preprocessor, inputs.recipe.model.task)
+    return make_encoded_set(samples, preprocessor, inputs.recipe.model.task, apart)
 
 
 def _run_block_passes(
@@ -320,7 +326,7 @@ def _run_block_passes(
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:
         run.journal.log(note)
-    context = PassContext(**_list_fields(run, plan.before.inputs))
+    context = PassContext(**_list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart))
     for index, config, key in passes:
         with run.journal.time_stage(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"

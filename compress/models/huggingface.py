@@ -44,18 +44,65 @@ Given = Tensor | dict[str, Tensor]
 
 
 class TextModel(nn.Module):
-    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> the task's outputs: logits, states, spans."""
+    """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> the task's outputs: logits, states, spans.
+
+    With `position_ids` that begin anew in a row, its samples are read apart (see `reads_samples_apart`), and padding is
+    on the right.
+    """
 
     def __init__(self, wrapped: nn.Module, *outputs: str) -> None:
         super().__init__()
         self.wrapped = wrapped
         self.outputs = outputs
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Given:
-        feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Given:
+        feeds = {"input_ids": input_ids}
+        if position_ids is None:
+            feeds["attention_mask"] = attention_mask
+        else:  # beside a mask transformers does not look for samples in the positions
+            feeds["position_ids"] = position_ids
         if token_type_ids is not None:
             feeds["token_type_ids"] = token_type_ids
         return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
+
+
+def reads_samples_apart(module: nn.Module | None) -> bool:
+    """Return whether a text model on the meta device attends in a row of several samples within each of them alone.
+
+    transformers makes such a mask where it finds that positions begin anew (`find_packed_sequence_indices`), in models
+    that give it their positions: whether this one does is seen by running it. What convolves along the tokens, as
+    recurrent layers do, mixes samples whatever the mask.
+    """
+    from transformers import masking_utils
+
+    if not isinstance(module, TextModel) or any(isinstance(part, nn.Conv1d) for part in module.modules()):
+        return False
+
+    class Found(Exception):
+        pass
+
+    def find(position_ids: Tensor) -> Tensor:
+        raise Found
+
+    known = getattr(masking_utils, "find_packed_sequence_indices", None)
+    ids = torch.zeros((1, 4), dtype=torch.int64, device="meta")
+    try:
+        masking_utils.find_packed_sequence_indices = find
+        module(ids, ids, position_ids=ids)
+    except Found:
+        return known is not None
+    except Exception:  # noqa: BLE001  (a forward that takes no positions, or no meta tensors)
+        return False
+    finally:
+        if known is not None:
+            masking_utils.find_packed_sequence_indices = known
+    return False
 
 
 class ImageModel(nn.Module):

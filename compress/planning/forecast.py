@@ -341,6 +341,10 @@ class _Run:
         if sent := min(pass_.count_block_work(self.before, self.calibration.a_sample).gradient_rows, rows):
             shapes = _collect_shapes(self.before)
             peak = max(peak, backward_memory(structure, shapes, sent, _find_width(self.before)))
+        calibration = self.recipe.data.calibration
+        if self.before.reads_apart and rows and calibration is not None and calibration.packing:
+            # a mask [T, T] of each row, which no other row has
+            peak += FLOAT_BYTES * rows * self.calibration.a_sample
         return peak + pass_.estimate_extra_bytes(self.before)
 
     def outside_bytes(self) -> int:

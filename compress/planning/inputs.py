@@ -19,6 +19,7 @@ from compress.blocks.experts import unstack_experts
 from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
+from compress.data.training import pad_rows
 from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, Note, SampleShapes
 from compress.graph.run import Feeds
@@ -27,6 +28,7 @@ from compress.models.answers import describe_not_followed
 from compress.models.detections import read_detections
 from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
+from compress.models.huggingface import reads_samples_apart
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
 from compress.models.meta import open_on_meta
@@ -45,7 +47,14 @@ from runtime.bundle.manifest import Generation, Judgement, fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.answers import answer_encoder
 from runtime.decode.scoring import count_targets, language_encoder
-from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder, LanguagePreprocess, make_language_encoder
+from runtime.encode.language import (
+    IDS,
+    LOSS_MASK,
+    POSITIONS,
+    LanguageEncoder,
+    LanguagePreprocess,
+    make_language_encoder,
+)
 from runtime.encode.preprocess import (
     AudioPreprocess,
     PreprocessSpec,
@@ -139,7 +148,11 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     notes = [*notes, *_note_masks(recipe, data, folder)]
     if spec.encodes and folder is not None:
         notes += describe_not_followed(folder)
-    facts = replace(facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections)
+    apart = any(declared.packing for declared in recipe.data.declared.values()) and reads_samples_apart(opened.module)
+    notes += [] if apart else _note_packing(recipe)
+    facts = replace(
+        facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections, reads_apart=apart
+    )
     problems += students.problems
     return Inputs(
         recipe,
@@ -227,6 +240,16 @@ def _note_masks(recipe: Recipe, data: Mapping[str, DataFacts], folder: Path | No
         "and 0 none; if these are so, add `masks: {first: 1, ignore: 0}`"
         for name, facts in data.items()
         if facts.has_labels and recipe.data.declared[name].masks == MaskIds()
+    ]
+
+
+def _note_packing(recipe: Recipe) -> list[str]:
+    """Return a note for each set whose samples share rows, where the model reads a row as one text."""
+    return [
+        f"data.{name}: packing: this model attends across the samples of a row: transformers makes it no mask by their "
+        "positions"
+        for name, declared in recipe.data.declared.items()
+        if declared.packing
     ]
 
 
@@ -403,11 +426,20 @@ def describe_counted(samples: Samples, name: str, inputs: Inputs) -> Note | None
 
 
 class Batches(Sequence[Feeds]):
-    """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded."""
+    """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded.
+
+    `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart.
+    """
 
     def __init__(
-        self, samples: Samples, inputs: Inputs, specs: tuple[TensorSpec, ...], size: int | None = None
+        self,
+        samples: Samples,
+        inputs: Inputs,
+        specs: tuple[TensorSpec, ...],
+        size: int | None = None,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart and POSITIONS in samples.columns
         self.preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         task = inputs.recipe.model.task
         views = encoding_views(task, samples.columns)
@@ -432,7 +464,8 @@ class Batches(Sequence[Feeds]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         view, rows = self.rows[index]
-        return self.preprocessor.encode(view, rows)
+        feeds = self.preprocessor.encode(view, rows)
+        return feeds | {POSITIONS: pad_rows(take(view, POSITIONS, rows))} if self.apart else feeds
 
     def __iter__(self) -> Iterator[Feeds]:
         return (self[i] for i in range(len(self)))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.activations import with_positions
 from compress.blocks.block import BlockWork
 from compress.blocks.materialise import fill, holders, plain
 from compress.blocks.sharing import main_process, share, wait
@@ -66,7 +67,8 @@ def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dic
     all_samples = []
     for feeds in batches:
         tensors = {
-            parameter: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name, parameter in parameters.items()
+            parameter: torch.from_numpy(np.ascontiguousarray(feeds[name]))
+            for name, parameter in with_positions(parameters, feeds).items()
         }
         n = min(len(tensor) for tensor in tensors.values())
         all_samples += [{name: tensor[i : i + 1] for name, tensor in tensors.items()} for i in range(n)]

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from runtime.bundle.tensors import TensorSpec
 
 FEEDS = ("input_ids", "attention_mask", "position_ids")
-IDS, LOSS_MASK = "input_ids", "loss_mask"
-"""Columns of samples that are tokens already: their ids, and 1 for each token whose prediction counts, else 0."""
+IDS, LOSS_MASK, POSITIONS = "input_ids", "loss_mask", "position_ids"
+"""Columns of samples that are tokens already: their ids; 1 for each token whose prediction counts, else 0; and, of rows
+that hold several samples, each token's place in its own."""
 TEXT_SEPARATOR = "\n\n"
 """Between texts that are packed."""
 
