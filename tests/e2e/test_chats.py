@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from tiny_lm import QUICK_DECODING, write_texts
 from typer.testing import CliRunner
 
 from compress.cli import app
+from compress.models.huggingface import TextModel
 from compress.planning.inputs import load_set, read_inputs
 from compress.recipe.load import load_recipe
+from compress.work import tune as work_of_tune
 from runtime.bundle.format import read_manifest, read_samples
 
 RTN: dict[str, Any] = {"kind": "rtn", "scheme": "W4A16", "group_size": 32}
@@ -147,3 +150,35 @@ def test_the_plan_warns_of_plain_text_packs_and_refuses_what_cannot_be_rendered(
     write_chats(tmp_path / "calibration.jsonl", 4)
     said = plan(tmp_path, recipe([sequences]))
     assert "distill learns from texts that the teacher goes on with" in said
+
+
+def test_packed_conversations_are_learned_and_calibrated_on_apart(
+    home: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What training and passes over blocks call the model with: positions that begin anew, and whose tokens count."""
+    seen: dict[str, list[Any]] = {"positions": [], "masks": []}
+    forward, learn = TextModel.forward, work_of_tune.mark_next_tokens
+
+    @functools.wraps(forward)
+    def watch_forward(self: TextModel, *args: Any, **feeds: Any) -> Any:
+        seen["positions"].append(feeds.get("position_ids"))  # of each call, None where a row holds one sample
+        return forward(self, *args, **feeds)
+
+    def watch_learning(sample: Any, ids: str, counted: Any) -> Any:
+        seen["masks"].append(counted)
+        return learn(sample, ids, counted)
+
+    monkeypatch.setattr(TextModel, "forward", watch_forward)
+    monkeypatch.setattr(work_of_tune, "mark_next_tokens", watch_learning)
+    passes = [
+        {"kind": "distill", "steps": 1, "batch_size": 2},
+        {"kind": "gptq", "scheme": "W4A16", "group_size": 32},
+        {"kind": "tune", "steps": 1, "text_share": 0.3},
+    ]
+    asked = recipe(passes, target="transformers", export=[{"kind": "checkpoint"}])
+    for name in ("calibration", "train"):
+        asked["data"][name]["packing"] = True
+    apply(asked, tmp_path / "packed", cache, home)
+    rows = [values for values in seen["positions"] if isinstance(values, torch.Tensor) and values.device.type == "cpu"]
+    assert any(bool((values.diff() < 0).any()) for values in rows)
+    assert seen["masks"] and all(0 < mask.sum() < len(mask) for mask in seen["masks"])

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from compress.blocks.materialise import copy_without_weights, memory_store
+from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
-from compress.facts import Structure
+from compress.facts import Reading, Structure
 from compress.formats.schemes import PRESETS, Scheme
 from compress.formats.targets import TARGETS
 from compress.models.checkpoint import open_store
@@ -106,3 +107,18 @@ def model_context(batches: Any = (), **more: Any) -> ModelContext:
 def nearest(matrix: Tensor, scheme: Scheme = W4) -> QuantizedWeight:
     weights = scheme.weights
     return round_to_nearest(matrix.numpy(), weights.bits, weights.group_size, weights.symmetric, search=False)
+
+
+def sum_grams(model: StreamedModel, batches: Any, lockstep: bool) -> dict[str, Tensor]:
+    """The first layer of each reading -> X^T X of all rows that it reads."""
+    grams: dict[str, Tensor] = {}
+
+    def visit(reading: Reading, x: Tensor) -> None:
+        grams[reading.layers[0]] = grams.get(reading.layers[0], 0) + x.T @ x
+
+    for block in Stream(model, context(batches)):
+        if lockstep:
+            block.lockstep(visit, lambda reading: None)
+        else:
+            block.collect(visit)
+    return grams

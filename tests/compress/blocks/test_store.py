@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, together
+from streaming import W4, bert, context, gpt2, llama, nearest, streamed, sum_grams, texts, together
 from torch import nn
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -160,20 +160,6 @@ def test_padding_counts_in_no_gram_matrix(make: Any, lockstep: bool, tmp_path: P
     assert found.keys() == wanted.keys() and len(found) > 3
     for layer, gram in wanted.items():
         torch.testing.assert_close(found[layer], gram, rtol=1e-4, atol=1e-4 * float(gram.abs().max()), msg=layer)
-
-
-def sum_grams(model: StreamedModel, batches: Any, lockstep: bool) -> dict[str, torch.Tensor]:
-    grams: dict[str, torch.Tensor] = {}
-
-    def visit(reading: Reading, x: torch.Tensor) -> None:
-        grams[reading.layers[0]] = grams.get(reading.layers[0], 0) + x.T @ x
-
-    for block in Stream(model, context(batches)):
-        if lockstep:
-            block.lockstep(visit, lambda reading: None)
-        else:
-            block.collect(visit)
-    return grams
 
 
 FACTORY = """

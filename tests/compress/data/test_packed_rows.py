@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from streaming import VOCABULARY, context, gpt2, llama, streamed
-from torch import Tensor, nn
+from streaming import VOCABULARY, gpt2, llama, streamed, sum_grams
 
-from compress.blocks.stream import Stream
 from compress.data.chat import pack_rows
 from compress.data.training import pad_rows
-from compress.facts import Reading
 from compress.models.huggingface import TextModel, reads_samples_apart
 from compress.quantize.lessons import arrange_batches
 from compress.work.learning import samples
@@ -93,23 +90,9 @@ def test_a_model_is_asked_whether_it_reads_samples_apart(kind: str, sizes: dict[
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_calibration_sees_of_packed_rows_what_it_sees_of_the_samples_alone(net: Any, lockstep: bool) -> None:
     alone = [{"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)} for ids in sequences()]
-    found, wanted = (sum_grams(net(), batches, lockstep) for batches in (packed_feeds(), alone))
+    found, wanted = (sum_grams(streamed(net()), batches, lockstep) for batches in (packed_feeds(), alone))
     for layer, gram in wanted.items():
         torch.testing.assert_close(found[layer], gram, rtol=1e-4, atol=1e-4 * float(gram.abs().max()), msg=layer)
-
-
-def sum_grams(net: nn.Module, batches: Any, lockstep: bool) -> dict[str, Tensor]:
-    grams: dict[str, Tensor] = {}
-
-    def visit(reading: Reading, x: Tensor) -> None:
-        grams[reading.layers[0]] = grams.get(reading.layers[0], 0) + x.T @ x
-
-    for block in Stream(streamed(net), context(batches)):
-        if lockstep:
-            block.lockstep(visit, lambda reading: None)
-        else:
-            block.collect(visit)
-    return grams
 
 
 def test_rows_of_differing_length_share_a_batch_and_are_still_read_apart() -> None:
