@@ -221,8 +221,8 @@ class DataSpec(Record):
     messages: MessageKeys = MessageKeys()
     """Of a column of conversations: how its messages are written."""
     packing: bool = False
-    """Of text-generation: several short samples in one row, up to `max_length`, to calibrate and train on. A sample
-    then sees those before it in its row."""
+    """Of text-generation: several short samples in one row, up to `max_length`, to calibrate and train on. Each is
+    read as if it stood alone, unless the plan notes that the model attends across the samples of a row."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -62,11 +62,11 @@ ALWAYS = ("llama", "qwen2", "gemma3", "gpt2")
 """Between them: biases, a window, norms of queries and keys, a table that is tied, learned positions, Conv1D."""
 
 
-def kinds(names: Iterable[str]) -> list[Any]:
-    """Return parameters of a test; those not in ALWAYS, five seconds each, run where COMPRESS_ARCHITECTURES is set."""
+def kinds(names: Iterable[str], always: Collection[str] = ALWAYS) -> list[Any]:
+    """Return parameters of a test; the others than `always`, five seconds each, run if COMPRESS_ARCHITECTURES is set."""
     unset = not os.environ.get("COMPRESS_ARCHITECTURES")
     more = pytest.mark.skipif(unset, reason="needs COMPRESS_ARCHITECTURES=1: five seconds for each architecture")
-    return [pytest.param(name, marks=[] if name in ALWAYS else [more]) for name in names]
+    return [pytest.param(name, marks=[] if name in always else [more]) for name in names]
 
 
 @cache

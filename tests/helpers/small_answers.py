@@ -98,7 +98,12 @@ def make_random(kind: str) -> tuple[Any, dict[str, Any]]:
         "bart": (
             BartForConditionalGeneration,
             BartConfig(**sizes, max_position_embeddings=32),
-            {"no_repeat_ngram_size": 2, "forced_bos_token_id": 0, "forced_eos_token_id": 2},
+            {
+                "no_repeat_ngram_size": 2,
+                "forced_bos_token_id": 0,
+                "forced_eos_token_id": 2,
+                "bad_words_ids": [[39], [5, 6]],
+            },
         ),
         "marian": (
             MarianMTModel,

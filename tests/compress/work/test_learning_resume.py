@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from compress.passes.tune import Tune
 from compress.store import training_state
 from compress.work import apply_pass
 
-STEPS = 9
+STEPS, MIDDLE = 6, 3
 WHOLE = Tune(steps=STEPS, blockwise=False, rounding_rate=0.05)
 BLOCKS = Tune(steps=STEPS, block_steps=STEPS, blockwise=True)
 ROUNDED = AutoRound(steps=STEPS, scheme="W2A16", group_size=16)
+KNOBS: dict[str, Pass] = {"whole": WHOLE, "blocks": BLOCKS, "autoround": ROUNDED}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,17 +71,33 @@ def losses(result: PassResult) -> dict[str, dict[str, float]]:
     }
 
 
+@functools.cache
+def learned_at_once(name: str) -> PassResult:
+    """The result of a run that nothing breaks off; not to be changed."""
+    result, lines = learned(KNOBS[name])
+    assert not any("goes on from" in line for line in lines)
+    return result
+
+
 @pytest.mark.parametrize(
-    ("knobs", "learning"), [(WHOLE, 0), (BLOCKS, 0), (BLOCKS, 1), (BLOCKS, 2), (ROUNDED, 0), (ROUNDED, 1)]
+    ("name", "learning", "steps"),
+    [
+        ("whole", 0, (0, 1, STEPS - 1)),
+        ("blocks", 0, (MIDDLE,)),
+        ("blocks", 1, (0, STEPS - 1)),
+        ("blocks", 2, (MIDDLE,)),
+        ("autoround", 0, (0, STEPS - 1)),
+        ("autoround", 1, (MIDDLE,)),
+    ],
 )
 @pytest.mark.slow
 def test_learning_that_is_broken_off_ends_with_the_same_bytes(
-    knobs: Pass, learning: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, learning: int, steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before the first step, between two, and before the last; in the first block, in later ones, and behind them."""
     monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
-    expected, lines = learned(knobs)
-    assert not any("goes on from" in line for line in lines)
-    for step in (0, 1, 5, STEPS - 1):
+    knobs, expected = KNOBS[name], learned_at_once(name)
+    for step in steps:
         work = tmp_path / str(step)
         with pytest.raises(Interrupted):
             learned(knobs, work, (learning, step))
@@ -95,12 +113,12 @@ def test_learning_that_is_broken_off_ends_with_the_same_bytes(
 def test_what_is_damaged_is_learned_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
     with pytest.raises(Interrupted):
-        learned(WHOLE, tmp_path, (0, 5))
+        learned(WHOLE, tmp_path, (0, MIDDLE))
     (file,) = (tmp_path / "learning").iterdir()
     file.write_bytes(file.read_bytes()[:-4])
     again, lines = learned(WHOLE, tmp_path)
     assert "tune: end to end: what an earlier run left is damaged; learning starts afresh" in lines
-    assert_same(again.model, learned(WHOLE)[0].model)
+    assert_same(again.model, learned_at_once("whole").model)
 
 
 def test_short_learning_is_not_saved(tmp_path: Path) -> None:
@@ -115,9 +133,9 @@ def learn_in_two_goes(folder: Path) -> list[int]:
     for name, knobs, learning in (("whole", WHOLE, 0), ("blocks", BLOCKS, 1)):
         expected, _ = learned(knobs)
         with pytest.raises(Interrupted):
-            learned(knobs, folder / name, (learning, 5))
+            learned(knobs, folder / name, (learning, MIDDLE))
         again, lines = learned(knobs, folder / name)
-        assert sum(line.endswith("goes on from step 5") for line in lines) == 1, lines
+        assert sum(line.endswith(f"goes on from step {MIDDLE}") for line in lines) == 1, lines
         assert_same(again.model, expected.model)
         ranks += gather_from_processes(share().rank)
     return ranks
