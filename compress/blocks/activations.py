@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.encode.language import POSITIONS
+
 Feeds = Mapping[str, np.ndarray]
 ROWS = 4096
 """Tokens that go through a block at once, at most, unless one sample has more."""
 ROWS_OF_OTHERS = 256
 """What a sample that is not a row of tokens (an image) is counted as."""
 MASK = "attention_mask"
-POSITIONS = "position_ids"
-"""What packed rows bring beside a model's own inputs: each token's place in its sample."""
 _ROWS: ContextVar[Tensor | None] = ContextVar("rows", default=None)
 
 
@@ -86,7 +86,7 @@ def micro_batches(
 
 
 def with_positions(parameters: Mapping[str, str], feeds: Collection[str]) -> Mapping[str, str]:
-    """Return `parameters`, with that of positions where feeds of packed rows bring some."""
+    """Return `parameters`, with that of positions where feeds of packed rows bring some: places in each sample."""
     return {**parameters, POSITIONS: POSITIONS} if POSITIONS in feeds else parameters
 
 

@@ -81,7 +81,9 @@ def reads_samples_apart(module: nn.Module | None) -> bool:
     """
     from transformers import masking_utils
 
-    if not isinstance(module, TextModel) or any(isinstance(part, nn.Conv1d) for part in module.modules()):
+    if not isinstance(module, TextModel) or not hasattr(masking_utils, "find_packed_sequence_indices"):
+        return False
+    if any(isinstance(part, nn.Conv1d) for part in module.modules()):
         return False
 
     class Found(Exception):
@@ -90,18 +92,17 @@ def reads_samples_apart(module: nn.Module | None) -> bool:
     def find(position_ids: Tensor) -> Tensor:
         raise Found
 
-    known = getattr(masking_utils, "find_packed_sequence_indices", None)
+    known = masking_utils.find_packed_sequence_indices
     ids = torch.zeros((1, 4), dtype=torch.int64, device="meta")
     try:
         masking_utils.find_packed_sequence_indices = find
         module(ids, ids, position_ids=ids)
     except Found:
-        return known is not None
+        return True
     except Exception:  # noqa: BLE001  (a forward that takes no positions, or no meta tensors)
         return False
     finally:
-        if known is not None:
-            masking_utils.find_packed_sequence_indices = known
+        masking_utils.find_packed_sequence_indices = known
     return False
 
 

@@ -152,6 +152,20 @@ def test_the_plan_warns_of_plain_text_packs_and_refuses_what_cannot_be_rendered(
     assert "distill learns from texts that the teacher goes on with" in said
 
 
+def test_the_plan_says_where_the_samples_of_a_row_are_not_read_apart(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe([RTN | {"kind": "gptq"}])
+    asked["data"]["calibration"]["packing"] = True
+    loaded = load_recipe(write_recipe(home / "across.yaml", asked))
+    facts = read_inputs(loaded, tmp_path).facts
+    assert facts.reads_apart and not any("packing" in note for note in facts.notes)
+    monkeypatch.setattr("compress.planning.inputs.reads_samples_apart", lambda module: False)
+    facts = read_inputs(loaded, tmp_path).facts
+    assert not facts.reads_apart
+    assert any("data.calibration: packing: this model attends across" in note for note in facts.notes)
+
+
 def test_packed_conversations_are_learned_and_calibrated_on_apart(
     home: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ ALWAYS = ("llama", "qwen2", "gemma3", "gpt2")
 
 
 def kinds(names: Iterable[str], always: Collection[str] = ALWAYS) -> list[Any]:
-    """Return parameters of a test; the others than `always`, five seconds each, run if COMPRESS_ARCHITECTURES is set."""
+    """Return parameters of a test; those beside `always`, five seconds each, run if COMPRESS_ARCHITECTURES is set."""
     unset = not os.environ.get("COMPRESS_ARCHITECTURES")
     more = pytest.mark.skipif(unset, reason="needs COMPRESS_ARCHITECTURES=1: five seconds for each architecture")
     return [pytest.param(name, marks=[] if name in always else [more]) for name in names]
