@@ -71,7 +71,8 @@ class PassResult(Generic[Form_co]):
 
     `measured`: layer -> named numbers (sqnr_db, sensitivity, ...) for the report's layer table. `seconds`: what the
     pass took when it was done; whoever runs it fills it in. `choice`: what a measurement of time decided, as JSON
-    values that the lock keeps, with the name of the cache's file that holds it (`key`); {}: none did.
+    values that the lock keeps, with the name of the cache's file that holds it (`key`); {}: none did. `settled`: the
+    pass's fields that the recipe left to it (`auto`), with what it took, as JSON values.
     """
 
     model: Form_co
@@ -80,3 +81,4 @@ class PassResult(Generic[Form_co]):
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
     choice: dict[str, Any] = field(default_factory=dict)
+    settled: dict[str, Any] = field(default_factory=dict)

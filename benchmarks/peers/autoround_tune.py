@@ -17,12 +17,12 @@ from jobs import peak_bytes, read_job, write_result
 
 
 def changed(model: Any, before: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
-    """(linear layers whose weights are other ones now, those inside the blocks whose weights are not)."""
+    """(linear layers that were rounded, those inside the blocks that hold what they held, if only in bfloat16)."""
     rounded, kept = [], []
     after = model.state_dict()
     for name, weight in before.items():
-        layer = name.removesuffix(".weight")
-        (kept if torch.equal(after[name], weight) else rounded).append(layer)
+        same = any(torch.equal(after[name].float(), weight.to(form).float()) for form in (weight.dtype, torch.bfloat16))
+        (kept if same else rounded).append(name.removesuffix(".weight"))
     return rounded, kept
 
 

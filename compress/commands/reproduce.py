@@ -80,9 +80,12 @@ def read_host(bundle: Path) -> dict[str, Any]:
     return {"folders": texts} | ({"recipe_folder": root} if Path(root).is_dir() else {})
 
 
-def repeat_training(recipe: Recipe, made: Mapping[str, int]) -> Recipe:
-    """Let each pass that a clock ended make the optimizer steps that it made; `made`: index of the pass -> steps."""
-    passes = tuple(_set_steps(pass_, made.get(str(number))) for number, pass_ in enumerate(recipe.passes))
+def repeat_training(recipe: Recipe, made: Mapping[str, int | Mapping[str, Any]]) -> Recipe:
+    """Let each pass that a clock ended make the optimizer steps that it made, at the rate that it found.
+
+    `made`: index of the pass -> its fields; of older bundles, its steps.
+    """
+    passes = tuple(_repeat_steps(pass_, made.get(str(number))) for number, pass_ in enumerate(recipe.passes))
     return recipe.model_copy(update={"passes": passes})
 
 
@@ -122,8 +125,11 @@ def _recall_folders(host: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
             yield f"vars.{name}={json.dumps(folder)}"
 
 
-def _set_steps(pass_: Pass, steps: int | None) -> Pass:
-    return pass_ if steps is None else pass_.model_copy(update={"steps": steps, "epochs": None, "max_seconds": None})
+def _repeat_steps(pass_: Pass, made: int | Mapping[str, Any] | None) -> Pass:
+    if made is None:
+        return pass_
+    fields = {"steps": made} if isinstance(made, int) else dict(made)
+    return pass_.model_copy(update={"epochs": None, "max_seconds": None, **fields})
 
 
 def _check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,15 +116,30 @@ def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -
     """
     training = _Training(module, lessons, course, around)
     training.resume()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[training.device] if training.device.type == "cuda" else []))
-        stack.enter_context(share_statistics(module, training.sum, training.size))
+    with training.beside_others():
         training.run()
     restore_module(module, training.best)
     module.cpu().eval()
     if training.log.end == "diverged" and (training.log.best_loss is None or not training.log.best_step):
         raise PassError(make_divergence_error(around.name, training.log, course))
     return training.log
+
+
+def try_course(module: nn.Module, lessons: Lessons, course: Course, around: Around, judged: int) -> float:
+    """Train as `train` does; return the loss at the end on `judged` of the samples held out, infinite where it broke.
+
+    The module is left as it was, on the CPU in eval mode; nothing is saved.
+    """
+    start = module_state(module)
+    training = _Training(module, lessons, course, around)
+    training.held = training.held[:: max(len(training.held) // judged, 1)][:judged]
+    training.log.looks = [(0, math.inf)]  # the start is the same for all
+    with training.beside_others():
+        training.run()
+    restore_module(module, start)
+    module.cpu().eval()
+    step, loss = training.log.looks[-1]
+    return loss if step and math.isfinite(loss) and training.log.end != "diverged" else math.inf
 
 
 class _Training:
@@ -147,6 +162,13 @@ class _Training:
         self.at_once = course.batch_size
         """Samples; fewer once the device's memory was full."""
         self._check_same_start()
+
+    @contextmanager
+    def beside_others(self) -> Iterator[None]:
+        """Leave what torch draws elsewhere as it was, and share statistics with the other processes."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), share_statistics(self.module, self.sum, self.size):
+            yield
 
     def run(self) -> None:
         """Run all steps that are left."""

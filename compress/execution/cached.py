@@ -243,6 +243,7 @@ def result_to_record(result: PassResult[object]) -> dict[str, Any]:
         "measured": result.measured,
         "seconds": round(result.seconds, 3),
         "choice": result.choice,
+        "settled": result.settled,
     }
 
 
@@ -255,6 +256,7 @@ def result_from_record(cached: CachedResult, model: Form) -> PassResult[Form]:
         cached.record["measured"],
         cached.record["seconds"],
         cached.record["choice"],
+        cached.record["settled"],
     )
 
 

@@ -51,7 +51,7 @@ def make_lock(
         },
         "data": {name: _describe_data(inputs, name, samples, portable.texts) for name, samples in sets.items()},
         "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
-        "training": dict(steps_by_the_clock(recipe, results)),
+        "training": dict(list_clocked(recipe, results)),
         "choices": {str(number): result.choice for number, result in enumerate(results) if result.choice},
     }
 
@@ -77,9 +77,9 @@ def _describe_data(inputs: Inputs, name: str, samples: Samples, texts: Mapping[P
     return {"source": source, "file_digest": digest, "samples": samples.n, "digest": samples.digest}
 
 
-def steps_by_the_clock(recipe: Recipe, results: Sequence[PassResult[object]]) -> Iterator[tuple[str, int]]:
-    """Yield (index of a pass, its optimizer steps) for those whose training a clock may have ended."""
+def list_clocked(recipe: Recipe, results: Sequence[PassResult[object]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (index of a pass, its optimizer steps and what it settled) for training that a clock may have ended."""
     for number, (config, result) in enumerate(zip(recipe.passes, results, strict=True)):
         steps = result.measured.get(config.kind, {}).get("steps")
         if steps is not None and getattr(config, "max_seconds", None) is not None:
-            yield str(number), int(steps)
+            yield str(number), {"steps": int(steps), **result.settled}

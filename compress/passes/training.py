@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.distill.course import LOOKS, Course
+from compress.distill.course import LOOKS, Course, Optimizer
 from compress.facts import ModelFacts, Note
 from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
 from compress.specs import LayerPattern, Record
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from compress.models.load import TorchModel
 
 EPOCHS = 10.0
+TRIED = 0.1
+"""Steps that are spent on finding a learning rate, as a part of those that follow."""
+NOMINAL_RATES: dict[Optimizer, float] = {"adamw": 5e-4, "sgd": 0.02}
+"""What stands for a rate that is to be found."""
 FORWARDS = 4.0
 """Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
 BFLOAT16 = 0.65
@@ -71,12 +75,12 @@ class TrainingPass(Pass):
     """Samples that go through the model together, over all processes."""
     accumulate: Annotated[int, Field(gt=0)] = 1
     """Such batches whose gradients are added up for one step."""
-    learning_rate: Annotated[float, Field(gt=0)] = 5e-4
-    """The highest."""
+    learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = 5e-4
+    """The highest. auto: found by short trials from the state that training begins with, in a tenth of its steps."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of matrices and kernels."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """sgd: with `momentum`; it wants a higher rate."""
+    optimizer: Literal["adamw", "sgd", "auto"] = "adamw"
+    """sgd: with `momentum`; it wants a higher rate. auto, with learning_rate: auto: the better of both."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Of sgd."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -115,6 +119,29 @@ class TrainingPass(Pass):
             raise ValueError("epochs and steps both say how long; give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _check_auto(self) -> TrainingPass:
+        if self.optimizer == "auto" and self.learning_rate != "auto":
+            raise ValueError("optimizer: auto is chosen by its rate; give learning_rate: auto as well, or name it")
+        if self.learning_rate == "auto" and not self.held_out:
+            raise ValueError("learning_rate: auto is judged on samples held out; give held_out more than 0")
+        return self
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Return those that may be used."""
+        return ("adamw", "sgd") if self.optimizer == "auto" else (self.optimizer,)
+
+    @property
+    def nominal_rate(self) -> float:
+        """Return the rate; what stands for it as long as it is to be found."""
+        return NOMINAL_RATES[self.optimizers[0]] if self.learning_rate == "auto" else self.learning_rate
+
+    def settle(self, optimizer: Optimizer, learning_rate: float, seconds: float) -> Self:
+        """Return the same pass with a rate that was found, in so many seconds of those that it may take."""
+        left = None if self.max_seconds is None else max(self.max_seconds - seconds, 1.0)
+        return self.model_copy(update={"optimizer": optimizer, "learning_rate": learning_rate, "max_seconds": left})
+
     def course(self, n_samples: int, seed: int) -> Course:
         """Return the training schedule that the settings give for a training set of that size."""
         learned = max(n_samples - round(self.held_out * n_samples), 1)
@@ -123,6 +150,8 @@ class TrainingPass(Pass):
         shared = {name: getattr(self, name) for name in _SHARED}
         return Course(
             **shared,
+            optimizer=self.optimizers[0],
+            learning_rate=self.nominal_rate,
             steps=steps,
             warmup=round(self.warmup * steps),
             evaluate_every=self.evaluate_every or max(steps // LOOKS, 1),
@@ -133,7 +162,8 @@ class TrainingPass(Pass):
         """Count the forward passes of one sample that training costs: for the forecast."""
         course = self.course(n_samples, 0)
         looks = course.steps / course.evaluate_every * self.held_out * n_samples
-        return FORWARDS * course.steps * course.samples + 2 * looks
+        tried = 1 + TRIED if self.learning_rate == "auto" else 1
+        return tried * FORWARDS * course.steps * course.samples + 2 * looks
 
     def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
         seconds = self.train_runs(n_samples) * forward_seconds * (BFLOAT16 if self.precision == "bfloat16" else 1)
@@ -162,9 +192,7 @@ class TrainingPass(Pass):
 _SHARED = (
     "batch_size",
     "accumulate",
-    "learning_rate",
     "weight_decay",
-    "optimizer",
     "momentum",
     "schedule",
     "clip",

@@ -25,6 +25,7 @@ from compress.prune.depth import Skipping, shorten
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
+from compress.work.settle_rate import settle_rate
 from compress.work.training import (
     batches_of,
     describe_kept_steps,
@@ -50,9 +51,10 @@ def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> 
         after = zero_keeper(student) if knobs.keep_zeros and not fresh else no_keeper
         around = Around(NAME, context.log, context.progress, context.work, after_step=after, device=context.device)
         lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
+        knobs, rate = settle_rate(knobs, pupil, lessons, around, context)
         log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
     student.requires_grad_(False)
-    return _make_result(loaded, log, goal.notes)
+    return rate.add_to(_make_result(loaded, log, goal.notes))
 
 
 def begin_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:

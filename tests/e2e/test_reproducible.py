@@ -16,7 +16,7 @@ from compress.cli import app
 from compress.commands.reproduce import render_reproduction, repeat_training, reproduce
 from compress.context import PassResult
 from compress.errors import PlanError
-from compress.execution.lock import steps_by_the_clock
+from compress.execution.lock import list_clocked
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.store.cache import ResultCache
@@ -124,11 +124,13 @@ def test_another_model_is_refused_before_anything_of_it_runs(net: Net, bundle: P
 def test_training_that_a_clock_ended_makes_as_many_steps_again(net: Net) -> None:
     passes = [{"kind": "distill", "epochs": 3.0, "max_seconds": 5.0}, {"kind": "int8"}]
     recipe = load_recipe(write_recipe(net[0] / "clocked.yaml", changed(net[1], passes=passes)))
-    results = [PassResult(None, measured={"distill": {"steps": 7.0}}), PassResult(None)]
-    made = dict(steps_by_the_clock(recipe, results))
-    assert made == {"0": 7}
+    found = {"optimizer": "sgd", "learning_rate": 0.03}
+    results = [PassResult(None, measured={"distill": {"steps": 7.0}}, settled=found), PassResult(None)]
+    made = dict(list_clocked(recipe, results))
+    assert made == {"0": {"steps": 7, **found}}
     trained, rounded = repeat_training(recipe, made).passes
-    assert (trained.steps, trained.epochs, trained.max_seconds) == (7, None, None)
+    assert (trained.steps, trained.epochs, trained.max_seconds, trained.learning_rate) == (7, None, None, 0.03)
+    assert repeat_training(recipe, {"0": 7}).passes[0].steps == 7
     assert rounded == recipe.passes[1]
 
 

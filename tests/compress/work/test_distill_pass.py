@@ -458,3 +458,35 @@ def test_texts_that_are_read_apart_are_rows_of_their_own() -> None:
     found = make_encoded_set(samples, Letters(), "feature-extraction")
     assert found.n == n_rows("feature-extraction", 3, samples.columns) == 6 and found.labels is None
     assert [chr(i) for i in found.feeds(np.array([4, 0, 5, 2]))["input_ids"][:, 0]] == ["y", "a", "z", "c"]
+
+
+def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.work.settle_rate.LEAST_STEPS", 1)
+    context = around(images(), lambda: image_model(conv_net()), tmp_path)
+    knobs = small(steps=300, learning_rate="auto", optimizer="auto")
+    result = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
+    tried = result.measured["distill: loss after trials"]
+    assert len(tried) > 8  # of both optimizers
+    assert f"{result.settled['optimizer']} at {result.settled['learning_rate']:g}, 4 steps" in tried
+    fixed = apply_pass(
+        small(steps=300, **result.settled), image_model(noisy(conv_net(), 1.0)), around(images(), context.teacher)
+    )
+    curve = "distill: training loss"
+    assert fixed.measured[curve] == result.measured[curve]  # trials left nothing behind
+    assert result.measured["distill"]["loss_after"] < 0.5 * result.measured["distill"]["loss_before"]
+
+    monkeypatch.setattr("compress.work.settle_rate.choose_arm", lambda *args: pytest.fail("tried again"))
+    again = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
+    assert again.settled == result.settled
+
+
+def test_a_course_too_short_for_trials_says_so() -> None:
+    result = apply_pass(
+        small(learning_rate="auto"), image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()))
+    )
+    assert result.settled == {"optimizer": "adamw", "learning_rate": 5e-4}
+    assert any("too few steps to find a learning rate" in note.text for note in result.notes)
+    with pytest.raises(ValueError, match="give learning_rate: auto as well"):
+        Distill(optimizer="auto")
+    with pytest.raises(ValueError, match="give held_out more than 0"):
+        Distill(learning_rate="auto", held_out=0.0)

@@ -1,0 +1,100 @@
+"""Which optimizer at which learning rate: short courses from one start, the best of them tried longer. No torch.
+
+A rate is judged by where a course ends, so a trial is a whole course in little: the rate rises, then falls to zero.
+The best rate of a short course is not quite that of a long one, so the last trials are four times as long as the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from compress.distill.course import Optimizer
+
+GRIDS: dict[Optimizer, tuple[float, ...]] = {
+    "adamw": (1e-4, 4e-4, 1.6e-3, 6.4e-3),
+    "sgd": (0.005, 0.02, 0.08, 0.32),
+}
+"""Rates that are tried first, each four times the one before."""
+BEYOND = 2
+"""Times that a rate beyond the lowest or the highest is tried, while the best lies at an end."""
+LENGTHS = (1, 2, 4)
+"""Of the trials of each round, in units."""
+UNITS = 28
+"""That all trials may take: one for each rate of two grids and `BEYOND`, four of two, two of four, and a little."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An optimizer and its highest rate."""
+
+    optimizer: Optimizer
+    learning_rate: float
+
+    def times(self, factor: float) -> Arm:
+        """Return the same optimizer with another rate."""
+        return Arm(self.optimizer, float(f"{self.learning_rate * factor:.3g}"))
+
+    def __str__(self) -> str:
+        return f"{self.optimizer} at {self.learning_rate:g}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short course: its steps, and the loss held out at its end (infinite where it broke)."""
+
+    arm: Arm
+    steps: int
+    loss: float
+
+
+TryArm = Callable[[Arm, int], float]
+"""Takes steps; gives the loss held out at the end of such a course."""
+
+
+def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> tuple[Arm | None, list[Trial]]:
+    """Return the best arm, None where every loss broke, and all trials in order. `unit`: steps of the first ones."""
+    trials: list[Trial] = []
+
+    def run(arms: Sequence[Arm], length: int) -> list[Arm]:
+        """Try arms; return those that ended, the best first."""
+        found = [Trial(arm, unit * length, try_arm(arm, unit * length)) for arm in dict.fromkeys(arms)]
+        trials.extend(found)
+        return [trial.arm for trial in sorted(found, key=lambda trial: trial.loss) if math.isfinite(trial.loss)]
+
+    firsts = []
+    for optimizer in optimizers:
+        rates = [Arm(optimizer, rate) for rate in GRIDS[optimizer]]
+        order = run(rates, LENGTHS[0])
+        for _ in range(BEYOND):
+            beyond = _find_beyond(order, rates)
+            if beyond is None:
+                break
+            rates.append(beyond)
+            order = _sort(trials, run([beyond], LENGTHS[0]) + order)
+        firsts += order[:1]
+    firsts = _sort(trials, firsts)
+    if not firsts:
+        return None, trials
+    best = firsts[0]
+    order = run([best, best.times(0.5), best.times(2), *firsts[1:]], LENGTHS[1])
+    order = run(order[:2], LENGTHS[2])
+    return (order[0] if order else best), trials
+
+
+def _find_beyond(order: Sequence[Arm], rates: Sequence[Arm]) -> Arm | None:
+    """Return a rate beyond the best one where that lies at an end of `rates`; None inside, or where all broke."""
+    tried = [arm.learning_rate for arm in rates]
+    if not order:
+        return rates[0].times(0.25 * min(tried) / rates[0].learning_rate)
+    best = order[0]
+    if best.learning_rate == max(tried):
+        return best.times(4)
+    return best.times(0.25) if best.learning_rate == min(tried) else None
+
+
+def _sort(trials: Sequence[Trial], arms: Sequence[Arm]) -> list[Arm]:
+    """Return arms by the loss of their last trial."""
+    losses = {trial.arm: trial.loss for trial in trials}
+    return sorted(arms, key=lambda arm: losses[arm])

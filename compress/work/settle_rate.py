@@ -1,0 +1,156 @@
+"""`learning_rate: auto`: short courses with the pass's own loss, from where it begins, choose rate and optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from compress.blocks.sharing import from_main, main_process
+from compress.context import PassContext, PassResult
+from compress.distill.course import Course
+from compress.distill.train import Around, Lessons, try_course
+from compress.distill.try_rates import UNITS, Arm, Trial, choose_arm
+from compress.errors import PassError
+from compress.facts import Note
+from compress.passes.training import TRIED, TrainingPass
+from compress.store.durable import blame, seal, unseal
+from runtime.bundle.files import write_whole
+
+FILE = "rates.json"
+"""In a pass's folder of unfinished work: what was tried, so that a killed run chooses the same without trying."""
+LEAST_STEPS = 6
+"""Of the shortest trial: below that, nothing is seen."""
+JUDGED = 512
+"""Samples held out that a trial is judged on, at most."""
+WARMUP = 0.2
+"""Part of a trial over which its rate rises."""
+Pass = TypeVar("Pass", bound=TrainingPass)
+Form = TypeVar("Form")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What was found, to be said beside the pass's result; nothing where the recipe gave a rate."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def add_to(self, result: PassResult[Form]) -> PassResult[Form]:
+        """Return the result of the pass with what was found in its report."""
+        measured = result.measured | {name: dict(numbers) for name, numbers in self.measured.items()}
+        settled = result.settled | dict(self.fields)
+        return replace(result, notes=(*self.notes, *result.notes), measured=measured, settled=settled)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The trials, `seconds` in all; `chosen`: None where the course is too short to try anything."""
+
+    chosen: Arm | None
+    trials: tuple[Trial, ...]
+    seconds: float
+
+
+def settle_rate(
+    knobs: Pass, pupil: nn.Module, lessons: Lessons, around: Around, context: PassContext
+) -> tuple[Pass, Settled]:
+    """Return the pass with a rate and an optimizer, where it asks for them; else as it is.
+
+    `pupil` is trained in place by each trial and put back. What was tried is kept in `context.work`. PassError where
+    the loss broke in every trial.
+    """
+    if knobs.learning_rate != "auto":
+        return knobs, Settled()
+    tried = _recall(context)
+    if tried is None:
+        tried = _try_rates(knobs, pupil, lessons, around, context.seed)
+        _keep(context, tried)
+    arm = tried.chosen or Arm(knobs.optimizers[0], knobs.nominal_rate)
+    settled = knobs.settle(arm.optimizer, arm.learning_rate, tried.seconds)
+    note = _describe(knobs.kind, arm, tried.trials)
+    context.log(note.text)
+    losses = {f"{trial.arm}, {trial.steps} steps": trial.loss for trial in tried.trials if math.isfinite(trial.loss)}
+    return settled, Settled(asdict(arm), (note,), {f"{knobs.kind}: loss after trials": losses} if losses else {})
+
+
+def _describe(kind: str, arm: Arm, trials: Sequence[Trial]) -> Note:
+    if not trials:
+        return Note("warning", f"{kind}: {arm}, untried: there are too few steps to find a learning rate in a part of")
+    steps = [trial.steps for trial in trials]
+    return Note("info", f"{kind}: {arm}, found by {len(trials)} trials of {min(steps)} to {max(steps)} steps")
+
+
+def _try_rates(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, around: Around, seed: int) -> Tried:
+    course = knobs.course(lessons.n, seed)
+    quiet = replace(around, name=f"{around.name}: rates", log=_say_nothing, work=None)
+    begun = time.monotonic()
+
+    def attempt(arm: Arm, steps: int) -> float:
+        loss = try_course(pupil, lessons, _shorten(course, arm, steps), quiet, JUDGED)
+        around.log(f"{around.name}: {arm}, {steps} steps: held out {loss:.4g}")
+        return loss
+
+    steps = _foresee_steps(course, lambda n: attempt(Arm(knobs.optimizers[0], knobs.nominal_rate), n))
+    unit = int(TRIED * steps / UNITS)
+    chosen, trials = choose_arm(attempt, knobs.optimizers, unit) if unit >= LEAST_STEPS else (None, [])
+    if trials and chosen is None:
+        raise PassError(f"{knobs.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")
+    return Tried(chosen, tuple(trials), time.monotonic() - begun)
+
+
+def _shorten(course: Course, arm: Arm, steps: int) -> Course:
+    """Return the course in little: looked at once, at its end, whose state is judged and not an average."""
+    return replace(
+        course,
+        **asdict(arm),
+        steps=steps,
+        schedule="cosine",
+        warmup=round(WARMUP * steps),
+        evaluate_every=steps,
+        patience=None,
+        max_seconds=None,
+        ema_decay=0.0,
+    )
+
+
+def _foresee_steps(course: Course, run: Callable[[int], object]) -> int:
+    """Return how many steps the course will make: those that `max_seconds` leave time for."""
+    if course.max_seconds is None:
+        return course.steps
+    run(1)  # warm
+    begun = time.monotonic()
+    run(1)
+    one = time.monotonic() - begun
+    run(4)
+    seconds = max((time.monotonic() - begun - 2 * one) / 3, 1e-6)  # of a step, without what every trial takes beside
+    return min(course.steps, int((1 - TRIED) * course.max_seconds / seconds))
+
+
+def _say_nothing(text: str) -> None:
+    """Leave out of the log what a trial says."""
+
+
+def _recall(context: PassContext) -> Tried | None:
+    """Return what a killed run tried, as the first process sees it; None where nothing whole is there."""
+    record = None
+    if context.work is not None and main_process() and (context.work / FILE).is_file():
+        record = unseal((context.work / FILE).read_bytes())
+    record = from_main(record)
+    if record is None:
+        return None
+    trials = tuple(Trial(Arm(**trial["arm"]), trial["steps"], trial["loss"]) for trial in record["trials"])
+    return Tried(record["chosen"] and Arm(**record["chosen"]), trials, record["seconds"])
+
+
+def _keep(context: PassContext, tried: Tried) -> None:
+    if context.work is None or not main_process():
+        return
+    with blame(context.work):
+        context.work.mkdir(parents=True, exist_ok=True)
+        write_whole(context.work / FILE, seal(asdict(tried)))
