@@ -115,6 +115,14 @@ class TrainingPass(Pass):
             raise ValueError("epochs and steps both say how long; give one of them")
         return self
 
+    def shorten(self, share: float) -> TrainingPass:
+        """Return the pass with this share of its epochs or steps, of its seconds, and between its evaluations."""
+        length = {"epochs": (self.epochs or EPOCHS) * share} if self.steps is None else {}
+        counts = {name: getattr(self, name) for name in ("steps", "evaluate_every")}
+        length |= {name: max(round(n * share), 1) for name, n in counts.items() if n is not None}
+        length |= {} if self.max_seconds is None else {"max_seconds": self.max_seconds * share}
+        return self.model_copy(update=length)
+
     def course(self, n_samples: int, seed: int) -> Course:
         """Return the training schedule that the settings give for a training set of that size."""
         learned = max(n_samples - round(self.held_out * n_samples), 1)

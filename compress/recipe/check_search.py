@@ -53,7 +53,9 @@ def _fill_in_one(dimension: Dimension, found: list[Dimension], root: Node, findi
     home, source = _find_home(dimension, found), root.find((*SPACE, dimension.key))
     has_value = is_there(root, home) and root.find(home).value is not None
     if not dimension.space.options:
-        return root if has_value else put(root, home, dimension.middle, source.place)
+        defaults = [schema.get("default") for schema in vocabulary.at(home, plain(root))] if home[0] != SEARCH else []
+        stands = has_value or dimension.middle is None or any(map(dimension.holds, defaults))
+        return root if stands else put(root, home, dimension.middle, source.place)
     if has_value:
         where = join_path(dimension.path)
         text = f"{where} is written and a choice by name: leave out one of the two; in a list write null for it"
@@ -99,7 +101,7 @@ def check_search(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
         return
     base = replace(root, value={key: node for key, node in _entries(root).items() if key != SEARCH})
     for key in search.space:
-        if not findings.covers((*SPACE, key)):
+        if not findings.covers((*SPACE, key, "range")):
             try:
                 _check_dimension(*enter(key, base, search.space), root, findings)
             except BadPath as error:  # inside of an option that is wrong itself
@@ -125,8 +127,8 @@ def _check_dimension(dimension: Dimension, base: Node, root: Node, findings: Rec
     if not dimension.space.options and is_there(base, dimension.path):
         written = base.find(dimension.path)
         if not dimension.holds(plain(written)):
-            text = f"{plain(written)!r} stands there, to be tried first, and is not in its space: put it in or leave it out"
-            findings.add(written.place, dimension.path, text)
+            text = f"{plain(written)!r} stands there, to be tried first, and is not in its space: put it in or drop"
+            findings.add(written.place, dimension.path, f"{text} it")
 
 
 def _list_values(dimension: Dimension) -> Iterator[tuple[Path, Any]]:

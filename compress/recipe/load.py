@@ -51,6 +51,7 @@ def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings)
     _check_metrics(root, findings)
     if recipe is not None and not findings.problems:
         _check_gates(recipe, root, findings)
+    if recipe is not None:
         check_search(recipe, root, findings)
     if recipe is None or findings.problems:
         return None

@@ -25,6 +25,8 @@ SEARCH = "search"
 Point = Mapping[str, Any]
 """Path of a space, as `search.space` writes it -> its value; of a named choice the name. Only what is active."""
 NOWHERE = Position("", 0, 0)
+DIGITS = 4
+"""Of numbers that are chosen: more of them cost readability and decide nothing."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,41 @@ class Dimension:
         return self.space.options[label] if self.space.options else label
 
     @cached_property
-    def steps(self) -> list[float] | None:
-        """Return the numbers of a range that has steps; None where there are endlessly many, or of a choice."""
-        if self.space.range is None or (self.space.step is None and not self.whole):
-            return None
+    def ends(self) -> tuple[float, float]:
+        """Return the least number of a range, and the greatest that its steps reach."""
+        assert self.space.range is not None
         low, high = self.space.range
-        step = self.space.step or 1
-        numbers = [low + i * step for i in range(math.floor((high - low) / step + 1e-9) + 1)]
-        return [int(number) for number in numbers] if self.whole else [round(number, 12) for number in numbers]
+        if self.step is None:
+            return low, high
+        return low, low + math.floor((high - low) / self.step + 1e-9) * self.step
+
+    @property
+    def step(self) -> float | None:
+        """Return how far apart the numbers of a range are; None: as near as they like."""
+        return self.space.step or (1 if self.whole else None)
+
+    @property
+    def n_values(self) -> float:
+        """Return how many values the place may take; math.inf of a range without steps."""
+        if self.space.range is None:
+            return len(self.labels)
+        return math.inf if self.step is None else round((self.ends[1] - self.ends[0]) / self.step) + 1
+
+    def snap(self, number: float) -> Any:
+        """Return the number of the range that is nearest, in few digits."""
+        low, high = self.ends
+        if self.step is not None:
+            number = low + round((number - low) / self.step) * self.step
+        number = min(max(number, low), high)
+        if self.whole:
+            return round(number)
+        return round(number, 12) if self.step is not None else float(f"{number:.{DIGITS}g}")
+
+    def list_values(self) -> list[Any]:
+        """Return all values that the place may take, which are finitely many, as a point has them."""
+        if self.space.range is None:
+            return self.labels
+        return [self.snap(self.ends[0] + i * (self.step or 0)) for i in range(int(self.n_values))]
 
     @property
     def middle(self) -> Any:
@@ -70,19 +99,22 @@ class Dimension:
         if self.space.range is None:
             return self.labels[0]
         low, high = self.space.range
-        middle = math.sqrt(low * high) if self.space.log else (low + high) / 2
-        if self.steps is None:
-            return float(f"{middle:.6g}")
-        return min(self.steps, key=lambda number: abs(number - middle))
+        return self.snap(math.sqrt(low * high) if self.space.log else (low + high) / 2)
 
     def holds(self, value: Any) -> bool:
         """Return whether the value that stands in the recipe is one of the space."""
         if self.space.range is None:
-            return any(type(value) is type(own) and value == own for own in self.labels)
+            return any(_is_same(value, label) for label in self.labels)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         low, high = self.space.range
-        return low <= value <= high and (self.steps is None or any(math.isclose(value, n) for n in self.steps))
+        return low <= value <= high and (self.step is None or math.isclose(value, self.snap(value)))
+
+
+def _is_same(value: Any, label: Any) -> bool:
+    """Compare as a record does: 1 may stand for 1.0, and true for neither."""
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (value, label))
+    return value == label and (numbers or type(value) is type(label))
 
 
 def list_dimensions(root: Node, spaces: Mapping[str, Space]) -> list[Dimension]:
@@ -195,6 +227,14 @@ def open_space(recipe: Recipe) -> SearchSpace:
     data.pop(SEARCH)
     root = as_node(data)
     return SearchSpace(recipe, recipe.search, tuple(list_dimensions(root, recipe.search.space)), root)
+
+
+def first_recipe(recipe: Recipe) -> Recipe:
+    """Return the explicit recipe that a search tries first; the recipe itself where it has no search."""
+    if recipe.search is None:
+        return recipe
+    space = open_space(recipe)
+    return space.recipe_at(space.start())
 
 
 def validate_tree(root: Node, name: str) -> Recipe:
