@@ -45,23 +45,19 @@ def fill_in(root: Node, findings: RecipeFindings) -> Node:
         else:
             found.append(dimension)
     for dimension in sorted(found, key=lambda each: -len(each.given)):  # what is inside of a choice first
-        root = _fill_in_one(dimension, found, root, findings)
+        root = _fill_in_one(dimension, found, root)
     return root
 
 
-def _fill_in_one(dimension: Dimension, found: list[Dimension], root: Node, findings: RecipeFindings) -> Node:
+def _fill_in_one(dimension: Dimension, found: list[Dimension], root: Node) -> Node:
     home, source = _find_home(dimension, found), root.find((*SPACE, dimension.key))
-    has_value = is_there(root, home) and root.find(home).value is not None
-    if not dimension.space.options:
-        defaults = [schema.get("default") for schema in vocabulary.at(home, plain(root))] if home[0] != SEARCH else []
-        stands = has_value or dimension.middle is None or any(map(dimension.holds, defaults))
-        return root if stands else put(root, home, dimension.middle, source.place)
-    if has_value:
-        where = join_path(dimension.path)
-        text = f"{where} is written and a choice by name: leave out one of the two; in a list write null for it"
-        findings.add(source.place, (*SPACE, dimension.key), text)
-    # the option's own nodes, with their places and what was filled in
-    return set_value(root, home, source.find(("choice", dimension.middle)), source.place)
+    if is_there(root, home) and root.find(home).value is not None:
+        return root
+    if dimension.space.options:  # the option's own nodes, with their places and what was filled in
+        return set_value(root, home, source.find(("choice", dimension.middle)), source.place)
+    defaults = [schema.get("default") for schema in vocabulary.at(home, plain(root))] if home[0] != SEARCH else []
+    stands = dimension.middle is None or any(map(dimension.holds, defaults))
+    return root if stands else put(root, home, dimension.middle, source.place)
 
 
 def _read_space(node: Node) -> Space:

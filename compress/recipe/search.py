@@ -100,8 +100,9 @@ class Search(Record):
 
     space: dict[str, Space]
     """Path of a value, as `--set` writes it (passes.0.ratio) -> what it may be. The value that stands there is tried
-    first; without one the first of a choice, the middle of a range. Inside of a named choice at `passes` the path goes
-    on with the name: passes.small.0.ratio."""
+    first; without one the default, the first of a choice, the middle of a range. A choice by name takes the place of
+    what stands there (`compress apply` does not), and inside of it the path goes on with the name:
+    passes.small.0.ratio."""
     goals: tuple[str, ...]
     """What is looked for: minimize or maximize and a metric, such as `minimize size`. Of several the Pareto front is
     kept. Times, sizes and memory count as ratios to the float model's, which is measured in turn with the candidate."""

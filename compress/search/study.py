@@ -177,7 +177,8 @@ class Study:
             assert trial.full is not None
             mark = " (best)" if best is not None and trial.number == best.number else ""
             goals = [format_goal(trial.full.goals[metric]) for _, metric in self.search.split_goals()]
-            rows.append((f"{trial.number}{mark}", *goals, _format_gates(trial.full), format_point(trial.point)))
+            point = format_point(trial.point).replace(", ", "\n")
+            rows.append((f"{trial.number}{mark}", *goals, _format_gates(trial.full), point))
         return rows
 
     def _format_counts(self) -> str:

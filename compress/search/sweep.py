@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from compress.search.study import (
     name_trial,
     open_study,
 )
-from compress.search.trials import Run, Trial, write_json
+from compress.search.trials import Run, State, Trial, write_json
 from compress.search.trying import Answer, Order
 from compress.search.workers import Workers, start_workers
 from runtime.bundle.files import write_whole
@@ -170,26 +171,27 @@ class _Sweep:
         answers = self.workers.build([self.order_build(trial, rung) for trial in trials], self.deadline)
         late = ""
         for trial, built in zip(trials, answers, strict=True):
-            if built is None or built.state == "late":
-                late = (
-                    "the budget is used up"
-                    if built is None
-                    else f"the budget is used up: the next trial takes {built.reason}"
-                )
-                continue
-            self.stop_where_hopeless(built)
-            if built.state != "done":
-                state = "refused" if built.state == "refused" else "failed"
-                self.record(trial, self.describe(built, rung, state))
-                continue
-            judged = self.workers.judge(Order("judge", str(self.work_of(trial)), notes=built.notes), self.deadline)
-            if judged is None:
-                late = NO_TIME
-                continue
-            self.stop_where_hopeless(judged)
-            self.record_judged(trial, rung, built, judged)
+            late = self.finish(trial, rung, built) or late
+            shutil.rmtree(self.work_of(trial), ignore_errors=True)
         if late:
             raise OutOfTime(late)
+
+    def finish(self, trial: Trial, rung: int, built: Answer | None) -> str:
+        """Judge what was built and record it; return why not, where no time is left for that."""
+        if built is None:
+            return NO_TIME
+        if built.state == "late":
+            return f"{NO_TIME}: the next trial would take {built.reason}"
+        self.stop_where_hopeless(built)
+        if built.state != "done":
+            self.record(trial, self.describe(built, rung, built.state))
+            return ""
+        judged = self.workers.judge(Order("judge", str(self.work_of(trial)), notes=built.notes), self.deadline)
+        if judged is None:
+            return NO_TIME
+        self.stop_where_hopeless(judged)
+        self.record_judged(trial, rung, built, judged)
+        return ""
 
     def order_build(self, trial: Trial, rung: int) -> Order:
         racing = self.study.search.racing
@@ -208,11 +210,12 @@ class _Sweep:
         """Return where a trial's bundle is until it is judged in full."""
         return self.study.folder / WORK / name_trial(trial)
 
-    def describe(self, built: Answer, rung: int, state: str) -> Run:
+    def describe(self, built: Answer, rung: int, state: State) -> Run:
+        """Return the run that a build came to."""
         return Run(
             rung,
             self.shares[rung],
-            state,  # type: ignore[arg-type]
+            state,
             built.reason,
             seconds=built.seconds,
             host=built.host,
