@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from compress.errors import CompressError, OutputError, RecipeError
 from compress.recipe.pinned import pin_recipe
 from compress.recipe.points import Point, SearchSpace, format_point, open_space
 from compress.recipe.schema import Recipe
+from compress.search.orders import Answer, Order, keep_untimed
 from compress.search.outcome import Foreseen, explain_foreseen_miss, read_gates, read_goals
 from compress.search.sampler import choose_points
 from compress.search.study import (
@@ -30,7 +32,6 @@ from compress.search.study import (
     open_study,
 )
 from compress.search.trials import Run, State, Trial, write_json
-from compress.search.trying import Answer, Order
 from compress.search.workers import Workers, start_workers
 from runtime.bundle.files import write_whole
 
@@ -138,14 +139,22 @@ class _Sweep:
             self.try_all(due, rung)
 
     def try_all(self, trials: Sequence[Trial], rung: int) -> None:
-        """Build and judge trials in waves: a wave is built at once, then judged one after another."""
+        """Build and judge trials in waves: a wave is built at once, then judged one after another.
+
+        A pass that times something has nothing beside it, either: only what comes before it is done at once.
+        """
         ready = [(trial, recipe) for trial in trials if (recipe := self.make_recipe(trial, rung)) is not None]
-        # work that is timed while a pass decides has nothing beside it
-        alone = [[pair] for pair in ready if any(pass_.chooses_by_time for pass_ in pair[1].passes)]
-        others = [pair for pair in ready if [pair] not in alone]
+        timed = [trial for trial, recipe in ready if any(pass_.chooses_by_time for pass_ in recipe.passes)]
+        others = [trial for trial, _ in ready if trial not in timed]
+        started = [trial for trial, recipe in ready if trial in timed and keep_untimed(recipe).passes]
         n = self.workers.n
-        for wave in [*(others[i : i + n] for i in range(0, len(others), n)), *alone]:
-            self.try_wave([trial for trial, _ in wave], rung)
+        if n > 1 and len(started) > 1:
+            self.check_time()
+            self.workers.build([self.order(trial, rung, "start") for trial in started], self.deadline)
+        for i in range(0, len(others), n):
+            self.try_wave(others[i : i + n], rung)
+        for trial in timed:
+            self.try_wave([trial], rung)
 
     def make_recipe(self, trial: Trial, rung: int) -> Recipe | None:
         """Write the explicit recipe of a trial; None, and a record, where it is refused before any work."""
@@ -168,7 +177,7 @@ class _Sweep:
     def try_wave(self, trials: Sequence[Trial], rung: int) -> None:
         """Build the bundles of trials at once, then judge each; raises OutOfTime where the budget ends before."""
         self.check_time()
-        answers = self.workers.build([self.order_build(trial, rung) for trial in trials], self.deadline)
+        answers = self.workers.build([self.order(trial, rung, "build") for trial in trials], self.deadline)
         late = ""
         for trial, built in zip(trials, answers, strict=True):
             late = self.finish(trial, rung, built) or late
@@ -193,11 +202,11 @@ class _Sweep:
         self.record_judged(trial, rung, built, judged)
         return ""
 
-    def order_build(self, trial: Trial, rung: int) -> Order:
+    def order(self, trial: Trial, rung: int, do: Literal["start", "build"]) -> Order:
         racing = self.study.search.racing
         left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
         return Order(
-            "build",
+            do,
             str(self.work_of(trial)),
             str(self.recipe_file(trial)),
             None if self.cache is None else str(self.cache),

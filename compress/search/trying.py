@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from compress.errors import CompressError, OutputError
 from compress.execution.run import build_recipe
@@ -14,47 +13,13 @@ from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 from compress.recipe.search import Racing
 from compress.search.fidelity import reduce_recipe
+from compress.search.orders import Answer, Order, keep_untimed
 from compress.search.outcome import explain_foreseen_miss, foresee_sizes
+from compress.store.durable import temporary_folder
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
 from runtime.judge.validate import validate
 from runtime.report.report import to_dict
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a process is told to do: `do` "build" or "judge" the bundle at `out`.
-
-    `recipe`: the file with the explicit recipe, of which `share` is done. `seconds`: what is left of the budget; a
-    build that is foreseen to take longer is not begun. `notes`: of the build, for the report.
-    """
-
-    do: Literal["build", "judge"]
-    out: str
-    recipe: str = ""
-    cache: str | None = None
-    share: float = 1.0
-    racing: dict[str, Any] = field(default_factory=dict)
-    seconds: float | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of an order. `state`: refused before any work, late (not begun: no time is left), failed, or done.
-
-    `stop`: the failure is the disk's or the place's, which no other trial escapes. `report`: of a judgement, as JSON.
-    """
-
-    state: Literal["done", "refused", "late", "failed"]
-    reason: str = ""
-    seconds: float = 0.0
-    host: str = ""
-    notes: tuple[str, ...] = ()
-    reused: tuple[str, ...] = ()
-    foreseen: dict[str, float] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
-    stop: bool = False
 
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +27,7 @@ def obey(order: dict[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     told = from_json(Order, order, "order")
     try:
-        found = _build(told) if told.do == "build" else _judge(told)
+        found = _judge(told) if told.do == "judge" else _build(told)
     except (CompressError, RuntimeFailure) as error:
         found = Answer("failed", str(error), stop=isinstance(error, OutputError))
     except MemoryError as error:
@@ -97,6 +62,10 @@ def _build(order: Order) -> Answer:
         return Answer("refused", why, foreseen=foreseen)
     if order.seconds is not None and plan.forecast.seconds > order.seconds:
         return Answer("late", f"about {plan.forecast.seconds:.0f} s, and {order.seconds:.0f} are left")
+    if order.do == "start":
+        with temporary_folder() as folder:
+            build_recipe(keep_untimed(recipe), folder / "started", cache, quiet=True)
+        return Answer("done")
     notes = build_recipe(recipe, Path(order.out), cache, quiet=True)
     reused = tuple(work.name for work in plan.steps if work.cached)
     return Answer("done", notes=notes, reused=reused, foreseen=foreseen)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from compress.search.trying import Answer, Order, obey
+from compress.search.orders import Answer, Order
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import MissingDependency, RuntimeFailure
 from runtime.processes.isolated import FOLLOW_PARENT, last_line, python_command, python_environment
@@ -54,6 +54,8 @@ class InThisProcess:
         return [self.judge(order, deadline) for order in orders]
 
     def judge(self, order: Order, deadline: float | None) -> Answer | None:
+        from compress.search.trying import obey
+
         return None if deadline is not None and time.monotonic() > deadline else _read_answer(obey(to_json(order)))
 
 
@@ -222,12 +224,13 @@ class RayCluster(AbstractContextManager["RayCluster"]):
 
 def build_remotely(order: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Build a bundle in a folder of this node's own; return the answer, and the bundle as a tar file."""
+    from compress.search.trying import obey
     from compress.store.durable import temporary_folder
 
     with temporary_folder() as folder:
         answer = obey({**order, "out": str(folder / "bundle")})
         packed = io.BytesIO()
-        if answer["state"] == "done":
+        if (folder / "bundle").is_dir():
             with tarfile.open(fileobj=packed, mode="w") as archive:
                 archive.add(folder / "bundle", arcname=".")
         return answer, packed.getvalue()

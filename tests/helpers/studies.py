@@ -15,7 +15,7 @@ import yaml
 from compress.recipe.load import load_recipe
 from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
-from compress.search.trying import Answer, Order
+from compress.search.orders import Answer, Order
 
 SEARCHED: dict[str, Any] = {
     "version": 1,
