@@ -26,7 +26,7 @@ class Space(Record):
     """The least and the greatest number; whole numbers where the recipe takes no others."""
     log: bool = False
     """Of a range: its numbers are drawn evenly on a logarithmic scale."""
-    step: Annotated[Number, Field(gt=0)] | None = None
+    step: Annotated[int, Field(gt=0)] | Annotated[Finite, Field(gt=0)] | None = None
     """Of a range: only numbers so far apart, from the least on."""
 
     @model_validator(mode="after")

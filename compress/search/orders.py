@@ -48,5 +48,5 @@ class Answer:
 
 def keep_untimed(recipe: Recipe) -> Recipe:
     """Return the recipe with the passes before the first one that times something; all where none does."""
-    before = takewhile(lambda pass_: not pass_.chooses_by_time, recipe.passes)
+    before = takewhile(lambda pass_: not pass_.measures_time, recipe.passes)
     return recipe.model_copy(update={"passes": tuple(before)})

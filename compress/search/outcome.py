@@ -118,9 +118,13 @@ def dominates(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def find_front(trials: Sequence[Trial], search: Search) -> list[Trial]:
-    """Return the trials in full whose gates hold and that no other one is better than in all goals, by number."""
+    """Return the trials in full whose gates hold and that no other one is better than in all goals, by number.
+
+    Of those that are equal in all goals the first.
+    """
     held = [(trial, scores(trial.full, search)) for trial in trials if trial.full is not None and trial.holds]
-    return [trial for trial, own in held if not any(dominates(other, own) for _, other in held)]
+    best = [(trial, own) for trial, own in held if not any(dominates(other, own) for _, other in held)]
+    return list({own: trial for trial, own in reversed(best)}.values())[::-1]
 
 
 def find_best(trials: Sequence[Trial], search: Search) -> Trial | None:

@@ -144,7 +144,7 @@ class _Sweep:
         A pass that times something has nothing beside it, either: only what comes before it is done at once.
         """
         ready = [(trial, recipe) for trial in trials if (recipe := self.make_recipe(trial, rung)) is not None]
-        timed = [trial for trial, recipe in ready if any(pass_.chooses_by_time for pass_ in recipe.passes)]
+        timed = [trial for trial, recipe in ready if any(pass_.measures_time for pass_ in recipe.passes)]
         others = [trial for trial, _ in ready if trial not in timed]
         started = [trial for trial, recipe in ready if trial in timed and keep_untimed(recipe).passes]
         n = self.workers.n

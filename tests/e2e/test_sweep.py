@@ -96,8 +96,8 @@ def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_processes_are_killed_and_the_study_goes_on(tmp_path: Path) -> None:
-    """First the whole command, by SIGKILL; then a worker, which is a failed trial and no end."""
+def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
+    """The command ends by SIGKILL, and its processes with it."""
     searched(tmp_path, {**CALIBRATIONS, **RATIOS}, trials=4)
     command = ["sweep", "recipe.yaml", "--out", "study", "--cache", "cache", "--jobs", "2"]
     started = subprocess.Popen(
