@@ -127,8 +127,8 @@ def sweep(
             from compress.search.sweep import sweep as search
 
             n_jobs = jobs if jobs is not None else 0 if ray else 1
-            limits = {"trials": trials, "budget_s": seconds, "jobs": n_jobs}
-            study = search(loaded, out, cache, ray=ray, quiet=quiet or as_json, **limits)
+            silent = quiet or as_json
+            study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
         if as_json:
             print_json(study.to_dict())
         else:

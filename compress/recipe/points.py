@@ -191,15 +191,21 @@ class SearchSpace:
     """The recipe as plain values, without `search`."""
 
     def start(self, chosen: Point | None = None) -> dict[str, Any]:
-        """Return the point to try first: what stands in the recipe. `chosen`: some of its values, such as a chain."""
+        """Return the point to try first: what stands in the recipe. `chosen`: some of its values, such as a chain.
+
+        Raises RecipeError where one of these is not of the space.
+        """
         point: dict[str, Any] = {}
-        root = self.root
+        root, given = self.root, dict(chosen or {})
         for dimension in self.dimensions:
             if dimension.is_active(point):
-                given = chosen or {}
-                label = given[dimension.key] if dimension.key in given else find_start(dimension, root)
+                label = given.pop(dimension.key) if dimension.key in given else find_start(dimension, root)
+                if not dimension.holds(label):
+                    raise RecipeError(f"{dimension.key}: {label!r} is not in its space")
                 point[dimension.key] = label
                 root = put(root, dimension.path, dimension.value_of(label))
+        if given:
+            raise RecipeError(f"no place of the space that is there is called {', '.join(given)}")
         return point
 
     def recipe_at(self, point: Point) -> Recipe:

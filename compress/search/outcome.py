@@ -33,7 +33,7 @@ def _read_value(report: Mapping[str, Any], metric: str) -> GoalValue | None:
     if of in MEASURED:
         value = _find_measured(side, of) if of == metric else ratio
     else:
-        value = next((v for name, v in side["metrics"].items() if name == _shorten(metric)), None)
+        value = side["metrics"].get(_shorten(metric))
     if value is None:
         return None
     intervals = report["ratio_intervals"] if ratio is not None else side["intervals"]

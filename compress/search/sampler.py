@@ -32,12 +32,13 @@ MOST_LISTED = 10_000
 def choose_points(space: SearchSpace, trials: Sequence[Trial], n: int, first: Sequence[Point] = ()) -> list[Point]:
     """Return `n` further points, fewer where the space has no more: none that was tried, and none twice.
 
-    They follow from the recipe's seed and from the trials alone. `first`: those to try before any that is drawn; then
-    comes what stands in the recipe. Raises MissingDependency without optuna.
+    They follow from the recipe's seed and from the trials alone. `first`: those to try before any that is drawn, some
+    of their values at least; then comes what stands in the recipe. Raises MissingDependency without optuna, RecipeError
+    for a value in `first` that is not of the space.
     """
     tried = {same_point(trial.point) for trial in trials}
     chosen: list[Point] = []
-    for point in [*first, space.start()]:
+    for point in [*map(space.start, first), space.start()]:
         if len(chosen) < n and same_point(point) not in tried:
             tried.add(same_point(point))
             chosen.append(point)

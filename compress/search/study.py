@@ -238,10 +238,24 @@ def open_study(folder: Path, space: SearchSpace) -> Iterator[Study]:
         _settle_recipe(folder, space)
         shutil.rmtree(folder / WORK, ignore_errors=True)  # what a killed run left
         (folder / WORK).mkdir()
-        yield Study(folder, space, read_trials(folder / TRIALS))
+        study = Study(folder, space, _forget_untried(folder / TRIALS))
+        study.write()  # a killed run may have recorded a trial, or placed a bundle, and not what follows from it
+        yield study
         shutil.rmtree(folder / WORK, ignore_errors=True)
     finally:
         os.close(handle)
+
+
+def _forget_untried(folder: Path) -> list[Trial]:
+    """Return the recorded trials without the last batch if nothing of it was tried: it may not be whole."""
+    trials = read_trials(folder)
+    latest = max((trial.batch for trial in trials), default=-1)
+    batch = [trial for trial in trials if trial.batch == latest]
+    if any(trial.runs for trial in batch):
+        return trials
+    for trial in batch:
+        (folder / f"{name_trial(trial)}.json").unlink()
+    return [trial for trial in trials if trial.batch != latest]
 
 
 def _check_folder(folder: Path) -> None:

@@ -39,7 +39,6 @@ MOST_REFUSED = 50
 """Trials refused one after another, after which a study ends: nothing in the space can work."""
 MOST_FAILED = 8
 """Trials that failed, of a study in which none was judged, after which it ends."""
-
 NO_TIME = "the budget is used up"
 
 
@@ -51,7 +50,8 @@ class OutOfTime(Exception):
 class Prior:
     """What is known before the first trial, by cheaper means.
 
-    `first`: points to try before what stands in the recipe, the most hopeful first. `foresee`: what a point will come
+    `first`: points to try before what stands in the recipe, the most hopeful first; what one does not say is as in the
+    recipe, so that {"passes": "small"} is one chain. `foresee`: what a point will come
     to, by (metric, rule of a gate): ("top1", "max_drop") -> 0.02; one that is foreseen far from a gate is refused
     before any work, and recorded so.
     """

@@ -98,7 +98,8 @@ def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path)
 @pytest.mark.slow
 def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     """The command ends by SIGKILL, and its processes with it."""
-    searched(tmp_path, {**CALIBRATIONS, **RATIOS}, trials=4)
+    racing = {"rungs": 2, "factor": 2, "shorten": ["evaluation"], "least_samples": 24}
+    searched(tmp_path, {**CALIBRATIONS, **RATIOS}, trials=4, racing=racing)
     command = ["sweep", "recipe.yaml", "--out", "study", "--cache", "cache", "--jobs", "2"]
     started = subprocess.Popen(
         [sys.executable, "-m", "compress", *command], cwd=tmp_path, env={**os.environ, **NO_TIMING}
@@ -111,7 +112,9 @@ def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     done = cli([*command, "--json"], tmp_path, **NO_TIMING)
     assert done.returncode == 0, done.stderr
     study = json.loads(done.stdout)
-    assert [[run["state"] for run in trial["runs"]] for trial in study["trials"]] == [["judged"]] * 4
+    runs = [run for trial in study["trials"] for run in trial["runs"]]
+    assert [run["state"] for run in runs] == ["judged"] * 6
+    assert all("prune_channels" in run["reused"] for run in runs if run["rung"] == 1)
     assert study["ended"] == "4 trials were tried"
     assert {path.name for path in (tmp_path / "study/bundles").iterdir()} == {f"{study['best']:04d}"}
 

@@ -21,7 +21,7 @@ SEARCHED: dict[str, Any] = {
     "version": 1,
     "name": "searched",
     "model": {"source": "dir:model", "task": "image-classification"},
-    "passes": [{"kind": "prune_channels"}, {"kind": "int8"}],
+    "passes": [{"kind": "prune_channels"}, {"kind": "int8", "placement": "all"}],
     "search": {
         "space": {
             "passes.0.ratio": {"range": [0.1, 0.6]},
@@ -44,8 +44,8 @@ def write_searched(folder: Path, parts: Mapping[str, Any] = {}, **search: Any) -
     return file
 
 
-def searched(folder: Path, **search: Any) -> Recipe:
-    return load_recipe(write_searched(folder, **search))
+def searched(folder: Path, parts: Mapping[str, Any] = {}, **search: Any) -> Recipe:
+    return load_recipe(write_searched(folder, parts, **search))
 
 
 def searched_space(folder: Path, **search: Any) -> SearchSpace:
@@ -85,7 +85,8 @@ def make_report(size_ratio: float, drop: float, limit: float = 0.05, **values: f
 class PretendedWorkers:
     """Answers orders by a function of the trial's recipe; a bundle is a folder with one file.
 
-    `done`: (what was done, the trial's folder's name, its share), in order. `after`: orders before a kill.
+    `done`: (what was done, the trial's folder's name, its share), in order; `waves`: what was done at once, how often.
+    `after`: orders before a kill.
     """
 
     place = "nowhere"
@@ -93,11 +94,15 @@ class PretendedWorkers:
     def __init__(self, make: Callable[[Mapping[str, Any], float], Any], n: int = 1, after: float = math.inf) -> None:
         self.make, self.n, self.after = make, n, after
         self.done: list[tuple[str, str, float]] = []
+        self.waves: list[tuple[str, int]] = []
 
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+        self.waves.append((orders[0].do, len(orders)))
         return [self._build(order) for order in orders]
 
     def _build(self, order: Order) -> Answer:
+        if order.do == "start":
+            return Answer("done")
         self._count("build", order.out, order.share)
         found = self.make(yaml.safe_load(Path(order.recipe).read_text()), order.share)
         if isinstance(found, Answer):

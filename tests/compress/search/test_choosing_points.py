@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from studies import searched_space, write_searched
 
+from compress.errors import RecipeError
 from compress.recipe.load import load_recipe
 from compress.recipe.points import open_space
 from compress.search.sampler import choose_points, list_points
@@ -36,6 +37,17 @@ def test_what_is_given_first_comes_first_then_what_stands_in_the_recipe(tmp_path
     space = searched_space(tmp_path)
     first = {"passes.0.ratio": 0.2, "passes.1.calibration": "minmax"}
     assert choose_points(space, [], 3, [first])[:2] == [first, space.start()]
+
+
+def test_a_point_given_first_may_say_part_of_it_and_nothing_that_is_not_of_the_space(tmp_path: Path) -> None:
+    space = searched_space(tmp_path)
+    assert choose_points(space, [], 1, [{"passes.1.calibration": "minmax"}]) == [
+        {"passes.0.ratio": 0.35, "passes.1.calibration": "minmax"}
+    ]
+    with pytest.raises(RecipeError, match="passes.0.ratio: 0.9 is not in its space"):
+        choose_points(space, [], 1, [{"passes.0.ratio": 0.9}])
+    with pytest.raises(RecipeError, match="is called passes.0.ratoi"):
+        choose_points(space, [], 1, [{"passes.0.ratoi": 0.3}])
 
 
 def test_a_finite_space_is_tried_to_its_end_without_a_repeat(tmp_path: Path) -> None:

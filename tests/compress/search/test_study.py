@@ -69,6 +69,9 @@ def test_a_killed_study_goes_on_and_tries_nothing_twice(tmp_path: Path) -> None:
             except KeyboardInterrupt:
                 stopped = json.loads((tmp_path / "study/study.json").read_text())["ended"]
                 assert "the same command goes on" in stopped
+                placed = tmp_path / "study/bundles/0005"  # by a run that was killed before the record
+                placed.mkdir()
+                (placed / "report").write_text("{}")
         done += workers.done
     judged = [name for what, name, _ in done if what == "judge"]
     assert sorted(judged) == sorted(set(judged)) == [f"{n:04d}" for n in range(6)]
@@ -79,12 +82,34 @@ def test_a_killed_study_goes_on_and_tries_nothing_twice(tmp_path: Path) -> None:
     assert study.best.number == other.best.number
 
 
+def test_a_batch_that_was_not_written_whole_is_chosen_again(tmp_path: Path) -> None:
+    with pretend(PretendedWorkers(by_ratio, after=0)), pytest.raises(KeyboardInterrupt):
+        sweep(searched(tmp_path), tmp_path / "study", quiet=True)
+    before = read_study(tmp_path / "study").trials
+    (tmp_path / "study/trials/0001.json").unlink()
+    with pretend(PretendedWorkers(by_ratio)):
+        study = sweep(searched(tmp_path), tmp_path / "study", quiet=True)
+    assert [t.point for t in study.trials[:2]] == [t.point for t in before]
+    assert [t.number for t in study.trials] == list(range(6))
+
+
 def test_points_do_not_depend_on_how_many_are_built_at_once(tmp_path: Path) -> None:
     studies: list[Study] = []
     for n in (1, 3):
         with pretend(PretendedWorkers(by_ratio, n)):
             studies.append(sweep(searched(tmp_path, batch=3), tmp_path / f"by{n}", quiet=True))
     assert [t.point for t in studies[0].trials] == [t.point for t in studies[1].trials]
+
+
+def test_what_times_something_is_built_alone_and_what_comes_before_it_at_once(tmp_path: Path) -> None:
+    free, timed = PretendedWorkers(by_ratio, 3), PretendedWorkers(by_ratio, 3)
+    with pretend(free):
+        sweep(searched(tmp_path, batch=3, trials=3), tmp_path / "free", quiet=True)
+    passes = {"passes": [{"kind": "prune_channels"}, {"kind": "int8", "placement": "fastest"}]}
+    with pretend(timed):
+        sweep(searched(tmp_path, passes, batch=3, trials=3), tmp_path / "timed", quiet=True)
+    assert free.waves == [("build", 3)]
+    assert timed.waves == [("start", 3), *[("build", 1)] * 3]
 
 
 def test_a_failed_and_a_refused_trial_are_recorded_with_their_reasons(tmp_path: Path) -> None:
