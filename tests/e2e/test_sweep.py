@@ -30,7 +30,7 @@ def searched(folder: Path, space: dict[str, Any], **search: Any) -> Path:
         image_recipe(folder),
         passes=[{"kind": "prune_channels", "ratio": 0.3}, {"kind": "int8"}],
         validate={"gates": [{"metric": "agreement", "min": 0.2}]},
-        search={"space": space, "goals": ["minimize size"], "batch": 2, **search},
+        search={"space": space, "goals": ["minimize size"], "batch": 2, "trials": 6, **search},
     )
     return write_recipe(folder / "recipe.yaml", recipe)
 
@@ -53,7 +53,8 @@ def test_a_first_pass_that_trials_share_is_done_once_and_the_best_is_made_again_
 
     count.__annotations__ = work.__annotations__
     monkeypatch.setattr(prune_channels, "apply_prune_channels", count)
-    recipe = load_recipe(searched(tmp_path, CALIBRATIONS))
+    goals = ["minimize size", "maximize agreement", "minimize latency_p50", "minimize peak_memory"]
+    recipe = load_recipe(searched(tmp_path, CALIBRATIONS, goals=goals))
     study = sweep(recipe, tmp_path / "study", tmp_path / "cache", jobs=0, quiet=True)
     assert [run.state for trial in study.trials for run in trial.runs] == ["judged"] * 3
     assert len(calls) == 1
