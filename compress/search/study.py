@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape as html_escape
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,7 @@ def find_due(batch: Sequence[Trial], search: Search) -> tuple[int, list[Trial]]:
     for rung in range(n_rungs):
         if waiting := [trial for trial in alive if trial.run_at(rung) is None]:
             return rung, waiting
-        order = rank(alive, lambda trial, rung=rung: trial.run_at(rung), search)  # type: ignore[misc]
+        order = rank(alive, partial(Trial.run_at, rung=rung), search)
         fit = [trial for trial in order if (run := trial.run_at(rung + 1)) is None or run.state == "judged"]
         alive = fit[: math.ceil(len(alive) / factor)]
     return n_rungs - 1, []

@@ -161,10 +161,12 @@ class _Sweep:
         try:
             recipe = self.space.recipe_at(trial.point)
         except RecipeError as error:
-            return self.refuse(trial, rung, str(error))
+            self.refuse(trial, rung, str(error))
+            return None
         foreseen = self.prior.foresee(trial.point) if self.prior.foresee else {}
         if why := explain_foreseen_miss(recipe.validate_.gates, foreseen):
-            return self.refuse(trial, rung, why)
+            self.refuse(trial, rung, why)
+            return None
         write_whole(self.recipe_file(trial), pin_recipe(recipe).encode())
         return recipe
 
@@ -306,11 +308,10 @@ def sweep(
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
     space = open_space(recipe)
-    console_log = (lambda text: None) if quiet else _print_line
     with open_study(Path(out), space) as study:
         with start_workers(jobs, ray, study.folder / LOG) as workers:
             most = space.search.trials if trials is None else trials
-            work = _Sweep(study, workers, cache, deadline, most, prior, console_log)
+            work = _Sweep(study, workers, cache, deadline, most, prior, _say_nothing if quiet else _print_line)
             try:
                 study.ended = work.run()
             except BaseException as error:
@@ -320,6 +321,10 @@ def sweep(
                 raise
         study.write()
     return study
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _print_line(text: str) -> None:

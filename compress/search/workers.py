@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from compress.search.orders import Answer, Order
 from runtime.bundle.records import from_json, to_json
@@ -76,20 +76,20 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
         answers: list[Answer | None] = [None] * len(orders)
         waiting = list(enumerate(orders))[::-1]
-        under_way: dict[IO[bytes], tuple[int, subprocess.Popen[bytes]]] = {}
+        under_way: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by the handle of its answers
         while waiting or under_way:
             while waiting and len(under_way) < self.n:
                 number, order = waiting.pop()
                 process = self._send(order)
                 assert process.stdout is not None
-                under_way[process.stdout] = number, process
+                under_way[process.stdout.fileno()] = number, process
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             ready = wait(list(under_way), left)
             if not ready:  # out of time: finished results are in the cache, and long work keeps what it has
                 self._end([process for _, process in under_way.values()])
                 break
-            for pipe in ready:
-                number, process = under_way.pop(pipe)  # type: ignore[index]
+            for handle in [handle for handle in under_way if handle in ready]:
+                number, process = under_way.pop(handle)
                 answers[number] = self._receive(process)
         return answers
 
@@ -173,14 +173,15 @@ class RayCluster(AbstractContextManager["RayCluster"]):
             import ray
         except ImportError as error:
             raise MissingDependency("ray", "trials on a Ray cluster") from error
-        self._ray = ray
+        self._ray: Any = ray
         self._ours = not ray.is_initialized()
         if self._ours:
             options: dict[str, Any] = {"num_cpus": n} if address == "local" and n else {}
             try:
                 ray.init(address=address, include_dashboard=False if address == "local" else None, **options)
-            except (ConnectionError, ValueError) as error:
-                raise RuntimeFailure(f"--ray {address}: no Ray cluster answers there: {error}") from error
+            except Exception as error:  # Ray has no error of its own for what does not start or answer
+                why = last_line(str(error))
+                raise RuntimeFailure(f"--ray {address}: no Ray cluster answers there: {why}") from error
         self.n = n or max(int(ray.cluster_resources().get("CPU", 1)), 1)
         self.place = "the machine that called, by one process of its own"
         self._local = LocalProcesses(1, log)
