@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from compress.recipe.schema import DataSpecs, Recipe
 from compress.recipe.search import Racing
@@ -27,7 +27,7 @@ def reduce_recipe(recipe: Recipe, racing: Racing, share: float, n_samples: Mappi
 
 
 def _reduce_sets(
-    sets: DataSpecs, names: list[str], least: int, share: float, n_samples: Mapping[str, int]
+    sets: DataSpecs, names: Sequence[str], least: int, share: float, n_samples: Mapping[str, int]
 ) -> DataSpecs:
     changed: dict[str, object] = {}
     for name in names:

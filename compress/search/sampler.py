@@ -44,11 +44,11 @@ def choose_points(space: SearchSpace, trials: Sequence[Trial], n: int, first: Se
             chosen.append(point)
     study = _feed_study(space, [*trials, *(_as_waiting(point) for point in chosen)])
     while len(chosen) < n:
-        point = _draw_new(study, space, tried) or _find_untried(space, tried, len(trials) + len(chosen))
-        if point is None:
+        drawn = _draw_new(study, space, tried) or _find_untried(space, tried, len(trials) + len(chosen))
+        if drawn is None:
             break
-        tried.add(same_point(point))
-        chosen.append(point)
+        tried.add(same_point(drawn))
+        chosen.append(drawn)
     return chosen
 
 
