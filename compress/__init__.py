@@ -3,6 +3,7 @@
     recipe = compress.load_recipe("recipe.yaml", ["passes.0.bits=8"])
     compress.plan(recipe)                       # a Plan; draws itself in a notebook
     report = compress.apply(recipe, "bundle")   # a runtime.report.report.Report; the bundle is the folder
+    study = compress.sweep(recipe, "study")     # of a recipe with `search:`; draws its front in a notebook
 
 The functions are imported when they are first asked for, so that `import compress` is quick and needs no torch.
 """
@@ -28,14 +29,16 @@ if TYPE_CHECKING:
     from compress.execution.run import apply_recipe as apply
     from compress.planning.make_plan import make_plan as plan
     from compress.recipe.load import load_recipe, recipe_to_yaml
+    from compress.search.sweep import sweep
 
-__all__ = ["__version__", "apply", "load_recipe", "plan", "recipe_to_yaml"]
+__all__ = ["__version__", "apply", "load_recipe", "plan", "recipe_to_yaml", "sweep"]
 
 _HOMES = {
     "load_recipe": ("compress.recipe.load", "load_recipe"),
     "recipe_to_yaml": ("compress.recipe.load", "recipe_to_yaml"),
     "plan": ("compress.planning.make_plan", "make_plan"),
     "apply": ("compress.execution.run", "apply_recipe"),
+    "sweep": ("compress.search.sweep", "sweep"),
 }
 
 

@@ -95,6 +95,48 @@ def apply(
 
 
 @app.command()
+def sweep(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The study's folder; one that is there goes on.")],
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=1, metavar="N", help="Points to try in all; default: the recipe's.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="When to end, as in 45m, 2h or 1h30m.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, metavar="N", help="Trials that are built at once; default: 1.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", metavar="ADDRESS", help="Build on a Ray cluster: auto, local, HOST:PORT or ray://..."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: AsJson = False,
+    cache: Cache = None,
+    device: Device = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each trial, only the outcome.")] = False,
+) -> None:
+    """Try the points of a recipe's search, and keep the best bundles and the recipe that makes the best one."""
+    with ending(as_json):
+        from compress.search.budget import read_seconds
+
+        loaded, seconds = _load(recipe, overrides, device), read_seconds(budget)
+        _tell_code(loaded)
+        with quiet_stdout(as_json):
+            from compress.search.sweep import sweep as search
+
+            n_jobs = jobs if jobs is not None else 0 if ray else 1
+            silent = quiet or as_json
+            study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
+        if as_json:
+            print_json(study.to_dict())
+        else:
+            study.render(_console())
+        raise typer.Exit(study.exit_code)
+
+
+@app.command()
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = [],  # noqa: B006
@@ -125,9 +167,10 @@ def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
         from compress.errors import RecipeError
         from compress.planning.own_metrics import own_metric_problems
         from compress.recipe.load import recipe_to_yaml
+        from compress.recipe.points import first_recipe
 
         loaded = _load(recipe, overrides)
-        if problems := own_metric_problems(loaded):
+        if problems := own_metric_problems(first_recipe(loaded)):
             raise RecipeError(problems)
         typer.echo(recipe_to_yaml(loaded), nl=False)
 

@@ -82,6 +82,27 @@ def apply_recipe(
     if not main_process():
         _run_as_worker(recipe, ResultCache(root), verify)
         return None
+    with _building(recipe, out, root, quiet, verify) as (staging, journal, models, notes), blame(out):
+        report = _judge(staging, journal, models, notes)
+    return report
+
+
+def build_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> tuple[str, ...]:
+    """Write the bundle of a recipe to `out` as `apply_recipe` does, not judged yet; return this machine's notes.
+
+    They are for the report: `runtime.judge.validate.validate(out, notes=...)` writes it. For whoever builds in many
+    processes and measures in one after another.
+    """
+    out, root = Path(out).resolve(), cache or default_root()
+    with _building(recipe, out, root, quiet, verify=False) as (_, _, _, notes):
+        return tuple(note.text for note in notes)
+
+
+@contextmanager
+def _building(
+    recipe: Recipe, out: Path, root: Path, quiet: bool, verify: bool
+) -> Iterator[tuple[Path, Journal, Sequence[PassModel], list[Note]]]:
+    """Yield a new bundle in its staging folder, the run's log, and what judging is told; publish it at the end."""
     with reserve_output(out) as staging:
         ResultCache(root).check_place()
         with blame(out):
@@ -91,10 +112,8 @@ def apply_recipe(
             _check_room(run.plan, out, root)
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
-                with blame(out):
-                    report = _judge(staging, journal, models, notes)
+                yield staging, journal, models, notes
             publish(staging, out)
-    return report
 
 
 @contextmanager

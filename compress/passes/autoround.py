@@ -44,6 +44,10 @@ class AutoRound(WeightPass):
     def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
         return learning_cost(facts, whole=False)
 
+    def shorten(self, share: float) -> AutoRound:
+        """Return the pass with this share of its steps."""
+        return self.model_copy(update={"steps": max(round(self.steps * share), 1) if self.steps else 0})
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if find_task(facts.task).encodes:
             return PassPlan(

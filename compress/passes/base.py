@@ -110,6 +110,15 @@ class Pass(Record):
         """Return whether the work depends on what is measured on this machine."""
         return False
 
+    @property
+    def measures_time(self) -> bool:
+        """Return whether the work times anything, so that nothing may compute beside it."""
+        return self.chooses_by_time
+
+    def shorten(self, share: float) -> Pass:
+        """Return the pass with only this share of its training, for a cheap look; itself where it does not learn."""
+        return self
+
     def find_student(self) -> Student | None:
         """Return the model that learns in the place of the given one; None where the given one goes on."""
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,8 @@ class Distill(LearningPass):
     Without any term: for classes KL at temperature 4, for text KL of every predicted token, for embeddings the cosine
     of the pooled ones and the blocks' hidden states, else the squared error of the outputs.
     """
+
+    finds_rate: ClassVar[bool] = True
 
     kind: Literal["distill"] = "distill"
     sequences: Sequences | None = None

@@ -67,6 +67,10 @@ class PruneChannels(Pass):
         one_of(self, BUDGETS)
         return self
 
+    @property
+    def measures_time(self) -> bool:
+        return self.speedup is not None
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if facts.prunable is None:
             return PassPlan(facts, problems=(f"{self.kind}: works on torch models; an ONNX file cannot be pruned",))

@@ -50,6 +50,10 @@ class PruneLayers(Pass):
         one_of(self, BUDGETS)
         return self
 
+    @property
+    def measures_time(self) -> bool:
+        return self.speedup is not None
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         blocks = facts.removable
         if blocks is None:

@@ -66,6 +66,8 @@ class TrainingPass(Pass):
 
     stage: ClassVar[Stage] = "model"
     needs_train: ClassVar[bool] = True
+    finds_rate: ClassVar[bool] = False
+    """Whether it can find a learning rate by trials."""
 
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Times that the training set is gone through; 10 unless `steps` is given."""
@@ -121,6 +123,8 @@ class TrainingPass(Pass):
 
     @model_validator(mode="after")
     def _check_auto(self) -> TrainingPass:
+        if "auto" in (self.optimizer, self.learning_rate) and not self.finds_rate:
+            raise ValueError("learning_rate and optimizer: auto is for distill; name them")
         if self.optimizer == "auto" and self.learning_rate != "auto":
             raise ValueError("optimizer: auto is chosen by its rate; give learning_rate: auto as well, or name it")
         if self.learning_rate == "auto" and not self.held_out:
@@ -141,6 +145,14 @@ class TrainingPass(Pass):
         """Return the same pass with a rate that was found, in so many seconds of those that it may take."""
         left = None if self.max_seconds is None else max(self.max_seconds - seconds, 1.0)
         return self.model_copy(update={"optimizer": optimizer, "learning_rate": learning_rate, "max_seconds": left})
+
+    def shorten(self, share: float) -> TrainingPass:
+        """Return the pass with this share of its epochs or steps, of its seconds, and between its evaluations."""
+        length = {"epochs": (self.epochs or EPOCHS) * share} if self.steps is None else {}
+        counts = {name: getattr(self, name) for name in ("steps", "evaluate_every")}
+        length |= {name: max(round(n * share), 1) for name, n in counts.items() if n is not None}
+        length |= {} if self.max_seconds is None else {"max_seconds": self.max_seconds * share}
+        return self.model_copy(update=length)
 
     def course(self, n_samples: int, seed: int) -> Course:
         """Return the training schedule that the settings give for a training set of that size."""

@@ -86,6 +86,13 @@ class Tune(WeightPass):
     strict: bool = False
     """An error, not a note, where a quantized layer cannot be learned or nothing better than the start was found."""
 
+    def shorten(self, share: float) -> Tune:
+        """Return the pass with this share of its steps and seconds."""
+        counts = {"steps": self.steps, "block_steps": self.block_steps}
+        length: dict[str, float] = {name: max(round(n * share), 1) for name, n in counts.items() if n > 0}
+        length |= {} if self.max_seconds is None else {"max_seconds": self.max_seconds * share}
+        return self.model_copy(update=length)
+
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"
 

@@ -72,6 +72,7 @@ from runtime.report.units import size_text
 
 WORTH_TELLING_BYTES = 2**30
 """Of weight files that were not read: what is smaller is read in less than a second."""
+AS_WRITTEN = "search: this is of the values that stand in the recipe; `compress sweep` tries the others"
 Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
 
@@ -91,6 +92,7 @@ def make_plan(
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
+    searched, recipe = recipe.search is not None, recipe.model_copy(update={"search": None})
     _check_work(recipe)
     store = ResultCache(cache or default_root())
     store.refuse_file()
@@ -127,6 +129,7 @@ def make_plan(
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
     notes = (
+        *((Note("info", AS_WRITTEN),) if searched else ()),
         *_collect_notes(inputs),
         *_note_unread(inputs),
         *(note for _, found in checkpoints for note in found),

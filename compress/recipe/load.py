@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from compress.errors import RecipeError
 from compress.recipe.budget import MOST_FILE_BYTES
+from compress.recipe.check_search import check_search, fill_in
 from compress.recipe.explain import explain
 from compress.recipe.overrides import apply_overrides
 from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, StopReading, plain, suggest
@@ -44,11 +45,14 @@ def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings)
     """Return the recipe, or None where `findings` has what is wrong."""
     written = read_with_includes(file, findings)
     root, values = substitute(apply_overrides(written, overrides, findings), findings)
+    root = fill_in(root, findings)
     _check_patterns(root, findings)  # first: the records refuse these patterns too, in fewer words
     recipe = _validate_tree(root, findings)
     _check_metrics(root, findings)
     if recipe is not None and not findings.problems:
         _check_gates(recipe, root, findings)
+    if recipe is not None:
+        check_search(recipe, root, findings)
     if recipe is None or findings.problems:
         return None
     recipe = recipe.at_root(file.absolute().parent, _record_wording(written, root, values))
@@ -95,7 +99,8 @@ def _check_metrics(root: Node, findings: RecipeFindings) -> None:
 
     known = metric_names()
     for path, node in _walk(root, ()):
-        named = path[:2] == ("validate", "metrics") or (path[:2] == ("validate", "gates") and path[3:] == ("metric",))
+        of_gate = path[:2] in (("validate", "gates"), ("search", "constraints")) and path[3:] == ("metric",)
+        named = path[:2] == ("validate", "metrics") or of_gate
         if named and isinstance(node.value, str) and node.value not in known and not findings.covers(path):
             if is_own(node.value):
                 continue  # its form is checked with the gates, its file when the recipe is planned

@@ -38,18 +38,18 @@ def apply_overrides(root: Node, overrides: Sequence[str], findings: RecipeFindin
         try:
             if not equals:
                 raise BadPath("write PATH=VALUE, for example passes.0.bits=4")
-            path = _parse_path(key.strip(), root)
+            path = parse_path(key.strip(), root)
         except BadPath as error:
             findings.report(Problem(place, (), str(error)))
             continue
         with findings.count(place, path) as budget:
             budget.spend(ValueSize(len(path), len(value)))
         if (node := parse(value, place.source, findings, path)) is not None:
-            root = _set_value(root, path, node, place)
+            root = set_value(root, path, node, place)
     return root
 
 
-def _parse_path(text: str, root: Node) -> Path:
+def parse_path(text: str, root: Node) -> Path:
     """Return `text` as keys and indices. Raises BadPath at the first key that neither recipe nor schema knows."""
     path: Path = ()
     words = text.split(".")
@@ -107,7 +107,7 @@ def _takes_any_key(alternatives: list[vocabulary.Schema]) -> bool:
     return any(schema == {} or schema.get("additionalProperties") not in (None, False) for schema in alternatives)
 
 
-def _set_value(node: Node | None, path: Path, value: Node, place: Position) -> Node:
+def set_value(node: Node | None, path: Path, value: Node, place: Position) -> Node:
     """Return `node` with `value` at `path`; mappings that are not there yet are made."""
     if not path:
         return replace(value, key_place=place)
@@ -115,8 +115,8 @@ def _set_value(node: Node | None, path: Path, value: Node, place: Position) -> N
     base = node if node is not None else Node({}, place, place)
     if isinstance(base.value, list) and isinstance(key, int):
         items = list(base.value)
-        items[key] = _set_value(items[key], rest, value, place)
+        items[key] = set_value(items[key], rest, value, place)
         return replace(base, value=items)
     entries = dict(base.value) if isinstance(base.value, dict) else {}
-    entries[str(key)] = _set_value(entries.get(str(key)), rest, value, place)
+    entries[str(key)] = set_value(entries.get(str(key)), rest, value, place)
     return replace(base, value=entries)

@@ -42,7 +42,7 @@ def make_portable(recipe: Recipe) -> Portable:
     with a new variable for its folder; any other text stays.
     """
     portable = Portable()
-    for position, text in _walk_places(recipe, ()):
+    for position, text in walk_places(recipe, ()):
         # a record's field may be called otherwise than its key, which pydantic keeps for itself: validate_
         worded = recipe.wording.texts.get((str(position[0]).rstrip("_"), *position[1:]))
         known = worded is not None and names_in(worded) <= recipe.wording.variables.keys()
@@ -56,7 +56,7 @@ def make_portable(recipe: Recipe) -> Portable:
     return portable
 
 
-def _walk_places(value: Any, position: Path) -> Iterator[tuple[Path, str]]:
+def walk_places(value: Any, position: Path) -> Iterator[tuple[Path, str]]:
     """Yield every text of a record that names a place, with its position."""
     if isinstance(value, BaseModel):
         for name, about in type(value).model_fields.items():
@@ -64,17 +64,17 @@ def _walk_places(value: Any, position: Path) -> Iterator[tuple[Path, str]]:
             if isinstance(inner, str) and any(isinstance(mark, NamesPlace) for mark in about.metadata):
                 yield (*position, name), inner
             elif not isinstance(inner, str):
-                yield from _walk_places(inner, (*position, name))
+                yield from walk_places(inner, (*position, name))
     elif isinstance(value, Judgement):
         named: list[tuple[Path, str]] = [(("metrics", i), name) for i, name in enumerate(value.metrics)]
         named += [(("gates", i, "metric"), gate.metric) for i, gate in enumerate(value.gates)]
         yield from (((*position, *place), text) for place, text in named if is_own(text))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _walk_places(inner, (*position, key))
+            yield from walk_places(inner, (*position, key))
     elif isinstance(value, tuple | list):
         for number, inner in enumerate(value):
-            yield from _walk_places(inner, (*position, number))
+            yield from walk_places(inner, (*position, number))
 
 
 def _is_absolute(text: str) -> bool:
@@ -96,17 +96,22 @@ def _write_variables(names: set[str], wording: Wording, portable: Portable) -> N
 
 def _name_folder(text: str, position: Path, recipe: Recipe, portable: Portable) -> str:
     """Word a path with a variable for the folder that it lies in."""
-    match = _KIND.fullmatch(text)
-    assert match is not None
-    kind, path = match[1] or "", match[2]
-    code = kind == "python:"
-    place, colon, factory = path.rpartition(":") if code else (path, "", "")
+    kind, place, factory = split_place(text)
     folder, name = str(PurePosixPath(place).parent), PurePosixPath(place).name
     taken = {*recipe.wording.variables, *portable.variables}
     known = (n for n, f in portable.folders.items() if f == folder and portable.variables[n] == n)
     variable = next(known, None) or _free_name(position, taken)
     portable.variables[variable], portable.folders[variable] = variable, folder
-    return f"{kind}${{{variable}}}/{escape(name + colon + factory)}"
+    return f"{kind}${{{variable}}}/{escape(name + factory)}"
+
+
+def split_place(text: str) -> tuple[str, str, str]:
+    """Return the kind of a text that names a place ("onnx:", "" without one), its path, and ":factory" of Python."""
+    match = _KIND.fullmatch(text)
+    assert match is not None
+    kind, path = match[1] or "", match[2]
+    place, colon, factory = path.rpartition(":") if kind == "python:" else (path, "", "")
+    return kind, place, colon + factory
 
 
 def _free_name(position: Path, taken: set[str]) -> str:

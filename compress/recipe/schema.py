@@ -24,6 +24,7 @@ from compress.recipe.exports import (
     GraphExport,
     OnnxExport,
 )
+from compress.recipe.search import Search
 from compress.specs import ChatSpec, DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Judgement, Postprocess
 from runtime.metrics import is_own
@@ -166,6 +167,8 @@ class Recipe(Record):
     """What decides whether the result is good enough."""
     limits: Limits = Limits()
     """Bounds that the plan must keep to."""
+    search: Search | None = None
+    """Values that may be others, and what is looked for among them: `compress sweep` tries them."""
     _root: Path = PrivateAttr(default_factory=Path)
     _wording: Wording = PrivateAttr(default_factory=Wording)
 

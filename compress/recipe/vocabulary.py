@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from compress.recipe.places import Path
+from compress.recipe.search import find_direction
 
 Schema = dict[str, Any]
 VARIABLE: Schema = {"type": "string", "pattern": r"\$\{"}
@@ -166,6 +167,7 @@ def editor_schema() -> Schema:
     _require_kinds(schema)
     _relax_merged(schema)
     _list_metrics(schema)
+    _describe_spaces(schema)
     for record in (schema, *schema["$defs"].values()):
         record["properties"] = {key: _allow_variables(value) for key, value in record.get("properties", {}).items()}
     schema["properties"].update(deepcopy(_OWN))
@@ -203,6 +205,26 @@ def _list_metrics(schema: Schema) -> None:
     metric.pop("type")
     metric.update(names)
     schema["$defs"]["Judgement"]["properties"]["metrics"]["items"] = names
+
+
+def _describe_spaces(schema: Schema) -> None:
+    """List the goals, and let passes be completed where chains or passes are a choice by name."""
+    from runtime.metrics import metric_names
+
+    search, whole = schema["$defs"]["Search"]["properties"], schema["$defs"]["Space"]
+    goals = [f"{direction} {name}" for name in metric_names() if (direction := find_direction(name))]
+    own = {"type": "string", "pattern": r"^(minimize|maximize) python:.+\.py:\w+$"}
+    search["goals"]["items"] = {"anyOf": [{"type": "string", "enum": goals}, own]}
+    one = {"anyOf": [schema["properties"]["passes"]["items"], {"type": "null"}]}
+    search["space"]["properties"] = {"passes": _name_options(whole, {"type": "array", "items": one})}
+    search["space"]["patternProperties"] = {r"^passes\.(.+\.)?\d+$": _name_options(whole, one)}
+
+
+def _name_options(space: Schema, option: Schema) -> Schema:
+    """Return the schema of a space whose choice, by name or in a list, is among such values."""
+    choice = {"anyOf": [{"type": "array", "items": option}, {"type": "object", "additionalProperties": option}]}
+    about = {"description": space["properties"]["choice"]["description"]}
+    return {**space, "properties": {**space["properties"], "choice": {**about, **choice}}}
 
 
 def _allow_variables(schema: Schema) -> Schema:

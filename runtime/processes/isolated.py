@@ -13,7 +13,7 @@ import sys
 from runtime.processes.search_path import HOME, holds_bundle, keep_trusted
 
 SECONDS = 120
-_FOLLOW_PARENT = """\
+FOLLOW_PARENT = """\
 if sys.platform == "linux":
     import ctypes, signal
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it outlives no parent that was killed
@@ -43,7 +43,7 @@ def start_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run `code` to its end, with `given` on its stdin; return what it wrote. TimeoutExpired after `seconds`."""
     return subprocess.run(
-        python_command(_FOLLOW_PARENT + code, *arguments),
+        python_command(FOLLOW_PARENT + code, *arguments),
         input=given,
         capture_output=True,
         encoding="utf-8",

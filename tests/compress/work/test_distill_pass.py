@@ -38,6 +38,7 @@ from compress.models.huggingface import TextModel
 from compress.models.load import TorchModel
 from compress.passes.distill import Distill, Sequences
 from compress.passes.distill_student import Student
+from compress.passes.qat import Qat
 from compress.passes.training import AttentionTerm, Augmentation, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.work import apply_pass
 from compress.work.contexts import ModelContext
@@ -490,3 +491,5 @@ def test_a_course_too_short_for_trials_says_so() -> None:
         Distill(optimizer="auto")
     with pytest.raises(ValueError, match="give held_out more than 0"):
         Distill(learning_rate="auto", held_out=0.0)
+    with pytest.raises(ValueError, match="auto is for distill"):
+        Qat(learning_rate="auto")

@@ -1,0 +1,250 @@
+"""Processes that do a study's trials: in this one, in several of this machine, on a Ray cluster.
+
+Whoever builds in parallel judges afterwards, one bundle after another with nothing beside it: two timings at once
+would measure each other. So a wave of trials is built first, each in a process of its own, and then each is judged.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from compress.search.orders import Answer, Order
+from runtime.bundle.records import from_json, to_json
+from runtime.errors import MissingDependency, RuntimeFailure
+from runtime.processes.isolated import FOLLOW_PARENT, last_line, python_command, python_environment
+
+GRACE_S = 20.0
+"""For a process that is told to end, to put its files in order."""
+STARTED = "from compress.search.worker import main; main()"
+
+
+class Workers(Protocol):
+    """Who does the work of trials. `n`: how many build at once. `place`: where times are taken, for the records."""
+
+    n: int
+    place: str
+
+    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+        """Build bundles, several at once; None for those that the deadline (`time.monotonic`) cut off."""
+        ...
+
+    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+        """Judge a bundle on this machine, with no other work of the study beside it."""
+        ...
+
+
+class InThisProcess:
+    """Does one after another right here; a deadline is seen only between two of them."""
+
+    n = 1
+    place = "this process"
+
+    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+        return [self.judge(order, deadline) for order in orders]
+
+    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+        from compress.search.trying import obey
+
+        return None if deadline is not None and time.monotonic() > deadline else _read_answer(obey(to_json(order)))
+
+
+class LocalProcesses(AbstractContextManager["LocalProcesses"]):
+    """Keeps `n` processes of this machine; one that crashes is an answer, and another takes its place.
+
+    `log`: the file that gets what they print.
+    """
+
+    place = "this machine"
+
+    def __init__(self, n: int, log: Path) -> None:
+        self.n = n
+        self.log = log
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+        answers: list[Answer | None] = [None] * len(orders)
+        waiting = list(enumerate(orders))[::-1]
+        under_way: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by the handle of its answers
+        while waiting or under_way:
+            while waiting and len(under_way) < self.n:
+                number, order = waiting.pop()
+                process = self._send(order)
+                assert process.stdout is not None
+                under_way[process.stdout.fileno()] = number, process
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            ready = wait(list(under_way), left)
+            if not ready:  # out of time: finished results are in the cache, and long work keeps what it has
+                self._end([process for _, process in under_way.values()])
+                break
+            for handle in [handle for handle in under_way if handle in ready]:
+                number, process = under_way.pop(handle)
+                answers[number] = self._receive(process)
+        return answers
+
+    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+        return self.build([order], deadline)[0]
+
+    def _send(self, order: Order) -> subprocess.Popen[bytes]:
+        process = self._idle.pop() if self._idle else self._start()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended; reading says so
+            process.stdin.write(json.dumps(to_json(order)).encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = python_environment()
+        if self.n > 1:  # each takes its share of the processors
+            environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // self.n, 1)))
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                python_command(FOLLOW_PARENT + STARTED),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the study, which ends them
+            )
+        self._all.append(process)
+        return process
+
+    def _receive(self, process: subprocess.Popen[bytes]) -> Answer:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line.endswith(b"\n"):
+            self._idle.append(process)
+            return _read_answer(json.loads(line))
+        self._end([process])
+        said = last_line(self.log.read_text(errors="replace"))
+        return Answer("failed", f"its process ended with {_name_ending(process.returncode)}; it said last: {said}")
+
+    def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+            self._all.remove(process)
+            if process in self._idle:
+                self._idle.remove(process)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(list(self._all))
+
+
+def _name_ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _read_answer(answer: dict[str, Any]) -> Answer:
+    return from_json(Answer, answer, "answer")
+
+
+class RayCluster(AbstractContextManager["RayCluster"]):
+    """Builds on a Ray cluster and judges on the machine that called: times of different machines do not compare.
+
+    Bundles come back through Ray. Every node needs this package at the same version, and the recipe's files under the
+    same paths; each keeps its own cache, or all one that they share (COMPRESS_CACHE).
+    """
+
+    def __init__(self, address: str, n: int | None, log: Path) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingDependency("ray", "trials on a Ray cluster") from error
+        self._ray: Any = ray
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            options: dict[str, Any] = {"num_cpus": n} if address == "local" and n else {}
+            try:
+                ray.init(address=address, include_dashboard=False if address == "local" else None, **options)
+            except Exception as error:  # Ray has no error of its own for what does not start or answer
+                why = last_line(str(error))
+                raise RuntimeFailure(f"--ray {address}: no Ray cluster answers there: {why}") from error
+        self.n = n or max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        self.place = "the machine that called, by one process of its own"
+        self._local = LocalProcesses(1, log)
+
+    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+        ray = self._ray
+        remote = ray.remote(num_cpus=1, max_retries=0)(build_remotely)
+        answers: list[Answer | None] = [None] * len(orders)
+        waiting = {remote.remote(to_json(order)): i for i, order in enumerate(orders)}
+        while waiting:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+            if not ready:
+                for reference in waiting:
+                    ray.cancel(reference, force=True)
+                break
+            number = waiting.pop(ready[0])
+            answers[number] = self._receive(ready[0], Path(orders[number].out))
+        return answers
+
+    def _receive(self, reference: Any, out: Path) -> Answer:
+        try:
+            answer, packed = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            return Answer("failed", f"its Ray task ended: {last_line(str(error))}")
+        if packed:
+            with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+                archive.extractall(out, filter="data")
+        return _read_answer(answer)
+
+    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+        return self._local.judge(order, deadline)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._local.__exit__(kind, error, trace)
+        if self._ours:
+            self._ray.shutdown()
+
+
+def build_remotely(order: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Build a bundle in a folder of this node's own; return the answer, and the bundle as a tar file."""
+    from compress.search.trying import obey
+    from compress.store.durable import temporary_folder
+
+    with temporary_folder() as folder:
+        answer = obey({**order, "out": str(folder / "bundle")})
+        packed = io.BytesIO()
+        if (folder / "bundle").is_dir():
+            with tarfile.open(fileobj=packed, mode="w") as archive:
+                archive.add(folder / "bundle", arcname=".")
+        return answer, packed.getvalue()
+
+
+@contextmanager
+def start_workers(jobs: int, ray: str | None, log: Path) -> Iterator[Workers]:
+    """Yield who does the trials: this process (jobs 0), `jobs` processes, or a Ray cluster with `jobs` at once."""
+    if ray is not None:
+        with RayCluster(ray, jobs or None, log) as cluster:
+            yield cluster
+    elif jobs == 0:
+        yield InThisProcess()
+    else:
+        with LocalProcesses(jobs, log) as processes:
+            yield processes
