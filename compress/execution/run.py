@@ -236,9 +236,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         )
     for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
-    return chain.models if chain else list_costs(recipe.passes, passed.results), [
-        note for note in notes if isinstance(note, HostNote)
-    ]
+    costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
+    return chain.models if chain else costs, [note for note in notes if isinstance(note, HostNote)]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:
