@@ -55,7 +55,7 @@ LARGEST = 12
 """Layers by size, and classes, that a table shows unfolded."""
 TIMES = {
     "latency": "One call of the model",
-    "end_to_end": "A whole answer, from the bytes that came to the answer that goes",
+    "end_to_end": "A whole answer, bytes to answer",
     "ttft": "Time to the first token",
     "itl": "Time between two tokens",
 }
@@ -102,7 +102,7 @@ def render_report(bundle: Path, report: Findings, frontier: Frontier | None = No
         times=[draw_times(name, report) for name in TIMES if report.distributions.get(name)],
         percentiles=list_percentiles(report),
         stages=(STAGE_HEADS, stage_cells(report)),
-        sizes=describe_sizes(bundle, manifest, report, [str(row["layer"]) for row in layers]),
+        sizes=describe_sizes(bundle, manifest, report, layers),
         passes=describe_passes(report.steps),
         actions=count_actions(layers),
         measures=draw_measures(layers),
@@ -313,7 +313,9 @@ class Sizes:
         return self.whole[0] > 0
 
 
-def describe_sizes(bundle: Path, manifest: Manifest, report: Findings, layers: Sequence[str]) -> Sizes | None:
+def describe_sizes(
+    bundle: Path, manifest: Manifest, report: Findings, layers: Sequence[Mapping[str, Any]]
+) -> Sizes | None:
     """Return the sizes by number format and by layer; None where the candidate's file names no tensors."""
     artifacts = {artifact.name: artifact for artifact in manifest.artifacts}
     candidate = _readable(manifest, report.backend)
@@ -324,7 +326,8 @@ def describe_sizes(bundle: Path, manifest: Manifest, report: Findings, layers: S
     sums = sum_formats(before), sum_formats(after)
     names = sorted({**sums[0], **sums[1]}, key=lambda name: -max(sums[0].get(name, 0), sums[1].get(name, 0)))
     formats = [(name, sums[0].get(name, 0), sums[1].get(name, 0)) for name in names]
-    by_layer = sorted(sum_layers(layers, before, after), key=lambda size: -max(size.before, size.after))
+    weights = {str(row["layer"]): str(row.get("weight", "")) for row in layers}
+    by_layer = sorted(sum_layers(weights, before, after), key=lambda size: -max(size.before, size.after))
     return Sizes(formats, by_layer, (sum(sums[0].values()), sum(sums[1].values())))
 
 

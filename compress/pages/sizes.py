@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -44,6 +44,11 @@ class StoredTensor:
     number_format: str
     n_bytes: int
     users: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """Return the name of the float weight that it came of: "val_7" of "val_7/int8"."""
+        return self.name.partition("/")[0]
 
 
 @dataclass
@@ -146,18 +151,35 @@ def sum_formats(tensors: Iterable[StoredTensor]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def sum_layers(layers: Sequence[str], before: Sequence[StoredTensor], after: Sequence[StoredTensor]) -> list[LayerSize]:
-    """Return the sizes of the layers of these names, in their order, and of the rest."""
+def sum_layers(
+    layers: Mapping[str, str], before: Sequence[StoredTensor], after: Sequence[StoredTensor]
+) -> list[LayerSize]:
+    """Return the sizes of the layers, in their order, and of the rest.
+
+    `layers`: name -> its weight's name in the float graph, "" where that is not known. Layers whose weights were
+    merged into one share it as theirs were large.
+    """
     sizes = {name: LayerSize(name) for name in (*layers, REST)}
-    places = {tensor.name: find_layer(tensor, sizes) for tensor in (*before, *after)}
-    known = {name.partition("/")[0]: layer for name, layer in places.items() if layer != REST}
-    for tensor in before:  # "val_7" may be told by the "val_7/int8" that came of it
-        layer = places[tensor.name] if places[tensor.name] != REST else known.get(tensor.name, REST)
+    known = {weight: name for name, weight in layers.items() if weight}
+    for tensor in after:  # "val_7" may be told by the "val_7/int8" that came of it
+        if (layer := find_layer(tensor, sizes)) in layers:
+            known.setdefault(tensor.stem, layer)
+    weights: dict[str, int] = {}
+    for tensor in before:
+        layer = known.get(tensor.name) or find_layer(tensor, sizes)
         sizes.setdefault(layer, LayerSize(layer)).before += tensor.n_bytes
+        if layer in layers:
+            known |= dict.fromkeys((name for name in tensor.users if name not in known), layer)
+            weights[layer] = weights.get(layer, 0) + tensor.n_bytes
     for tensor in after:
-        size = sizes.setdefault(places[tensor.name], LayerSize(places[tensor.name]))
-        size.after += tensor.n_bytes
-        size.formats[tensor.number_format] += tensor.n_bytes
+        merged = [known[part] for part in tensor.stem.split("+") if part in known]
+        shares = merged or [find_layer(tensor, sizes)]
+        whole = sum(weights.get(layer, 0) for layer in shares)
+        for layer in shares:
+            share = weights.get(layer, 0) / whole if whole else 1 / len(shares)
+            size = sizes.setdefault(layer, LayerSize(layer))
+            size.after += round(share * tensor.n_bytes)
+            size.formats[tensor.number_format] += round(share * tensor.n_bytes)
     return [size for size in sizes.values() if size.before or size.after]
 
 
@@ -172,5 +194,5 @@ def find_layer(tensor: StoredTensor, layers: Collection[str]) -> str:
         for end in reversed(ends):
             if name[start:end] in layers:
                 return name[start:end]
-    module, _, parameter = tensor.name.removeprefix(WRAPPER).partition("/")[0].rpartition(".")
+    module, _, parameter = tensor.stem.removeprefix(WRAPPER).rpartition(".")
     return module if module and parameter in PARAMETERS else REST
