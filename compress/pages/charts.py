@@ -57,6 +57,8 @@ STYLE = {
     "legend.labelcolor": INK,
     "lines.linewidth": 1.6,
 }
+LEGEND, TICK = 40, 20
+"""Characters of a name in a legend, and beside an axis."""
 Paint = Callable[[Axes], None]
 
 
@@ -99,7 +101,7 @@ def draw_lines(
             write_plainly(axes.yaxis)
         axes.set(xlabel=x_label, ylabel=y_label)
         if len(lines) > 1:
-            axes.legend(drawn, [clean_text(line.name) for line in lines])
+            axes.legend(drawn, [clean_text(line.name, LEGEND) for line in lines])
 
     return draw_chart(label, paint, full)
 
@@ -116,9 +118,13 @@ def tip(text: str) -> str:
     return TIP + clean_text(text)
 
 
-def clean_text(text: str) -> str:
-    """Return the text without what XML cannot hold: control characters and halves of pairs."""
-    return re.sub(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+def clean_text(text: str, most: int = 300) -> str:
+    """Return the text without what XML cannot hold, control characters and halves of pairs, cut in its middle.
+
+    `most`: characters; names beside an axis take their room from the chart.
+    """
+    text = re.sub(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
 
 
 def _draw_svg(paint: Paint, width: int, height: int) -> str:

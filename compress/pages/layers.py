@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from compress.pages.charts import SERIES, clean_text, draw_chart, tip, write_plainly
+from compress.pages.charts import LEGEND, SERIES, clean_text, draw_chart, tip, write_plainly
 from runtime.bundle.format import NO_LAYERS
 
 MOST_TIPS = 400
@@ -79,7 +79,7 @@ def _draw_measure(measure: Measure, rows: Sequence[dict[str, Any]]) -> Markup:
                 (point,) = axes.plot(place, measure.value(row), "o", markersize=5.5, color=color)
                 if place in named:
                     point.set_gid(tip(f"{row['layer']}: {measure.value(row):.4g} ({action})"))
-            axes.plot([], [], "o", markersize=5.5, color=color, label=clean_text(f" {action}"))
+            axes.plot([], [], "o", markersize=5.5, color=color, label=clean_text(f" {action}", LEGEND))
         if measure.log and min(values) > 0 and max(values) / min(values) > 20:
             axes.set_yscale("log", subs=[2, 5])
             write_plainly(axes.yaxis)

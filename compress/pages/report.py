@@ -18,7 +18,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from compress.errors import OutputError
-from compress.pages.charts import AFTER, BEFORE, Line, clean_text, draw_chart, draw_lines, write_plainly
+from compress.pages.charts import AFTER, BEFORE, TICK, Line, clean_text, draw_chart, draw_lines, write_plainly
 from compress.pages.frontier import Frontier, draw_frontier, front_rows
 from compress.pages.layers import (
     WORST,
@@ -383,7 +383,7 @@ def _draw_bars(label: str, names: Sequence[str], values: Sequence[float | None])
         colors = [BEFORE] + [AFTER] * (len(names) - 1)
         bars = axes.barh(places, numbers, color=colors, height=0.62)
         axes.bar_label(bars, ["not measured" if v is None else f"{v:.3g}" for v in values], padding=4)
-        axes.set_yticks(places, [clean_text(name) for name in names])
+        axes.set_yticks(places, [clean_text(name, TICK) for name in names])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.16)

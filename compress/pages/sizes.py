@@ -133,6 +133,8 @@ def _read_header(file: Path) -> Iterator[StoredTensor]:
     """Read what a safetensors file says of its tensors: a length, and JSON of so many bytes."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
+        if length > file.stat().st_size:
+            raise ValueError("its header says that it is longer than the file")
         header = json.loads(stream.read(length))
     for name, entry in header.items():
         if name != "__metadata__":
