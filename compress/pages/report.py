@@ -280,7 +280,13 @@ def draw_times(name: str, report: Findings) -> Markup:
             axes.set_xscale("log", subs=[2, 5])
             write_plainly(axes.xaxis)
         axes.set(xlabel="ms", ylabel="% of calls that took at most so long", ylim=(0, 100))
-        axes.legend(*zip(*handles, strict=True), loc="lower right")
+        if handles:
+            place = {
+                "loc": "lower left",
+                "bbox_to_anchor": (0, 1),
+                "borderaxespad": 0,
+            }  # above: a line may lie anywhere
+            axes.legend(*zip(*handles, strict=True), ncols=2, columnspacing=1.2, handlelength=1.4, **place)
 
     return draw_chart(TIMES[name] + batch, paint)
 

@@ -80,7 +80,7 @@ def list_tensors(root: Path, artifact: Artifact) -> list[StoredTensor]:
         encoder = file.with_name("encoder.onnx")
         files = [file, *([encoder] if encoder.is_file() else [])]
         return [tensor for part in files for tensor in _read_graph(part)]
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, LookupError, struct.error) as error:
         raise BundleError(f"{file}: its tensors cannot be listed: {error}; build the bundle again") from error
 
 
