@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from zlib import crc32
 
 import matplotlib
+from cycler import cycler
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -46,7 +47,7 @@ STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.prop_cycle": matplotlib.cycler(color=SERIES),
+    "axes.prop_cycle": cycler(color=SERIES),
     "grid.color": GRID,
     "grid.linewidth": 0.6,
     "xtick.color": GRID,

@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from compress.pages.charts import LEGEND, SERIES, clean_text, draw_chart, tip, write_plainly
 from runtime.bundle.format import NO_LAYERS
@@ -66,27 +67,29 @@ def draw_measures(rows: Sequence[dict[str, Any]]) -> list[Markup]:
 
 
 def _draw_measure(measure: Measure, rows: Sequence[dict[str, Any]]) -> Markup:
-    known = [(place, row) for place, row in enumerate(rows, 1) if measure.value(row) is not None]
-    actions = list(dict.fromkeys(str(row.get("action", "")) for _, row in known))
-    named = {place for place, row in sorted(known, key=lambda item: measure.badness(item[1]))[-MOST_TIPS:]}
-    values = [measure.value(row) or 0.0 for _, row in known]
+    known = [(n, row, value) for n, row in enumerate(rows, 1) if (value := measure.value(row)) is not None]
+    actions = list(dict.fromkeys(str(row.get("action", "")) for _, row, _ in known))
+    named = {n for n, _, _ in sorted(known, key=lambda point: measure.badness(point[1]))[-MOST_TIPS:]}
+    values = [value for _, _, value in known]
 
     def paint(axes: Axes) -> None:
+        handles = []
         for number, action in enumerate(actions):
             color = SERIES[number % len(SERIES)]
-            points = [(place, row) for place, row in known if str(row.get("action", "")) == action]
-            for place, row in points:
-                (point,) = axes.plot(place, measure.value(row), "o", markersize=5.5, color=color)
-                if place in named:
-                    point.set_gid(tip(f"{row['layer']}: {measure.value(row):.4g} ({action})"))
-            axes.plot([], [], "o", markersize=5.5, color=color, label=clean_text(f" {action}", LEGEND))
+            for n, row, value in known:
+                if str(row.get("action", "")) == action:
+                    (point,) = axes.plot(n, value, "o", markersize=5.5, color=color)
+                    if n in named:
+                        point.set_gid(tip(f"{row['layer']}: {value:.4g} ({action})"))
+            handles.append(point)
         if measure.log and min(values) > 0 and max(values) / min(values) > 20:
             axes.set_yscale("log", subs=[2, 5])
             write_plainly(axes.yaxis)
         axes.set(xlabel="layer, in the model's order", xlim=(0.4, len(rows) + 0.6))
-        axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[attr-defined]
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(actions) > 1:
-            axes.legend(ncols=min(4, len(actions)), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+            names, columns = [clean_text(action, LEGEND) for action in actions], min(4, len(actions))
+            axes.legend(handles, names, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
 
     return draw_chart(measure.label, paint, full=True, height=230)
 

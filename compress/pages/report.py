@@ -16,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from compress.errors import OutputError
 from compress.pages.charts import AFTER, BEFORE, TICK, Line, clean_text, draw_chart, draw_lines, write_plainly
@@ -270,23 +271,21 @@ def draw_times(name: str, report: Findings) -> Markup:
     batch = "".join(f", {size} sample{'s' * (size != 1)} each" for size in fixed.values() if isinstance(size, int))
 
     def paint(axes: Axes) -> None:
-        handles = []
+        handles: list[Line2D] = []
+        words: list[str] = []
         for which, times in known.items():
             color, word = colors[which]
-            (line,) = axes.plot(times[:100], range(100), color=color)
+            handles += axes.plot(times[:100], range(100), color=color)
+            words.append(f"{word}: median {times[50]:.3g} ms")
             axes.plot(times[50], 50, "o", color=color, markersize=5)
-            handles.append((line, f"{word}: median {times[50]:.3g} ms"))
         if spread[0] and min(spread[0]) > 0 and max(spread[1]) / min(spread[0]) > 15:
             axes.set_xscale("log", subs=[2, 5])
             write_plainly(axes.xaxis)
         axes.set(xlabel="ms", ylabel="% of calls that took at most so long", ylim=(0, 100))
-        if handles:
-            place = {
-                "loc": "lower left",
-                "bbox_to_anchor": (0, 1),
-                "borderaxespad": 0,
-            }  # above: a line may lie anywhere
-            axes.legend(*zip(*handles, strict=True), ncols=2, columnspacing=1.2, handlelength=1.4, **place)
+        above = (0, 1)  # a line may lie anywhere
+        axes.legend(
+            handles, words, ncols=2, loc="lower left", bbox_to_anchor=above, columnspacing=1.2, handlelength=1.4
+        )
 
     return draw_chart(TIMES[name] + batch, paint)
 

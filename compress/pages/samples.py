@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image
@@ -129,7 +129,7 @@ def describe(answer: Any) -> str:
     return _cut(f"{answer:.5g}" if isinstance(answer, float) else str(answer))
 
 
-def _is_share(score: Any) -> bool:
+def _is_share(score: Any) -> TypeGuard[float]:
     return isinstance(score, (int, float)) and not isinstance(score, bool) and 0 <= score <= 1
 
 
