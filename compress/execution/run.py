@@ -21,7 +21,7 @@ from compress.errors import PlaceError, PlanError
 from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, run_baseline
 from compress.execution.lock import describe_host, make_lock
-from compress.execution.measurements import Chain
+from compress.execution.measurements import Chain, list_costs
 from compress.execution.own_metrics import check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
@@ -254,7 +254,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         )
     for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
-    return chain.models if chain else (), [note for note in notes if isinstance(note, HostNote)]
+    costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
+    return chain.models if chain else costs, [note for note in notes if isinstance(note, HostNote)]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:

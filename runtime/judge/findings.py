@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Manifest
+from runtime.judge.changes import Changes
 from runtime.judge.confusion import Confusion
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
@@ -147,6 +148,11 @@ class Findings:
     """Metrics that were computed when the bundle was built, by code that is not in it."""
     confusion: Confusion | None = None
     """Which class is taken for which; None where no single class is chosen."""
+    changes: Changes | None = None
+    """The samples whose answers changed most; None where the candidate's outputs are broken."""
+    distributions: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    """latency, end_to_end, of a decoder ttft and itl -> "baseline", "candidate" -> ms at 0 %, 1 %, ... 100 % of all
+    calls (answers, requests, tokens), the fastest first."""
     gates: tuple[GateResult, ...] = ()
     layers: tuple[Any, ...] = ()
     """The bundle's layers.json."""

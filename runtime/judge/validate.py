@@ -30,6 +30,7 @@ from runtime.bundle.onnx_file import graph_facts
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
+from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
@@ -84,7 +85,7 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report = judge_scored(case) if case.is_scored else judge_model(case, passes)
+        report = judge_scored(case, passes) if case.is_scored else judge_model(case, passes)
     if report.steps is not None and not report.steps.recorded:
         write_pass_table(report.steps, case.root)
     write_report(report, folder)
@@ -121,13 +122,15 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     subject = Subject(case.backend, case.manifest.target, timed.environment, graph, not case.elsewhere, stages)
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, advice)
-    report = replace(report, confusion=_confusion(case, candidate) if not failures else None)
+    if not failures:
+        report = replace(report, confusion=_confusion(case, candidate), changes=_changes(case, candidate))
     return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
 
 
-def judge_scored(case: Case) -> Report:
+def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     """Judge a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
-    evidence, broken = quality(case, run_candidate(case))
+    candidate = run_candidate(case)
+    evidence, broken = quality(case, candidate)
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
     evidence |= size_evidence(
         sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes
@@ -135,7 +138,14 @@ def judge_scored(case: Case) -> Report:
     not_run = f"it was not measured: {_explain_not_run(case.manifest, case.backend)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
     advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
-    return assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+    report = assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+    if not broken:
+        report = replace(report, changes=_changes(case, candidate))
+    return replace(report, steps=make_pass_table(case, passes, candidate, None, report)) if passes else report
+
+
+def _changes(case: Case, candidate: Outputs) -> Changes | None:
+    return find_changes(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
 
 
 def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
@@ -367,6 +377,7 @@ def _collect_common_fields(
         "ratio_intervals": ratio_intervals(evidence),
         "differences": differences(evidence),
         "slices": tabulate_slices(evidence),
+        "distributions": describe_times(timed) if timed else {},
         "recorded": tuple(name for name, known in evidence.items() if known.recorded),
         "environment": timed.environment if timed else _describe_machine(),
         "benchmark": _describe_benchmark(manifest.generates, timed) if timed else {},
@@ -395,6 +406,28 @@ def _describe_benchmark(generates: bool, timed: BenchmarkResult) -> dict[str, An
     if isinstance(timed.energy, str):
         record["energy"] = f"not measured: {timed.energy}"
     return record
+
+
+QUANTILES = np.linspace(0, 100, 101)
+"""Of all times, in percent: what a report keeps of them."""
+
+
+def describe_times(timed: BenchmarkResult) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Return the quantiles of every kind of time that was taken, ms to four digits; see `Findings.distributions`."""
+    if timed.requests is not None:
+        seconds = {"ttft": timed.requests.first, "itl": timed.requests.steps}
+    else:
+        seconds = {"latency": timed.latency_s}
+    if timed.answers_s is not None:
+        seconds["end_to_end"] = timed.answers_s.sum(axis=2)
+    return {
+        name: {
+            which: tuple(float(f"{ms:.4g}") for ms in 1000 * np.percentile(of_model, QUANTILES))
+            for which, of_model in zip(("baseline", "candidate")[-len(times) :], times, strict=True)
+            if of_model.size
+        }
+        for name, times in seconds.items()
+    }
 
 
 def find_median_ms(seconds: np.ndarray) -> list[float]:

@@ -236,7 +236,7 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield ""
         yield "gates"
         yield from (f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
-    if stages := _stage_cells(report):
+    if stages := stage_cells(report):
         yield ""
         yield "where the time of an answer goes"
         yield from _align_columns([STAGE_HEADS, *stages])
@@ -260,7 +260,7 @@ def _render_lines(report: Findings) -> Iterator[str]:
     if report.backends:
         yield ""
         yield "other ways to run it"
-        yield from _align_columns([_format_backend(row) for row in report.backends])
+        yield from _align_columns([backend_cells(row) for row in report.backends])
     if report.advice:
         yield ""
         yield from (f"- {sentence}" for sentence in report.advice)
@@ -272,7 +272,7 @@ STAGES_KEY = "stages_p50_ms"
 STAGE_HEADS = ("stage", "before", "after")
 
 
-def _stage_cells(report: Findings) -> list[tuple[str, str, str]]:
+def stage_cells(report: Findings) -> list[tuple[str, str, str]]:
     """Return for each stage of a whole answer that takes time its median, and its share of both models' answers."""
     sides = report.benchmark.get(STAGES_KEY)
     if not sides:
@@ -297,7 +297,10 @@ def _align_columns(cells: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _format_backend(row: Mapping[str, Any]) -> tuple[str, ...]:
+BACKEND_HEADS = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
+
+
+def backend_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a row: backend, model, precision, latency, speed-up, closeness to the baseline, remark."""
     who = row["name"], row["artifact"], row["precision"]
     if row.get("error"):
@@ -325,7 +328,7 @@ def render_markdown(report: Findings) -> str:
         lines += ["", "## Gates", ""]
         cells = [(_format_verdict(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
         lines += _render_markdown_table(("verdict", "gate", "why"), cells)
-    if stages := _stage_cells(report):
+    if stages := stage_cells(report):
         lines += ["", "## Where the time of an answer goes", "", *_render_markdown_table(STAGE_HEADS, stages)]
     for table in choose_slices(report):
         lines += ["", f"## {table.metric} by {table.column}", ""]
@@ -342,8 +345,7 @@ def render_markdown(report: Findings) -> str:
         lines += ["", "```", *map(curve_line, curves), "```"]
     if report.backends:
         lines += ["", "## Other ways to run it", ""]
-        heads = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
-        lines += _render_markdown_table(heads, [_format_backend(row) for row in report.backends])
+        lines += _render_markdown_table(BACKEND_HEADS, [backend_cells(row) for row in report.backends])
     lines += ["", "## Where it was measured", ""]
     lines += [f"- quality: by {report.scored_by}, when the bundle was built"] if report.scored_by else []
     lines += [
@@ -477,6 +479,8 @@ def _render_html_head(heads: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
 
 
+PAGE = "report.html"
+"""The page that `compress` makes of a report. It is not written here, but one of an earlier judgement goes."""
 FILES = {"report.json": render_json, "report.md": render_markdown, "report.xml": render_junit}
 
 
@@ -502,7 +506,7 @@ def prepare_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, prefix="report."):
             pass
-        for name in FILES:
+        for name in (*FILES, PAGE):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
