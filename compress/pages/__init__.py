@@ -1,0 +1,1 @@
+"""HTML pages that people read: one file each, without scripts, and without a request to anywhere."""

@@ -1,0 +1,34 @@
+"""Fill a page's template: everything that it shows of a bundle is hostile input and is escaped."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from runtime.report.units import interval_brackets, ms_text, size_text
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_page(template: str, **values: Any) -> str:
+    """Return a whole page, UTF-8 text. `template`: a file of `templates/`, which extends `base.html`."""
+    return make_environment().get_template(template).render(**values)
+
+
+@cache
+def make_environment() -> Environment:
+    """Return the templates' environment: text is escaped, and a value that a template lacks is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"size": size_text, "ms": ms_text, "interval": interval_brackets}
+    environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
+    return environment
