@@ -1,37 +1,43 @@
 """Tell which differences between judged bundles are beyond noise.
 
 Quality is paired: both candidates answered the same frozen samples, so that the difference is taken sample by sample,
-by the methods that gates use. Speed is paired within one run alone: each candidate's speed-up over its own baseline,
-timed in turns with it, is what two runs can be compared by. Sizes are exact.
+by the methods that gates use. Speed is paired within one run alone: what two runs can be compared by is each
+candidate's speed-up over its own baseline, timed in turns with it. Sizes are exact.
 
 Whoever asks twenty questions gets one wrong answer at 95 %: all intervals of a comparison hold at once (Bonferroni).
+They tell what the samples and the rounds can tell: of one build of each bundle, not of what another seed would build.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
-
-import numpy as np
 
 from runtime.bundle.format import Judgement
 from runtime.errors import UsageError
-from runtime.judge.evidence import NO_VALUE, column_evidence
+from runtime.judge.evidence import column_evidence
 from runtime.judge.recorded import as_metric, describe_own_metric
-from runtime.judge.stats import Estimate, change_level, change_scale, divide, exact, subtract, unknown
+from runtime.judge.stats import ORDER_STATISTICS, Estimate, change_level, change_scale, divide, exact, subtract, unknown
 from runtime.judge.stored import Interval, StoredFindings, StoredReport
-from runtime.metrics import MEASURED, METRICS, Metric, is_own
+from runtime.metrics import MEASURED, METRICS, MeasuredMetric, Metric, is_own
 from runtime.metrics.base import Columns
 
 Verdict = Literal["better", "worse", "within noise", "not known"]
-Scale = Literal["difference", "ratio"]
 GRAIN = 0.001
 """Of a size: what names and versions inside of files may move it by."""
-SAME_RUN = ("backend", "cpu", "threads", "os", "versions")
-"""Of a run: where all of these are the same, its milliseconds and bytes of memory are of one machine and runtime."""
+RUN_TO_RUN = 0.03
+"""Of a speed-up: what another run of the same bundle on the same idle machine may move it by, beyond what the rounds of
+one run show: where memory lies, the clock's pace (`benchmarks/compare_noise.py`)."""
+WORKLOAD = (
+    *("batch_size", "throughput_batch_size", "sequence_length", "prompt_tokens", "new_tokens"),
+    *("latency_percentile", "latency_limit_ms", "ttft_limit_ms", "tpot_limit_ms"),
+)
+"""Of `Findings.benchmark`: what is timed."""
+MACHINE = {"backend": "backends", "cpu": "CPUs", "cores": "numbers of cores", "threads": "numbers of threads"}
+NO_RUNTIMES = ("numpy", "tokenizers", "pillow")
+"""Of `environment`'s versions: those that no model runs in."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Difference:
     metric: str
     unit: str
     higher_is_better: bool
-    scale: Scale
+    scale: Literal["difference", "ratio"]
     before: float
     after: float
     change: Estimate
@@ -55,220 +61,272 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is known of the differences of a bundle from another one, all intervals holding at once."""
+    """What is known of the differences of one bundle from another, all intervals holding at once."""
 
     before: str
     after: str
     confidence: float
     """Of all intervals together."""
-    n_questions: int
-    """Differences with an interval, those of further bundles of the same comparison included."""
+    n_intervals: int
+    """Those of the other bundles of the same comparison included."""
     differences: tuple[Difference, ...]
     not_compared: dict[str, str]
     """Metric -> why."""
     notes: tuple[str, ...] = ()
 
     def find(self, verdict: Verdict) -> list[Difference]:
-        """Return the differences of a verdict."""
+        """Return the differences with a verdict."""
         return [difference for difference in self.differences if difference.verdict == verdict]
-
-
-def compare_reports(reports: Sequence[StoredReport], names: Collection[str] | None = None) -> tuple[Comparison, ...]:
-    """Compare each report with the first. `names`: the metrics that are asked for; None: all that both have.
-
-    Raises UsageError for fewer than two, and for reports that are not of the same task and frozen samples.
-    """
-    if len(reports) < 2:
-        raise UsageError("give at least two bundles to compare")
-    first, *others = reports
-    problems = [problem for other in others for problem in find_incomparable(first, other)]
-    if problems:
-        raise UsageError(problems)
-    pairs = [_Pair(first, other) for other in others]
-    asked = [pair.list_questions(names) for pair in pairs]
-    n_questions = sum(question.has_interval for questions in asked for question in questions)
-    confidence = first.findings.confidence
-    level = 1 - (1 - confidence) / max(n_questions, 1)
-    return tuple(
-        Comparison(
-            pair.old.name,
-            pair.new.name,
-            confidence,
-            n_questions,
-            tuple(question.answer(level) for question in questions),
-            pair.explain_left_out(names),
-            tuple(pair.list_notes()),
-        )
-        for pair, questions in zip(pairs, asked, strict=True)
-    )
-
-
-def find_incomparable(old: StoredReport, new: StoredReport) -> list[str]:
-    """Return why two reports cannot be compared at all; nothing where they can."""
-    names = f"{old.name} and {new.name}"
-    before, after = old.findings, new.findings
-    if before.task != after.task:
-        return [f"{names}: different tasks, {before.task} and {after.task}"]
-    for report in (old, new):
-        if report.findings.evaluation is None:
-            return [
-                f"{report.name}: the report does not say which samples it is of; give the bundle's folder, or judge it "
-                f"anew with `compress validate`"
-            ]
-    assert before.evaluation is not None and after.evaluation is not None
-    if before.evaluation.samples != after.evaluation.samples:
-        sets = (f"{of.n_samples} samples of digest {of.evaluation.samples[:12]}" for of in (before, after))  # type: ignore[union-attr]
-        return [
-            f"{names}: judged on different evaluation sets ({' and '.join(sets)}); a difference may be the samples' own: "
-            "build both with the same data.evaluation"
-        ]
-    return []
 
 
 @dataclass(frozen=True)
 class _Question:
-    """One metric that two reports have: `answer` gives its difference at a level of confidence."""
+    """A metric that two reports have: `answer` gives its difference at a level of confidence."""
 
     has_interval: bool
     answer: Callable[[float], Difference]
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Two reports of the same frozen samples."""
+def compare_reports(reports: Sequence[StoredReport], names: Collection[str] | None = None) -> tuple[Comparison, ...]:
+    """Compare each report with the first one. `names`: the metrics that are asked for; None: all that there are.
 
-    old: StoredReport
-    new: StoredReport
+    Raises UsageError for fewer than two reports, and for those that are not of one task and the same frozen samples.
+    """
+    if len(reports) < 2:
+        raise UsageError("compare: give at least two bundles")
+    first, *others = reports
+    if problems := [problem for other in others for problem in find_incomparable(first, other)]:
+        raise UsageError(problems)
+    asked = []
+    for other in others:
+        listed = {**_ask_size(first, other), **_ask_quality(first, other), **_ask_speed(first, other)}
+        asked.append({name: found for name, found in listed.items() if names is None or name in names})
+    questions = [{n: found for n, found in listed.items() if isinstance(found, _Question)} for listed in asked]
+    n_intervals = sum(question.has_interval for listed in questions for question in listed.values())
+    level = 1 - (1 - first.findings.confidence) / max(n_intervals, 1)
+    return tuple(
+        Comparison(
+            first.name,
+            other.name,
+            first.findings.confidence,
+            n_intervals,
+            tuple(question.answer(level) for question in questions[place].values()),
+            {name: why for name, why in asked[place].items() if isinstance(why, str)},
+            _list_notes(first, other),
+        )
+        for place, other in enumerate(others)
+    )
 
-    def list_questions(self, names: Collection[str] | None) -> list[_Question]:
-        """Return a question for each metric that can be compared: quality, then speed, then size and memory."""
+
+def find_incomparable(old: StoredReport, new: StoredReport) -> list[str]:
+    """Return why two reports cannot be compared at all; nothing where they can."""
+    names, before, after = f"{old.name} and {new.name}", old.findings, new.findings
+    if before.task != after.task:
+        return [f"{names}: different tasks, {before.task} and {after.task}"]
+    for report in (old, new):
+        if report.findings.evaluation is None:
+            return [
+                f"{report.name}: the report does not say which samples it is of; name the bundle's folder, or judge the "
+                "bundle anew with `compress validate`"
+            ]
+    assert before.evaluation is not None and after.evaluation is not None
+    if before.evaluation.samples != after.evaluation.samples:
         return [
-            question
-            for listed in (self._list_quality, self._list_speed, self._list_weights)
-            for name, question in listed()
-            if isinstance(question, _Question) and (names is None or name in names)
+            f"{names}: different evaluation sets, {before.n_samples} samples (digest {before.evaluation.samples[:12]}) "
+            f"and {after.n_samples} (digest {after.evaluation.samples[:12]}): what differs may be the samples; build "
+            "both with the same data.evaluation"
         ]
+    return []
 
-    def explain_left_out(self, names: Collection[str] | None) -> dict[str, str]:
-        """Return why each other metric of the two reports is not compared."""
-        return {
-            name: why
-            for listed in (self._list_quality, self._list_speed, self._list_weights)
-            for name, why in listed()
-            if isinstance(why, str) and (names is None or name in names)
-        }
 
-    def list_notes(self) -> Iterator[str]:
-        """Yield what a reader must know of the two judgements as a whole."""
-        before, after = self.old.findings, self.new.findings
-        unpaired = [report.name for report in (self.old, self.new) if not report.columns]
-        if unpaired and before.candidate.metrics:
-            yield (
-                f"{' and '.join(unpaired)}: no values for each sample beside the report, so that quality is not paired: "
-                "its intervals are wider than they need be; `compress validate` writes them"
-            )
-        if different := self._different_runs():
-            yield f"measured on different {' and '.join(different)}: times and memory of the two do not compare"
+def list_different_runs(old: StoredReport, new: StoredReport) -> list[str]:
+    """Return, in words, what of machine and runtime differs between two runs; nothing where milliseconds compare."""
+    before, after = ({**report.findings.environment, "backend": report.findings.backend} for report in (old, new))
+    differ = [words for key, words in MACHINE.items() if before.get(key) != after.get(key)]
+    return differ + ["versions of the runtime"] * (_list_runtimes(before) != _list_runtimes(after))
 
-    def _list_quality(self) -> Iterator[tuple[str, _Question | str]]:
-        before, after = (report.findings.candidate.metrics for report in (self.old, self.new))
-        for name in dict.fromkeys((*before, *after)):
-            if name not in before or name not in after:
-                yield name, f"{(self.old if name not in before else self.new).name} lacks it"
-            elif before[name] is None or after[name] is None:
-                yield name, f"it has no value in {(self.old if before[name] is None else self.new).name}"
-            else:
-                metric = self._find_metric(name)
-                yield name, metric if isinstance(metric, str) else self._ask_quality(metric)
 
-    def _find_metric(self, name: str) -> Metric | str:
-        """Return the metric that both values are of, or why they are not of one metric."""
-        before, after = self.old.findings.evaluation, self.new.findings.evaluation
-        assert before is not None and after is not None
-        if is_own(name):
-            ours, theirs = ({m.name: m for m in of.own_metrics}.get(name) for of in (after, before))
-            if ours is None or theirs is None:
-                return "a report does not say which code it was computed by; judge that bundle anew"
-            same = ours.sha256 == theirs.sha256 and ours.per_sample == theirs.per_sample
-            return as_metric(ours) if same else "its file is another one"
-        if name not in METRICS:
-            return "this installation has no metric of that name"
-        if METRICS[name].against == "baseline" and not set(before.baselines) & set(after.baselines):
-            return "it is against the float model, and the two bundles have different ones"
-        return METRICS[name]
+def _list_runtimes(environment: Mapping[str, object]) -> dict[str, object]:
+    versions = environment.get("versions")
+    known = versions if isinstance(versions, dict) else {}
+    return {name: version for name, version in known.items() if name not in NO_RUNTIMES}
 
-    def _ask_quality(self, metric: Metric) -> _Question:
-        why = self._explain_unpaired(metric)
-        if not why:
-            return _Question(True, lambda level: self._pair_samples(metric, level))
-        ends = [report.findings.candidate.intervals.get(metric.name) for report in (self.old, self.new)]
-        return _Question(all(map(_is_finite, ends)), lambda level: self._subtract_unpaired(metric, level, why))
 
-    def _explain_unpaired(self, metric: Metric) -> str:
-        """Return why the two cannot be paired by sample; "" where they can."""
-        for report in (self.old, self.new):
-            kept = report.columns.get(metric.name)
-            if kept is None:
-                return f"not paired: {report.name} keeps no values for each sample of it"
-            value = report.findings.candidate.metrics[metric.name]
-            if not _gives_value(metric, kept, value):
-                return f"not paired: what {report.name} keeps of it was computed by another version of the metric"
-        return ""
+def _list_notes(old: StoredReport, new: StoredReport) -> tuple[str, ...]:
+    """Return what a reader must know of the two judgements as a whole."""
+    notes = []
+    if unpaired := [report.name for report in (old, new) if not report.columns]:
+        notes.append(
+            f"{' and '.join(unpaired)}: there are no values of single samples beside the report, so that quality is not "
+            "paired, and its intervals are wider than they need be; `compress validate` writes these values"
+        )
+    if differ := list_different_runs(old, new):
+        notes.append(f"Measured with different {', '.join(differ)}: no difference in speed is called real.")
+    return tuple(notes)
 
-    def _pair_samples(self, metric: Metric, level: float) -> Difference:
-        theirs, ours = (report.columns[metric.name] for report in (self.old, self.new))
-        if is_own(metric.name):
-            assert self.new.findings.evaluation is not None
-            records = {record.name: record for record in self.new.findings.evaluation.own_metrics}
-            metric = describe_own_metric(records[metric.name], ours, theirs)
-        evidence = column_evidence(metric, ours, theirs, Judgement(confidence=level))
-        assert evidence.difference is not None and evidence.baseline is not None
-        values = evidence.baseline.value, evidence.candidate.value
-        return _describe(metric, "difference", values, evidence.difference)
 
-    def _subtract_unpaired(self, metric: Metric, level: float, why: str) -> Difference:
-        before, after = (_read_estimate(report.findings, metric.name, level) for report in (self.old, self.new))
-        return _describe(metric, "difference", (before.value, after.value), subtract(after, before), why)
+def _ask_size(old: StoredReport, new: StoredReport) -> dict[str, _Question | str]:
+    before, after = (report.findings.candidate.size_bytes for report in (old, new))
+    if before is None or after is None:
+        return {}
+    return {"size": _Question(False, lambda level: _compare_sizes(before, after))}
 
-    def _list_speed(self) -> Iterator[tuple[str, _Question | str]]:
-        before, after = self.old.findings, self.new.findings
-        timed = [name for name in MEASURED if name in before.ratio_intervals or name in after.ratio_intervals]
-        for name in timed:
-            lacking = [r.name for r in (self.old, self.new) if name not in r.findings.ratio_intervals]
-            yield name, f"{' and '.join(lacking)} lacks it" if lacking else self._ask_speed(name)
 
-    def _ask_speed(self, name: str) -> _Question | str:
-        before, after = self.old.findings, self.new.findings
-        assert before.evaluation is not None and after.evaluation is not None
-        if not set(before.evaluation.baselines) & set(after.evaluation.baselines):
-            return "each is a speed-up over its own float model, and these differ"
-        if before.backend != after.backend:
-            return f"measured on different backends, {before.backend} and {after.backend}"
-        changed = [
-            f"{key} {before.benchmark[key]} and {after.benchmark[key]}"
-            for key in WORKLOAD
-            if key in before.benchmark and before.benchmark[key] != after.benchmark.get(key)
-        ]
-        if changed:
-            return f"timed otherwise: {', '.join(changed)}"
-        finite = all(_is_finite(of.ratio_intervals.get(name)) for of in (before, after))
-        return _Question(finite, lambda level: self._divide_speedups(name, level))
+def _compare_sizes(before: float, after: float) -> Difference:
+    found = _describe(MEASURED["size"], "difference", (before, after), exact(after - before))
+    if 0 < abs(after - before) <= GRAIN * before:
+        return replace(found, verdict="within noise", remark=f"less than {GRAIN:.1%}: names and versions in the file")
+    return found
 
-    def _divide_speedups(self, name: str, level: float) -> Difference:
-        before, after = (_read_speedup(report.findings, name, level) for report in (self.old, self.new))
-        found = _describe(MEASURED[name], "ratio", (before.value, after.value), divide(after, before))
-        if self._different_runs():
-            return replace(found, verdict="not known", remark="the runs were on different machines or runtimes")
-        return found
 
-    def _different_runs(self) -> list[str]:
-        """Return in which words two runs differ, so that their times and memory are not of one machine and runtime."""
-        before, after = ({**report.findings.environment, "backend": report.findings.backend} for report in (self.old, self.new))
-        return [words for key, words in SAME_RUN.items() if before.get(key) != after.get(key)]
+def _ask_quality(old: StoredReport, new: StoredReport) -> dict[str, _Question | str]:
+    before, after = (report.findings.candidate.metrics for report in (old, new))
+    asked: dict[str, _Question | str] = {}
+    known = [name for name in METRICS if name in before or name in after]
+    for name in dict.fromkeys((*known, *before, *after)):
+        if lacking := [report.name for report in (old, new) if report.findings.candidate.metrics.get(name) is None]:
+            asked[name] = f"{' and '.join(lacking)} has no value of it"
+            continue
+        metric = _find_metric(name, old, new)
+        asked[name] = metric if isinstance(metric, str) else _ask_metric(metric, old, new)
+    return asked
 
-    def _list_weights(self) -> Iterator[tuple[str, _Question | str]]:
-        sizes = [report.findings.candidate.size_bytes for report in (self.old, self.new)]
-        if all(size is not None for size in sizes):
-            yield "size", _Question(False, lambda level: _compare_sizes(*map(float, sizes)))  # type: ignore[arg-type]
-        for name, field in (("peak_memory", "peak_memory_bytes"), ("energy", "")):
-            pass
+
+def _find_metric(name: str, old: StoredReport, new: StoredReport) -> Metric | str:
+    """Return the metric that both values are of, or why they are not of one metric."""
+    before, after = old.findings.evaluation, new.findings.evaluation
+    assert before is not None and after is not None
+    if is_own(name):
+        theirs, ours = ({record.name: record for record in of.own_metrics}.get(name) for of in (before, after))
+        if theirs is None or ours is None:
+            return "a report does not say which code computed it"
+        if (theirs.sha256, theirs.per_sample) != (ours.sha256, ours.per_sample):
+            return "the file that computes it is another one"
+        columns = [report.columns.get(name) for report in (new, old)]
+        return as_metric(ours) if None in columns else describe_own_metric(ours, *columns)  # type: ignore[arg-type]
+    if name not in METRICS:
+        return "no metric of that name is installed here"
+    if METRICS[name].against == "baseline" and not set(before.baselines) & set(after.baselines):
+        return "it is against the float model, and that is another one in each bundle"
+    return METRICS[name]
+
+
+def _ask_metric(metric: Metric, old: StoredReport, new: StoredReport) -> _Question:
+    if why := _explain_unpaired(metric, old, new):
+        ends = [report.findings.candidate.intervals.get(metric.name) for report in (old, new)]
+        return _Question(all(map(_is_known, ends)), lambda level: _subtract_unpaired(metric, old, new, level, why))
+    return _Question(True, lambda level: _pair_samples(metric, old, new, level))
+
+
+def _explain_unpaired(metric: Metric, old: StoredReport, new: StoredReport) -> str:
+    """Return why two candidates cannot be paired by sample; "" where they can."""
+    for report in (old, new):
+        columns, value = report.columns.get(metric.name), report.findings.candidate.metrics[metric.name]
+        if columns is None:
+            return f"not paired: {report.name} keeps no values of single samples"
+        if not _gives_value(metric, columns, value):
+            return f"not paired: another version of the metric computed that of {report.name}"
+    return ""
+
+
+def _gives_value(metric: Metric, columns: Columns, value: float | None) -> bool:
+    """Return whether the metric of these columns is the value that the report has: both are of one version of it."""
+    try:
+        counted = None if metric.counts is None else metric.counts(columns)
+        found = metric.statistic(columns if counted is None else tuple(column[counted] for column in columns))
+    except (ArithmeticError, IndexError, TypeError, ValueError):  # these are other columns than the metric's
+        return False
+    return value is not None and math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _pair_samples(metric: Metric, old: StoredReport, new: StoredReport, level: float) -> Difference:
+    """Return the difference of two candidates on the same samples, by the methods that gates use."""
+    judgement = Judgement(confidence=level)
+    evidence = column_evidence(metric, new.columns[metric.name], old.columns[metric.name], judgement)
+    assert evidence.difference is not None and evidence.baseline is not None
+    return _describe(metric, "difference", (evidence.baseline.value, evidence.candidate.value), evidence.difference)
+
+
+def _subtract_unpaired(metric: Metric, old: StoredReport, new: StoredReport, level: float, why: str) -> Difference:
+    """Return the difference of two candidates from their own intervals, as if their samples were not the same."""
+    before, after = (_read_estimate(report.findings, metric.name, level) for report in (old, new))
+    return _describe(metric, "difference", (before.value, after.value), subtract(after, before), why)
+
+
+def _ask_speed(old: StoredReport, new: StoredReport) -> dict[str, _Question | str]:
+    before, after = old.findings, new.findings
+    assert before.evaluation is not None and after.evaluation is not None
+    other_work = [
+        f"{key} {before.benchmark[key]} and {after.benchmark[key]}"
+        for key in WORKLOAD
+        if key in before.benchmark and key in after.benchmark and before.benchmark[key] != after.benchmark[key]
+    ]
+    asked: dict[str, _Question | str] = {}
+    for name in (name for name in MEASURED if name in before.ratio_intervals or name in after.ratio_intervals):
+        if lacking := [report.name for report in (old, new) if not report.findings.ratios.get(name)]:
+            asked[name] = f"{' and '.join(lacking)} has no value of it"
+        elif not set(before.evaluation.baselines) & set(after.evaluation.baselines):
+            asked[name] = "it is a speed-up over the float model, and that is another one in each bundle"
+        elif other_work:
+            asked[name] = f"timed otherwise: {', '.join(other_work)}"
+        else:
+            asked[name] = _ask_speedup(name, old, new)
+    return asked
+
+
+def _ask_speedup(name: str, old: StoredReport, new: StoredReport) -> _Question:
+    differ = bool(list_different_runs(old, new))
+    known = all(_is_known(report.findings.ratio_intervals.get(name), above=0) for report in (old, new))
+    return _Question(known and not differ, lambda level: _divide_speedups(name, old, new, level, differ))
+
+
+def _divide_speedups(name: str, old: StoredReport, new: StoredReport, level: float, differ: bool) -> Difference:
+    """Return how many times as fast the new candidate is, from two runs, each one's rounds paired with its baseline."""
+    before, after = (_read_speedup(report.findings, name, level) for report in (old, new))
+    change = divide(after, before)
+    change = replace(change, low=change.low / (1 + RUN_TO_RUN), high=change.high * (1 + RUN_TO_RUN))
+    found = _describe(MEASURED[name], "ratio", (before.value, after.value), change)
+    return replace(found, verdict="not known", remark="measured on another machine or runtime") if differ else found
+
+
+def _describe(
+    metric: Metric | MeasuredMetric,
+    scale: Literal["difference", "ratio"],
+    values: tuple[float, float],
+    change: Estimate,
+    remark: str = "",
+) -> Difference:
+    """Return a metric's difference with its verdict: beyond noise where no change at all is outside of its interval."""
+    same, higher_is_better = (1.0, True) if scale == "ratio" else (0.0, metric.higher_is_better)
+    verdict: Verdict = "within noise"
+    least = 0.0 if scale == "ratio" else -math.inf
+    if math.isnan(change.value) or (change.low == least and math.isinf(change.high)):
+        verdict = "not known"
+    elif change.low > same or change.high < same:
+        verdict = "better" if (change.low > same) == higher_is_better else "worse"
+    remarks = "; ".join(text for text in (remark, change.lacking) if text)
+    return Difference(metric.name, metric.unit, metric.higher_is_better, scale, *values, change, verdict, remarks)
+
+
+def _read_estimate(findings: StoredFindings, name: str, level: float) -> Estimate:
+    """Return a candidate's metric with the interval that its report has, at another level."""
+    value, ends = findings.candidate.metrics[name], findings.candidate.intervals.get(name)
+    assert value is not None
+    if not _is_known(ends):
+        return unknown(value, f"{findings.n_samples} samples", "a report has no interval of it")
+    return change_level(Estimate(value, *ends, "unpaired"), findings.confidence, level)  # type: ignore[misc]
+
+
+def _read_speedup(findings: StoredFindings, name: str, level: float) -> Estimate:
+    """Return how many times as fast as its baseline a candidate is, at another level than its report's."""
+    value, ends = findings.ratios[name], findings.ratio_intervals[name]
+    assert value is not None
+    if not _is_known(ends, above=0):
+        return Estimate(value, 0.0, math.inf, "no interval", "a run timed too few rounds for an interval")
+    logs = Estimate(*map(math.log, (value, *ends)), ORDER_STATISTICS)  # type: ignore[arg-type, call-arg, misc]
+    return change_scale(change_level(logs, findings.confidence, level), math.exp)
+
+
+def _is_known(ends: Interval | None, above: float = -math.inf) -> bool:
+    """Return whether an interval has both ends, the lower one above a bound."""
+    return ends is not None and ends[0] is not None and ends[1] is not None and ends[0] > above

@@ -31,11 +31,13 @@ from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
 from runtime.judge.confusion import Confusion, count_confusions
+from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.slices import find_groups
+from runtime.judge.stored import StoredReport, describe_evaluation
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
@@ -52,6 +54,7 @@ from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs,
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.report import Report, prepare_folder, write_report
+from runtime.report.samples import keep_samples
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
@@ -68,6 +71,7 @@ def validate(
     passes: Sequence[PassModel] = (),
     report_folder: Path | None = None,
     notes: Sequence[str] = (),
+    earlier: StoredReport | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
@@ -75,18 +79,28 @@ def validate(
     with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left,
     to be measured with the candidate and recorded in the bundle; without them the report shows what was recorded.
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
-    this machine, for the report. A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
+    this machine, for the report. `earlier`: a report that this one is held against (`runtime.judge.earlier`). A
+    candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
     (not intact), UsageError (a gate that cannot be judged, labels out of range), RuntimeFailure.
     """
     with name_file(Path(path)):
         case = prepare(Path(path), backends, threads)
         case = replace(case, notes=[*case.notes, *notes])
+        if earlier is not None:
+            evaluation = describe_evaluation(case.manifest)
+            check_earlier(
+                earlier, str(path), case.manifest.task, case.manifest.judgement, evaluation and evaluation.samples
+            )
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report = judge_scored(case) if case.is_scored else judge_model(case, passes)
+        report, evidence = judge_scored(case) if case.is_scored else judge_model(case, passes)
+        columns = {name: known.columns for name, known in evidence.items() if known.columns}
+    if earlier is not None:
+        report = hold_against(earlier, report, columns, case.manifest.judgement)
     if report.steps is not None and not report.steps.recorded:
         write_pass_table(report.steps, case.root)
+    report = replace(report, per_sample=keep_samples(columns, folder) if columns else None)
     write_report(report, folder)
     return report
 
@@ -106,8 +120,8 @@ def name_batches(case: Case) -> Iterator[None]:
         ) from error
 
 
-def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
-    """Judge a candidate that is run and timed here, and return the report."""
+def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
+    """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
     candidate = run_candidate(case)
     evidence, failures = quality(case, candidate)
     if case.backend in ENGINES:  # what a pass left is an ONNX file
@@ -122,11 +136,13 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, advice)
     report = replace(report, confusion=_confusion(case, candidate) if not failures else None)
-    return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
+    if passes:
+        report = replace(report, steps=make_pass_table(case, passes, candidate, timed, report))
+    return report, evidence
 
 
-def judge_scored(case: Case) -> Report:
-    """Judge a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
+def judge_scored(case: Case) -> tuple[Report, Mapping[str, Evidence]]:
+    """Judge a candidate that another engine runs, as `judge_model`: quality as the build measured it, size, no speed."""
     evidence, broken = quality(case, run_candidate(case))
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
     evidence |= size_evidence(
@@ -135,7 +151,7 @@ def judge_scored(case: Case) -> Report:
     not_run = f"it was not measured: {_explain_not_run(case.manifest, case.backend)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
     advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
-    return assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+    return assemble(case, None, evidence, failures, (), advice, broken=bool(broken)), evidence
 
 
 def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
@@ -322,6 +338,7 @@ def assemble(
         layers=read_layers(case.root, manifest),
         steps=read_pass_table(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
+        evaluation=describe_evaluation(manifest),
         **_collect_common_fields(manifest, timed, evidence, case.backend),
         scored_by=_name_scorer(manifest) if case.is_scored else "",
     )
