@@ -47,6 +47,14 @@ Device = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the weight files' digests anew, not as the cache remembers them.")
 ]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        "--baseline",
+        metavar="REPORT",
+        help="An earlier report.json, or its folder: exit code 3 where something is worse, beyond noise.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -81,6 +89,7 @@ def apply(
     device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
     verify: Verify = False,
+    baseline: Baseline = None,
 ) -> None:
     """Do what a recipe says, write the bundle and judge it."""
     with ending(as_json):
@@ -88,8 +97,10 @@ def apply(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
+            from runtime.judge.stored import read_report
 
-            report = apply_recipe(loaded, out, cache, quiet or as_json, verify)
+            earlier = None if baseline is None else read_report(baseline)
+            report = apply_recipe(loaded, out, cache, quiet or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out)
 
@@ -163,14 +174,17 @@ def validate(
     report_folder: Annotated[
         Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
     ] = None,
+    baseline: Baseline = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a bundle on this machine, judge it by its gates and write its report."""
     with ending(as_json):
         with quiet_stdout(as_json):
+            from runtime.judge.stored import read_report
             from runtime.judge.validate import validate as validate_bundle
 
-            report = validate_bundle(bundle, report_folder=report_folder)
+            earlier = None if baseline is None else read_report(baseline)
+            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
         _show_report(report, as_json)
 
 
