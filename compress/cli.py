@@ -97,9 +97,9 @@ def apply(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
-            from runtime.judge.stored import read_report
+            from runtime.report.stored import read_stored_report
 
-            earlier = None if baseline is None else read_report(baseline)
+            earlier = None if baseline is None else read_stored_report(baseline)
             report = apply_recipe(loaded, out, cache, quiet or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out)
@@ -180,10 +180,10 @@ def validate(
     """Run a bundle on this machine, judge it by its gates and write its report."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from runtime.judge.stored import read_report
             from runtime.judge.validate import validate as validate_bundle
+            from runtime.report.stored import read_stored_report
 
-            earlier = None if baseline is None else read_report(baseline)
+            earlier = None if baseline is None else read_stored_report(baseline)
             report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
         _show_report(report, as_json)
 

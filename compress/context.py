@@ -68,7 +68,8 @@ class PassResult(Generic[Form_co]):
     """The model to go on with, what was decided for each layer, and what the report should say.
 
     `measured`: layer -> named numbers (sqnr_db, sensitivity, ...) for the report's layer table. `seconds`: what the
-    pass took when it was done; whoever runs it fills it in. `choice`: what a measurement of time decided, as JSON
+    pass took when it was done, `peak_memory_bytes` the most that the process held meanwhile, None where the system does
+    not say; whoever runs it fills them in. `choice`: what a measurement of time decided, as JSON
     values that the lock keeps, with the name of the cache's file that holds it (`key`); {}: none did.
     """
 
@@ -78,3 +79,4 @@ class PassResult(Generic[Form_co]):
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
     choice: dict[str, Any] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None

@@ -30,10 +30,10 @@ from runtime.bundle.format import Manifest, read_manifest, verify
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.npz import NpzError, read_arrays
 from runtime.bundle.samples import write_npz
-from runtime.judge.stored import read_report
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.report import Report, finite, render_text, to_dict
+from runtime.report.stored import read_stored_report
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
 
@@ -167,7 +167,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     backends = [options.backend] if options.backend else None
-    earlier = None if options.baseline is None else read_report(options.baseline)
+    earlier = None if options.baseline is None else read_stored_report(options.baseline)
     report = validate(options.bundle, backends, options.threads, report_folder=options.report, earlier=earlier)
     _print_report(report, options.json)
     return report.exit_code

@@ -19,6 +19,7 @@ from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.context import PassResult
 from compress.errors import ExportError, OutputError
+from compress.execution.peak_memory import PeakMemory
 from compress.execution.quality import run_graph
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
@@ -195,9 +196,11 @@ def run_graph_pass(
 
 
 def time_pass(apply: Callable[[], PassResult[Form]]) -> PassResult[Form]:
-    """Return a pass's result, with the seconds that it took."""
+    """Return a pass's result, with the seconds that it took, and the memory."""
     begun = time.monotonic()
-    return replace(apply(), seconds=time.monotonic() - begun)
+    with PeakMemory() as peak:
+        result = apply()
+    return replace(result, seconds=time.monotonic() - begun, peak_memory_bytes=peak.n_bytes)
 
 
 def run_baseline(
@@ -243,6 +246,7 @@ def result_to_record(result: PassResult[object]) -> dict[str, Any]:
         "measured": result.measured,
         "seconds": round(result.seconds, 3),
         "choice": result.choice,
+        "peak_memory_bytes": result.peak_memory_bytes,
     }
 
 
@@ -255,6 +259,7 @@ def result_from_record(cached: CachedResult, model: Form) -> PassResult[Form]:
         cached.record["measured"],
         cached.record["seconds"],
         cached.record["choice"],
+        cached.record.get("peak_memory_bytes"),
     )
 
 

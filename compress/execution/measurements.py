@@ -21,6 +21,7 @@ from compress.execution.quality import run_graph
 from compress.export.onnx import export_float, finish, float_graph, save_graph
 from compress.graph.specs import cache_of, input_specs
 from compress.models.load import TorchModel
+from compress.passes import Pass
 from compress.planning.inputs import Batches, example_feeds
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
@@ -80,6 +81,18 @@ def module_timer(recipe: Recipe, loaded: TorchModel, batches: Batches) -> TimeMo
     return time_modules
 
 
+def list_costs(passes: Sequence[Pass], results: Sequence[PassResult[object]]) -> list[PassModel]:
+    """Return what each pass cost, of a run that does not measure the models between them."""
+    return [_describe_costs(passes, index, result) for index, result in enumerate(results)]
+
+
+def _describe_costs(passes: Sequence[Pass], index: int, result: PassResult[object]) -> PassModel:
+    # a pass that trains reports its seconds itself, with those of runs broken off
+    trained = result.measured.get(passes[index].kind, {}).get("seconds", 0.0)
+    seconds = max(result.seconds, trained)
+    return PassModel(pass_names(passes)[index], seconds, peak_memory_bytes=result.peak_memory_bytes)
+
+
 @dataclass
 class Chain:
     """`folder`: where the models lie until they are judged. `columns`: the evaluation samples."""
@@ -95,30 +108,26 @@ class Chain:
 
     def add(self, index: int, result: PassResult[object], graph: Callable[[], GraphState]) -> None:
         """Write and score the model that the pass of that number left. If it cannot be measured, its row says why."""
-        passes = self.plan.recipe.passes
-        # a pass that trains reports its seconds itself, with those of runs broken off
-        trained = result.measured.get(passes[index].kind, {}).get("seconds", 0.0)
-        name, seconds = pass_names(passes)[index], max(result.seconds, trained)
-        if index == len(passes) - 1:  # it left the candidate, which is judged anyway
-            self.models.append(PassModel(name, seconds))
+        costs = _describe_costs(self.plan.recipe.passes, index, result)
+        if index == len(self.plan.recipe.passes) - 1:  # it left the candidate, which is judged anyway
+            self.models.append(costs)
             return
         try:
-            with self.journal.time_stage(f"what {name} left"):
-                self.models.append(self._write_model(index, seconds, graph()))
+            with self.journal.time_stage(f"what {costs.name} left"):
+                self.models.append(self._write_model(index, costs, graph()))
         except (CompressError, RuntimeFailure) as error:
             why = f"not measured: {error}"
-            self.journal.log(f"what {name} left: {why}")
-            self.models.append(PassModel(name, seconds, error=why))
+            self.journal.log(f"what {costs.name} left: {why}")
+            self.models.append(replace(costs, error=why))
 
-    def _write_model(self, index: int, seconds: float, state: GraphState) -> PassModel:
+    def _write_model(self, index: int, costs: PassModel, state: GraphState) -> PassModel:
         model, _ = finish(state, flavour_of(self.plan.recipe))
         path = self.folder / str(index) / "model.onnx"
         save_graph(model, path)
         cache = cache_of(model)
         specs = self.exported.inputs if cache is None else input_specs(model)
         outputs = self._load_or_run(self.plan.keys.outputs[index], lambda: self._run(path, specs))
-        name = pass_names(self.plan.recipe.passes)[index]
-        return PassModel(name, seconds, path, model_size(path), cache, outputs)
+        return replace(costs, path=path, size_bytes=model_size(path), cache=cache, outputs=outputs)
 
     def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:
         """Return the model's outputs over the evaluation samples; a language model's beside the float one's."""

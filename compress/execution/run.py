@@ -21,7 +21,7 @@ from compress.errors import PlaceError, PlanError
 from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, run_baseline
 from compress.execution.lock import describe_host, make_lock
-from compress.execution.measurements import Chain
+from compress.execution.measurements import Chain, list_costs
 from compress.execution.own_metrics import check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
@@ -63,10 +63,10 @@ from runtime.decode.scoring import language_encoder
 from runtime.errors import UsageError
 from runtime.judge.earlier import check_earlier
 from runtime.judge.slices import find_groups
-from runtime.judge.stored import StoredReport
 from runtime.judge.validate import validate
 from runtime.report.passes import PassModel
 from runtime.report.report import Report
+from runtime.report.stored import StoredReport
 
 LOG = "compress.log"
 
@@ -161,7 +161,7 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool)
 
 
 def _check_earlier(earlier: StoredReport, recipe: Recipe, out: Path, evaluation: Samples | None = None) -> None:
-    """Refuse an earlier report that the bundle cannot be held against; without `evaluation` what is known without data."""
+    """Refuse an earlier report that the bundle cannot be held against, as far as the recipe and its samples tell."""
     judgement = shorten_names(recipe.validate_, find_own_metrics(recipe))
     digest = None if evaluation is None else digest_columns(evaluation.columns)
     check_earlier(earlier, out.name, recipe.model.task, judgement, digest)
@@ -262,7 +262,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         )
     for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
-    return chain.models if chain else (), [note for note in notes if isinstance(note, HostNote)]
+    costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
+    return chain.models if chain else costs, [note for note in notes if isinstance(note, HostNote)]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:

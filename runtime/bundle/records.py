@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -36,8 +37,11 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(cls: type[T], data: Any, where: str) -> T:
+def from_json(cls: type[T], data: Any, where: str, measured: bool = False) -> T:
     """Return the record `cls` that `data` (parsed JSON) describes.
+
+    `measured`: it is of what was measured: null where a number belongs is NaN, and keys that the record lacks, of a
+    version that measures more, are left out.
 
     Raises Mismatch (a ValueError), its message starting with the place (`where.field[2]`), on a missing or unknown key,
     a wrong type, or a value that the record itself refuses.
@@ -45,6 +49,8 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
     if not isinstance(data, dict):
         raise Mismatch(f"{where}: expected an object, found {_name_kind(data)}")
     known = {f.name: f for f in fields(cls)}
+    if measured:
+        data = {name: item for name, item in data.items() if name in known}
     unknown = sorted(map(str, data.keys() - known.keys()))
     if unknown:
         raise Mismatch(f"{where}.{unknown[0]}: unknown key; known: {', '.join(known)}")
@@ -53,49 +59,49 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
     if missing:
         raise Mismatch(f"{where}.{missing[0]}: missing")
     hints = get_type_hints(cls)
-    values = {name: _read_value(hints[name], item, f"{where}.{name}") for name, item in data.items()}
+    values = {name: _read_value(hints[name], item, f"{where}.{name}", measured) for name, item in data.items()}
     try:
         return cls(**values)
     except ValueError as error:
         raise Mismatch(f"{where}: {error}") from error
 
 
-def _read_value(hint: Any, data: Any, where: str) -> Any:
+def _read_value(hint: Any, data: Any, where: str, measured: bool) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _read_union(args, data, where)
+        return _read_union(args, data, where, measured)
     if origin is Literal:
         if type(data) is not str or data not in args:
             raise Mismatch(f"{where}: {data!r} is not one of {', '.join(map(repr, args))}")
         return data
     if origin is tuple:
-        return _read_tuple(args, data, where)
+        return _read_tuple(args, data, where, measured)
     if origin is dict:
         if not isinstance(data, dict):
             raise Mismatch(f"{where}: expected an object, found {_name_kind(data)}")
-        return {key: _read_value(args[1], item, f"{where}[{key!r}]") for key, item in data.items()}
+        return {key: _read_value(args[1], item, f"{where}[{key!r}]", measured) for key, item in data.items()}
     if is_dataclass(hint) and isinstance(hint, type):
-        return from_json(hint, data, where)
-    return _read_scalar(hint, data, where)
+        return from_json(hint, data, where, measured)
+    return _read_scalar(hint, data, where, measured)
 
 
-def _read_union(hints: tuple[Any, ...], data: Any, where: str) -> Any:
+def _read_union(hints: tuple[Any, ...], data: Any, where: str, measured: bool) -> Any:
     """Read a value as the first alternative that fits; with one alternative besides None, errors are its own."""
     if data is None and type(None) in hints:
         return None
     alternatives = [hint for hint in hints if hint is not type(None)]
     if len(alternatives) == 1:
-        return _read_value(alternatives[0], data, where)
+        return _read_value(alternatives[0], data, where, measured)
     problems = []
     for hint in alternatives:
         try:
-            return _read_value(hint, data, where)
+            return _read_value(hint, data, where, measured)
         except ValueError as error:
             problems.append(str(error))
     raise Mismatch(" or ".join(problems))
 
 
-def _read_tuple(hints: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+def _read_tuple(hints: tuple[Any, ...], data: Any, where: str, measured: bool) -> tuple[Any, ...]:
     if not isinstance(data, (list, tuple)):
         raise Mismatch(f"{where}: expected a list, found {_name_kind(data)}")
     if hints[-1] is Ellipsis:
@@ -103,13 +109,16 @@ def _read_tuple(hints: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...
     if len(data) != len(hints):
         raise Mismatch(f"{where}: expected {len(hints)} items, found {len(data)}")
     return tuple(
-        _read_value(hint, item, f"{where}[{i}]") for i, (hint, item) in enumerate(zip(hints, data, strict=True))
+        _read_value(hint, item, f"{where}[{i}]", measured)
+        for i, (hint, item) in enumerate(zip(hints, data, strict=True))
     )
 
 
-def _read_scalar(hint: Any, data: Any, where: str) -> Any:
+def _read_scalar(hint: Any, data: Any, where: str, measured: bool) -> Any:
     if hint in (Any, object):
         return data
+    if hint is float and data is None and measured:
+        return math.nan
     if hint is float and type(data) is int:
         return float(data)
     if type(data) is not hint:  # bool is an int to isinstance

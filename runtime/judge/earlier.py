@@ -12,30 +12,34 @@ from dataclasses import replace
 
 from runtime.bundle.manifest import Judgement
 from runtime.errors import UsageError
-from runtime.judge.comparison import compare_reports, find_incomparable
 from runtime.judge.evidence import list_wanted_metrics
-from runtime.judge.stored import StoredFindings, StoredReport, StoredSide, parse_findings
+from runtime.judge.findings import Side
+from runtime.judge.pairing import compare_reports, find_incomparable
 from runtime.metrics import MEASURED, METRICS, is_own
 from runtime.metrics.base import Columns
-from runtime.report.report import Report, to_dict
+from runtime.report.report import Report
 from runtime.report.samples import EvaluatedOn
+from runtime.report.stored import StoredReport
 
 MEDIANS = ("latency_p50", "throughput", "ttft", "tpot")
 
 
-def check_earlier(earlier: StoredReport, name: str, task: str, judgement: Judgement, samples: str | None = None) -> None:
+def check_earlier(
+    earlier: StoredReport, name: str, task: str, judgement: Judgement, samples: str | None = None
+) -> None:
     """Refuse, before anything runs, an earlier report that says nothing of what will be judged.
 
     `samples`: the digest of the evaluation set; None where it is not loaded yet. Raises UsageError with every problem.
     """
-    evaluation = earlier.findings.evaluation if samples is None else EvaluatedOn(samples)
-    now = StoredReport(name, StoredFindings(StoredSide(), task=task, evaluation=evaluation))
-    problems, then = find_incomparable(earlier, now), earlier.findings.candidate.metrics
+    evaluation = earlier.report.evaluation if samples is None else EvaluatedOn(samples)
+    nothing = Side()
+    now = StoredReport(name, Report("unjudged", name, "", nothing, nothing, task=task, evaluation=evaluation))
+    problems, then = find_incomparable(earlier, now), earlier.report.candidate.metrics
     problems += [
         f"gate on '{gate.metric}': {earlier.name} has no value of it, so that no regression could be seen; judge that "
         "bundle anew with this gate, or leave --baseline out"
         for gate in judgement.gates
-        if gate.metric not in MEASURED and then.get(gate.metric) is None
+        if gate.metric not in MEASURED and gate.metric not in then
     ]
     wanted = list_wanted_metrics(judgement)
     problems += [
@@ -53,17 +57,15 @@ def hold_against(earlier: StoredReport, report: Report, columns: Mapping[str, Co
 
     `columns`: of each quality metric, what the report was computed from.
     """
-    now = StoredReport(report.bundle, parse_findings(to_dict(report), report.bundle), columns)
-    if now.name == earlier.name:
-        now = replace(now, name=f"{now.name} now")
+    now = StoredReport(report.bundle, report, columns)
     (since,) = compare_reports([earlier, now], choose_watched(now, judgement))
     return replace(report, since=since, verdict="fail" if since.find("worse") else report.verdict)
 
 
-def choose_watched(report: StoredReport, judgement: Judgement) -> set[str]:
+def choose_watched(now: StoredReport, judgement: Judgement) -> set[str]:
     """Return the names of the metrics whose regression counts."""
     gated = {gate.metric for gate in judgement.gates}
-    quality = report.findings.candidate.metrics
+    quality = now.report.candidate.metrics
     watched = {name for name in quality if name in gated or _is_of_the_task(name)}
     return (watched or set(quality)) | (gated - quality.keys()) | {"size", *MEDIANS}
 

@@ -10,18 +10,19 @@ from typing import Any, Literal
 
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Manifest
+from runtime.judge.changes import Changes
 from runtime.judge.comparison import Comparison
 from runtime.judge.confusion import Confusion
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.slices import Groups
 from runtime.judge.stats import Estimate
-from runtime.judge.stored import FORMAT_VERSION
 from runtime.metrics import MEASURED, METRICS, Metric, Outputs
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.report.passes import PassTable
 from runtime.report.samples import EvaluatedOn, KeptSamples
 
+FORMAT_VERSION = 1
 WIDE = 0.5
 """Width of the interval of a fraction beyond which a slice may be anything."""
 Interval = tuple[float, float]
@@ -149,6 +150,11 @@ class Findings:
     """Metrics that were computed when the bundle was built, by code that is not in it."""
     confusion: Confusion | None = None
     """Which class is taken for which; None where no single class is chosen."""
+    changes: Changes | None = None
+    """The samples whose answers changed most; None where the candidate's outputs are broken."""
+    distributions: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    """latency, end_to_end, of a decoder ttft and itl -> "baseline", "candidate" -> ms at 0 %, 1 %, ... 100 % of all
+    calls (answers, requests, tokens), the fastest first."""
     gates: tuple[GateResult, ...] = ()
     layers: tuple[Any, ...] = ()
     """The bundle's layers.json."""

@@ -30,6 +30,7 @@ from runtime.bundle.onnx_file import graph_facts
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
+from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
@@ -37,7 +38,6 @@ from runtime.judge.findings import Case, differences, ratio_intervals, ratios, s
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.slices import find_groups
-from runtime.judge.stored import StoredReport, describe_evaluation
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
@@ -54,7 +54,8 @@ from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs,
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.report import Report, prepare_folder, write_report
-from runtime.report.samples import keep_samples
+from runtime.report.samples import describe_evaluation, keep_samples
+from runtime.report.stored import StoredReport
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
@@ -94,7 +95,7 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report, evidence = judge_scored(case) if case.is_scored else judge_model(case, passes)
+        report, evidence = judge_scored(case, passes) if case.is_scored else judge_model(case, passes)
         columns = {name: known.columns for name, known in evidence.items() if known.columns}
     if earlier is not None:
         report = hold_against(earlier, report, columns, case.manifest.judgement)
@@ -135,15 +136,17 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, M
     subject = Subject(case.backend, case.manifest.target, timed.environment, graph, not case.elsewhere, stages)
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, advice)
-    report = replace(report, confusion=_confusion(case, candidate) if not failures else None)
+    if not failures:
+        report = replace(report, confusion=_confusion(case, candidate), changes=_changes(case, candidate))
     if passes:
         report = replace(report, steps=make_pass_table(case, passes, candidate, timed, report))
     return report, evidence
 
 
-def judge_scored(case: Case) -> tuple[Report, Mapping[str, Evidence]]:
-    """Judge a candidate that another engine runs, as `judge_model`: quality as the build measured it, size, no speed."""
-    evidence, broken = quality(case, run_candidate(case))
+def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
+    """Judge a candidate that another engine runs, as `judge_model`; its quality is the build's, no speed is known."""
+    candidate = run_candidate(case)
+    evidence, broken = quality(case, candidate)
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
     evidence |= size_evidence(
         sizes.get("baseline", case.manifest.source_bytes), case.manifest.candidate_for(case.backend).size_bytes
@@ -151,7 +154,16 @@ def judge_scored(case: Case) -> tuple[Report, Mapping[str, Evidence]]:
     not_run = f"it was not measured: {_explain_not_run(case.manifest, case.backend)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
     advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
-    return assemble(case, None, evidence, failures, (), advice, broken=bool(broken)), evidence
+    report = assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
+    if not broken:
+        report = replace(report, changes=_changes(case, candidate))
+    if passes:
+        report = replace(report, steps=make_pass_table(case, passes, candidate, None, report))
+    return report, evidence
+
+
+def _changes(case: Case, candidate: Outputs) -> Changes | None:
+    return find_changes(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
 
 
 def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
@@ -384,6 +396,7 @@ def _collect_common_fields(
         "ratio_intervals": ratio_intervals(evidence),
         "differences": differences(evidence),
         "slices": tabulate_slices(evidence),
+        "distributions": describe_times(timed) if timed else {},
         "recorded": tuple(name for name, known in evidence.items() if known.recorded),
         "environment": timed.environment if timed else _describe_machine(),
         "benchmark": _describe_benchmark(manifest.generates, timed) if timed else {},
@@ -412,6 +425,28 @@ def _describe_benchmark(generates: bool, timed: BenchmarkResult) -> dict[str, An
     if isinstance(timed.energy, str):
         record["energy"] = f"not measured: {timed.energy}"
     return record
+
+
+QUANTILES = np.linspace(0, 100, 101)
+"""Of all times, in percent: what a report keeps of them."""
+
+
+def describe_times(timed: BenchmarkResult) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Return the quantiles of every kind of time that was taken, ms to four digits; see `Findings.distributions`."""
+    if timed.requests is not None:
+        seconds = {"ttft": timed.requests.first, "itl": timed.requests.steps}
+    else:
+        seconds = {"latency": timed.latency_s}
+    if timed.answers_s is not None:
+        seconds["end_to_end"] = timed.answers_s.sum(axis=2)
+    return {
+        name: {
+            which: tuple(float(f"{ms:.4g}") for ms in 1000 * np.percentile(of_model, QUANTILES))
+            for which, of_model in zip(("baseline", "candidate")[-len(times) :], times, strict=True)
+            if of_model.size
+        }
+        for name, times in seconds.items()
+    }
 
 
 def find_median_ms(seconds: np.ndarray) -> list[float]:

@@ -12,7 +12,13 @@ DIFFERENCE_HEADS = ("", "before", "after", "change", "verdict")
 def difference_cells(found: Difference) -> tuple[str, str, str, str, str]:
     """Return a row: metric, both values, the change with its interval, the verdict."""
     label = f"{found.metric}, speed-up" if found.scale == "ratio" else found.metric
-    return label, format_value(found, found.before), format_value(found, found.after), format_change(found), found.verdict
+    return (
+        label,
+        format_value(found, found.before),
+        format_value(found, found.after),
+        format_change(found),
+        found.verdict,
+    )
 
 
 def format_value(found: Difference, value: float) -> str:

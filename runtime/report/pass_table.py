@@ -19,21 +19,22 @@ FLOAT = "float"
 
 
 def make_pass_table(
-    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
+    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult | None, report: Findings
 ) -> PassTable:
     """Return a row for the float model and one for each pass; both ends are the report's own numbers.
 
     `models`: at least one, the last being the candidate, whose outputs over the frozen samples are `candidate`.
-    `timed`: with the models that have a path, in their order.
+    `timed`: with the models that have a path, in their order; None where nothing was run.
     """
-    rows, before = [_fill_from_side(PassRow(FLOAT), report.baseline, _latency_metric(timed))], case.baseline
+    latency = _latency_metric(case)
+    rows, before = [_fill_from_side(PassRow(FLOAT), report.baseline, latency)], case.baseline
     for row, outputs in _measure_passes(case, models, candidate, timed, report):
         previous = next((earlier for earlier in reversed(rows) if earlier.metrics), rows[0])
         rows.append(replace(row, changes=_compute_changes(case, row, outputs, previous, before)))
         before = outputs if outputs is not None and row.metrics else before
     return PassTable(
         rows=tuple(rows),
-        latency=_latency_metric(timed),
+        latency=latency,
         shown=choose_metrics(report),
         cpu=str(report.environment.get("cpu", "")),
         manifest_digest=report.manifest_digest,
@@ -48,24 +49,27 @@ def choose_metrics(report: Findings) -> tuple[str, ...]:
 
 
 def _measure_passes(
-    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult, report: Findings
+    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult | None, report: Findings
 ) -> Iterator[tuple[PassRow, Outputs | None]]:
     """Yield each pass's row, still without its changes, and the outputs that it was measured on."""
-    seconds = iter(timed.between_s)
+    seconds = iter(timed.between_s if timed is not None else ())
     for model in models[:-1]:
-        row = PassRow(model.name, model.seconds, model.size_bytes, error=model.error)
-        if model.path is not None:
+        memory = model.peak_memory_bytes
+        row = PassRow(model.name, model.seconds, model.size_bytes, error=model.error, peak_memory_bytes=memory)
+        if timed is not None and model.path is not None:
             row = _add_times(row, next(seconds), timed, report.baseline)
         yield _add_scores(row, model.outputs, case), model.outputs
-    last = _fill_from_side(PassRow(models[-1].name, models[-1].seconds), report.candidate, _latency_metric(timed))
-    faster = report.ratios.get(_latency_metric(timed))
+    *_, model = models
+    row = PassRow(model.name, model.seconds, peak_memory_bytes=model.peak_memory_bytes)
+    last = _fill_from_side(row, report.candidate, _latency_metric(case))
+    faster = report.ratios.get(_latency_metric(case))
     error = "" if report.candidate.metrics else next(iter(report.advice), "")
     yield replace(last, smaller=report.ratios.get("size"), faster=faster, error=error), candidate
 
 
-def _latency_metric(timed: BenchmarkResult) -> str:
+def _latency_metric(case: Case) -> str:
     """Return the metric that tells the speed after a pass."""
-    return "latency_p50" if timed.requests is None else "tpot"
+    return "tpot" if case.manifest.generates else "latency_p50"
 
 
 def _fill_from_side(row: PassRow, side: Side, latency: str) -> PassRow:

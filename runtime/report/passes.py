@@ -40,6 +40,7 @@ class PassModel:
     cache: KvCacheSpec | None = None
     outputs: dict[str, Array] | None = None
     error: str = ""
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class PassRow:
     """How many times faster than the float model: the median of the rounds' own ratios."""
     error: str = ""
     """Why nothing, or not all, was measured."""
+    peak_memory_bytes: int | None = None
+    """The most memory that the process held while the pass worked."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def read_pass_table(root: Path, manifest: Manifest) -> PassTable | None:
 def pass_heads(table: PassTable) -> tuple[str, ...]:
     """Return the heads of the columns."""
     quality = [text for name in table.shown for text in (name, "change")]
-    return ("pass", "size", "smaller", *quality, LATENCY[table.latency], "faster", "took", "")
+    memory = ("memory",) if _knows_memory(table) else ()
+    return ("pass", "size", "smaller", *quality, LATENCY[table.latency], "faster", "took", *memory, "")
 
 
 def pass_cells(table: PassTable) -> list[tuple[str, ...]]:
@@ -141,7 +145,13 @@ def _format_cells(row: PassRow, table: PassTable) -> Iterator[str]:
     yield ms_text(row.latency_ms)
     yield _format_ratio(row.faster)
     yield "" if row.seconds is None else _format_seconds(row.seconds)
+    if _knows_memory(table):
+        yield "" if row.peak_memory_bytes is None else size_text(row.peak_memory_bytes)
     yield row.error
+
+
+def _knows_memory(table: PassTable) -> bool:
+    return any(row.peak_memory_bytes is not None for row in table.rows)
 
 
 def _format_change(change: Change | None) -> str:

@@ -500,6 +500,8 @@ def _render_html_head(heads: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
 
 
+PAGE = "report.html"
+"""The page that `compress` makes of a report. It is not written here, but one of an earlier judgement goes."""
 FILES = {"report.json": render_json, "report.md": render_markdown, "report.xml": render_junit}
 
 
@@ -525,7 +527,7 @@ def prepare_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, prefix="report."):
             pass
-        for name in (*FILES, SAMPLES_FILE):
+        for name in (*FILES, SAMPLES_FILE, PAGE):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(

@@ -7,6 +7,7 @@ manifest: it is of one judgement. Numbers are stored in the smallest type that h
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.bundle.files import put_in_place, sha256_of
-from runtime.bundle.manifest import RecordedMetric
+from runtime.bundle.manifest import Manifest, RecordedMetric
 from runtime.bundle.npz import NpzError, read_arrays
 from runtime.bundle.samples import write_npz
 from runtime.errors import RuntimeFailure, UsageError
@@ -38,6 +39,20 @@ class EvaluatedOn:
     baselines: tuple[str, ...] = ()
     """sha256 of the baseline's outputs, and of its model; two baselines that share one are the same."""
     own_metrics: tuple[RecordedMetric, ...] = ()
+
+
+def describe_evaluation(manifest: Manifest) -> EvaluatedOn | None:
+    """Return what a bundle's quality is measured on, and against; None of one without an evaluation set."""
+    if manifest.evaluation is None:
+        return None
+    outputs = manifest.files.get(manifest.evaluation.baseline_outputs)
+    digests = [] if outputs is None else [outputs.sha256]
+    for artifact in manifest.artifacts:
+        if artifact.name == "baseline":
+            folder = artifact.path.rpartition("/")[0]
+            files = sorted((name, record.sha256) for name, record in manifest.files.items() if name.startswith(folder))
+            digests.append(hashlib.sha256(json.dumps(files).encode()).hexdigest())
+    return EvaluatedOn(manifest.evaluation.digest, tuple(digests), manifest.recorded)
 
 
 @dataclass(frozen=True)

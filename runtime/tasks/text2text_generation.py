@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from runtime.bundle.columns import Columns
-from runtime.tasks.base import TEXT, Task
+from runtime.tasks.base import TEXT, Task, Tensors
 
 
 class WritesAnswers(Task):
@@ -23,6 +24,12 @@ class WritesAnswers(Task):
     def split_views(self, columns: Columns) -> list[dict[str, Any]]:
         """Return the columns with the labels, for they are what the decoder reads."""
         return [dict(columns)]
+
+    def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
+        """Return {"label": what was written} for each sample."""
+        from runtime.metrics.texts import unpack_texts
+
+        return [{"label": text} for text in unpack_texts(outputs["answer"])]
 
 
 class Text2TextGeneration(WritesAnswers):

@@ -1,0 +1,143 @@
+"""Find the samples that the candidate answers otherwise than the baseline, so that people can look at them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.bundle.columns import Array
+from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics.base import Columns
+from runtime.tasks import find_task
+
+MOST_SAMPLES = 24
+"""Samples that a report keeps."""
+MOST_ITEMS, MOST_CHARACTERS, DIGITS = 50, 1000, 5
+"""Of an answer that a report keeps: items of a list, characters of a text, digits of a number."""
+
+
+@dataclass(frozen=True)
+class ChangedSample:
+    """What both models answer to one sample: as `Task.predict` gives it; None where outputs are all there is to say."""
+
+    sample: int
+    """Its number among the frozen samples, from 0 on."""
+    baseline: Any
+    candidate: Any
+    values: dict[str, tuple[float | None, float]]
+    """Metric -> (baseline, candidate), of this sample alone; None of the baseline where it is what is compared with."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The samples that changed most by a metric against the baseline, the most changed first."""
+
+    metric: str
+    n_changed: int | None
+    """How many samples changed; None where the metric has no "as it was", so that every sample changes by a little."""
+    samples: tuple[ChangedSample, ...]
+
+
+def find_changes(
+    task: str, candidate: Outputs, baseline: Outputs, labels: Any | None, class_names: Sequence[str]
+) -> Changes | None:
+    """Find the samples whose outputs changed most; None where no metric compares a sample with the baseline's.
+
+    The task's own metric decides (the agreement of classes, boxes, words), and where samples are equal by it the next.
+    """
+    metrics = _find_comparing(task, baseline, labels)[:2]
+    if not metrics:
+        return None
+    columns = {metric.name: metric.columns(candidate, baseline) for metric in metrics}
+    first, counted = metrics[0], _find_changed(metrics[0], columns[metrics[0].name])
+    losses = [_compute_losses(metric, columns[metric.name]) for metric in metrics]
+    order = np.lexsort([-of_metric for of_metric in reversed(losses)])  # the last key counts first
+    changed = losses[0] != losses[0].min() if counted is None else counted
+    rows = order[changed[order]][:MOST_SAMPLES]
+    taken = [_take_outputs(outputs, rows) for outputs in (baseline, candidate)]
+    answers = [find_task(task).predict(outputs, class_names) if len(rows) else [] for outputs in taken]
+    before, after = (shorten(of_model or [None] * len(rows)) for of_model in answers)
+    values = _compute_values(metrics[:1] + _find_own(task, baseline, labels), candidate, baseline, rows)
+    samples = tuple(map(ChangedSample, rows.tolist(), before, after, values))
+    return Changes(first.name, None if counted is None else int(np.count_nonzero(counted)), samples)
+
+
+def _find_comparing(task: str, baseline: Outputs, labels: Any | None) -> list[Metric]:
+    """Return the metrics that compare each sample with the baseline's, those of the task's own outputs first."""
+    metrics = [
+        metric
+        for metric in METRICS.values()
+        if metric.against == "baseline" and metric.sliceable and why_not(metric, task, baseline, labels) is None
+    ]
+    return sorted(metrics, key=lambda metric: metric.fits is None)
+
+
+def _find_own(task: str, baseline: Outputs, labels: Any | None) -> list[Metric]:
+    """Return the metric that a sample's own outputs say something by, as the nats of a text; none for most tasks."""
+    fits = [m for m in METRICS.values() if m.against == "texts" and m.kind == "statistic" and m.sliceable]
+    return [metric for metric in fits if why_not(metric, task, baseline, labels) is None][:1]
+
+
+def _find_changed(metric: Metric, columns: Columns) -> Array | None:
+    """Return which samples changed, bool [N]; None where the metric does not tell changed samples from others."""
+    if metric.fits is None:
+        return None
+    if metric.flaws is not None:
+        return np.asarray(metric.flaws.of(columns), bool)
+    return columns[0] != metric.ideal if metric.kind in ("proportion", "mean") and metric.ideal == 1 else None
+
+
+def _compute_losses(metric: Metric, columns: Columns) -> Array:
+    """Return by how much each sample makes the metric worse, float64 [N]."""
+    sign = -1.0 if metric.higher_is_better else 1.0
+    losses: Array = sign * np.asarray(metric.influence(columns), np.float64)
+    return np.where(np.isfinite(losses), losses, 0.0)
+
+
+def _compute_values(
+    metrics: Sequence[Metric], candidate: Outputs, baseline: Outputs, rows: Array
+) -> list[dict[str, tuple[float | None, float]]]:
+    """Return for each of the rows what each metric is of it alone."""
+    values: list[dict[str, tuple[float | None, float]]] = [{} for _ in rows]
+    for metric in metrics:
+        compared = metric.against == "baseline"
+        ours = metric.columns(candidate, baseline if compared else None)
+        theirs = None if compared else metric.columns(baseline, None)
+        for row, of_row in zip(rows, values, strict=True):
+            after = _compute_alone(metric, ours, row)
+            before = None if theirs is None else _compute_alone(metric, theirs, row)
+            if after is not None:
+                of_row[metric.name] = (before, after)
+    return values
+
+
+def _compute_alone(metric: Metric, columns: Columns, row: int) -> float | None:
+    """Return the metric of one sample; None where it has no value of that alone."""
+    alone = tuple(column[row : row + 1] for column in columns)
+    if metric.counts is not None and not metric.counts(alone).all():
+        return None
+    value = metric.statistic(alone)
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _take_outputs(outputs: Outputs, rows: Array) -> dict[str, Array]:
+    return {name: values[rows] for name, values in outputs.items()}
+
+
+def shorten(answer: Any) -> Any:
+    """Return an answer as JSON values, cut to what a report keeps."""
+    if isinstance(answer, Mapping):
+        return {str(name): shorten(item) for name, item in answer.items()}
+    if isinstance(answer, (list, tuple)):
+        return [shorten(item) for item in answer[:MOST_ITEMS]]
+    if isinstance(answer, str):
+        return answer if len(answer) <= MOST_CHARACTERS else answer[:MOST_CHARACTERS] + "…"
+    if isinstance(answer, (float, np.floating)):
+        return float(f"{answer:.{DIGITS}g}") if math.isfinite(answer) else None
+    if isinstance(answer, np.generic):
+        return answer.item()
+    return answer
