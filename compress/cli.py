@@ -274,17 +274,23 @@ def reproduce(
 
 @app.command()
 def compare(
-    bundles: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Bundles that have been validated.")],
+    bundles: Annotated[
+        list[Path], typer.Argument(metavar="A B...", help="Judged bundles, or their reports; each is compared with A.")
+    ],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put the reports of several bundles side by side."""
+    """Say which differences between bundles are beyond noise, and what recipes and layers differ in."""
     with ending(as_json):
-        from compress.commands.compare import compare_bundles, read_reports
+        from compress.commands.compare import compare_bundles, print_comparison, to_dict, write_page
 
+        compared = compare_bundles(bundles)
+        if html is not None:
+            write_page(compared, html)
         if as_json:
-            print_json(read_reports(bundles))
+            print_json(to_dict(compared))
         else:
-            compare_bundles(bundles, _console())
+            print_comparison(compared, _console())
 
 
 @app.command()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from runtime.judge.comparison import Comparison, Difference
 from runtime.judge.gates import GateResult, Verdict
 from runtime.report.units import interval_brackets, size_text
 
+SMALL = 0.005
+"""Below this a number of four decimals says too little."""
 DIFFERENCE_HEADS = ("", "before", "after", "change", "verdict")
 
 
@@ -25,17 +29,21 @@ def format_value(found: Difference, value: float) -> str:
     """Format a candidate's value: bytes as sizes, speed as how many times as fast as its baseline it is."""
     if found.unit == "bytes":
         return size_text(value)
-    return f"{value:.2f}x" if found.scale == "ratio" else f"{value:.4f}"
+    if found.scale == "ratio":
+        return f"{value:.2f}x"
+    return f"{value:.4f}" if max(abs(found.before), abs(found.after)) >= SMALL else f"{value:.3g}"
 
 
 def format_change(found: Difference) -> str:
     """Format the change and its interval, which holds for all of a comparison at once."""
-    change = found.change
+    change, ends = found.change, (found.change.low, found.change.high)
     if found.unit == "bytes":
         return f"{change.value / found.before:+.1%}" if found.before else size_text(change.value)
     if found.scale == "ratio":
-        return f"{change.value:.3f}x {interval_brackets((change.low, change.high), '.3f')}"
-    return f"{change.value:+z.4f} {interval_brackets((change.low, change.high), '+z.4f')}"
+        return f"{change.value:.2f}x {interval_brackets(ends, '.2f')}"
+    widest = max((abs(end) for end in (change.value, *ends) if math.isfinite(end)), default=0.0)
+    form = "+z.4f" if widest >= SMALL or widest == 0 else "+.1e"
+    return f"{change.value:{form}} {interval_brackets(ends, form)}"
 
 
 def regression_lines(since: Comparison) -> list[str]:
