@@ -40,7 +40,8 @@ def format_change(found: Difference) -> str:
     if found.unit == "bytes":
         return f"{change.value / found.before:+.1%}" if found.before else size_text(change.value)
     if found.scale == "ratio":
-        return f"{change.value:.2f}x {interval_brackets(ends, '.2f')}"
+        known = change.low > 0 or math.isfinite(change.high)
+        return f"{change.value:.2f}x {interval_brackets(ends if known else None, '.2f')}".rstrip()
     widest = max((abs(end) for end in (change.value, *ends) if math.isfinite(end)), default=0.0)
     form = "+z.4f" if widest >= SMALL or widest == 0 else "+.1e"
     return f"{change.value:{form}} {interval_brackets(ends, form)}"
